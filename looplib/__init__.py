@@ -1,0 +1,33 @@
+"""looplib: custom training loops for TensorFlow.
+
+Subclass `Trainer` (and `Evaluator`), write one `step_fn` for one replica, and a `Controller` does the rest.
+"""
+
+from looplib.actions import Event
+from looplib.checkpoints import CheckpointPolicy
+from looplib.controller import Controller
+from looplib.errors import UsageError
+from looplib.evaluator import Evaluator
+from looplib.inputs import InputContext
+from looplib.metrics import last, mean, total
+from looplib.trainer import Trainer
+from looplib.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointPolicy",
+    "ConsoleWriter",
+    "Controller",
+    "Evaluator",
+    "Event",
+    "InputContext",
+    "JsonlWriter",
+    "TensorBoardWriter",
+    "Trainer",
+    "UsageError",
+    "Writer",
+    "last",
+    "mean",
+    "total",
+]

@@ -1,0 +1,58 @@
+"""Evaluator: what a researcher writes to evaluate a model."""
+
+import abc
+
+
+class Evaluator(abc.ABC):
+    """A model, a data set that ends and one evaluation step on one replica.
+
+    The model is the trainer's own object, kept under the same attribute name; an evaluation job that runs without a
+    trainer restores it from the trainer's checkpoint by that name. Keras metrics belong to one evaluation: they are
+    reset before it and are not part of a checkpoint.
+
+    Attributes:
+      global_batch_size: int, examples of a step over all replicas; None takes the controller's.
+
+    Example:
+
+        class LineError(looplib.Evaluator):
+            def __init__(self, model):
+                self.model = model
+
+            def dataset(self, context):
+                return context.indices(100).map(lambda i: tf.cast(i, tf.float32)[:, None] / 100)
+
+            def step_fn(self, inputs):
+                return {"error": tf.abs(self.model(inputs, training=False) - 2 * inputs)}
+    """
+
+    global_batch_size: int | None = None
+
+    @abc.abstractmethod
+    def dataset(self, context):
+        """Returns the evaluation data of one input pipeline.
+
+        Args:
+          context: `looplib.InputContext`.
+
+        Returns:
+          A `tf.data.Dataset` of batches of at most `context.per_replica_batch_size` examples which ends. With
+          `context.indices(n)` each example comes once for any number of replicas and workers; another pipeline takes
+          its part by `dataset.shard(context.num_pipelines, context.pipeline_index)` and keeps its last, smaller batch.
+        """
+
+    @abc.abstractmethod
+    def step_fn(self, inputs):
+        """Evaluates one batch on one replica.
+
+        Args:
+          inputs: one batch of this replica; its batch may be smaller than the others, or empty, at the end.
+
+        Returns:
+          A dict as `Trainer.step_fn` returns it. The number of examples is added as `examples`, counted from the
+          first dimension of the first tensor of `inputs`, unless the dict has an `examples` of its own.
+        """
+
+    def loop_end(self, metrics):
+        """Finishes the metrics of an evaluation; returns them unchanged by default. See `Trainer.loop_end`."""
+        return metrics

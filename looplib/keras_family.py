@@ -1,0 +1,112 @@
+"""Which of the two Keras families an object belongs to, and what follows from it.
+
+Keras 3 (`keras`) and Keras 2 (`tf_keras`) both run on TensorFlow, and neither's optimizer works on the other's model.
+Nothing here imports either: objects are told by the modules of their classes.
+"""
+
+import sys
+
+import tensorflow as tf
+
+from looplib.errors import UsageError
+
+_ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
+
+
+def family(value):
+    """Returns "keras", "tf_keras" or None for the family that defines one of `value`'s base classes."""
+    for base in type(value).__mro__:
+        root = base.__module__.split(".")[0]
+        if root in _ROOTS:
+            return root
+    return None
+
+
+def _is_a(value, *path):
+    root = family(value)
+    if root is None:
+        return False
+    kind = sys.modules[root]
+    for name in path:
+        kind = getattr(kind, name)
+    return isinstance(value, kind)
+
+
+def is_metric(value):
+    """Whether `value` is a Keras metric object of either family."""
+    return _is_a(value, "metrics", "Metric")
+
+
+def is_layer(value):
+    """Whether `value` is a Keras layer or model of either family (a metric of tf_keras is a layer too, but not here)."""
+    return _is_a(value, "layers", "Layer") and not is_metric(value)
+
+
+def is_optimizer(value):
+    """Whether `value` is a Keras optimizer of either family."""
+    return _is_a(value, "optimizers", "Optimizer")
+
+
+def check_one_family(objects):
+    """Raises `UsageError` if objects of both families, or Keras 3 on another backend, would train together.
+
+    Args:
+      objects: dict from a name to any object.
+    """
+    names = {}
+    for name, value in objects.items():
+        root = family(value)
+        if root is not None:
+            names.setdefault(root, name)
+    if len(names) > 1:
+        found = " and ".join(f"{name} is of {_ROOTS[root]}" for root, name in sorted(names.items()))
+        raise UsageError(
+            f"two Keras families are mixed: {found}; expected one family, so build the model, its optimizer and its "
+            "metrics all from `keras` or all from `tf_keras`"
+        )
+    if "keras" in names and sys.modules["keras"].backend.backend() != "tensorflow":
+        raise UsageError(
+            f"Keras 3 runs on the {sys.modules['keras'].backend.backend()} backend; looplib trains on TensorFlow, so "
+            "set KERAS_BACKEND=tensorflow in the environment"
+        )
+
+
+def variables_of(value):
+    """The `tf.Variable`s of a Keras object of either family, seeds and metric state included."""
+    return [variable if isinstance(variable, tf.Variable) else variable.value for variable in value.variables]
+
+
+def untracked_variables(value):
+    """Variables that `tf.train.Checkpoint` would miss: a Keras 3 metric's, and the seeds of a Keras 3 layer."""
+    if family(value) != "keras":
+        return []
+    if is_metric(value):
+        return variables_of(value)
+    if is_layer(value):
+        tracked = {id(variable) for variable in value.weights}
+        return [variable.value for variable in value.variables if id(variable) not in tracked]
+    return []
+
+
+def check_placement(strategy, what, variables):
+    """Raises `UsageError` if variables were made outside the scope of the strategy that will run them.
+
+    Args:
+      strategy: `tf.distribute.Strategy`.
+      what: the name of their owner, for the message.
+      variables: Keras or TensorFlow variables.
+    """
+    replicas = strategy.num_replicas_in_sync
+    for variable in variables:
+        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+        distributed = isinstance(value, tf.distribute.DistributedValues)
+        if distributed and replicas == 1:
+            raise UsageError(
+                f"{what} holds variables made under another strategy, but the controller runs "
+                f"{type(strategy).__name__} with 1 replica; pass the controller the strategy that they were made under"
+            )
+        if not distributed and replicas > 1:
+            raise UsageError(
+                f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
+                "build models, optimizers and metrics inside `with strategy.scope():`"
+            )

@@ -1,0 +1,213 @@
+"""Launching a binary: flags, `main`, exit codes, `run.json`.
+
+A binary describes its experiment in one function and hands it over:
+
+    @dataclasses.dataclass
+    class Config:
+        learning_rate: float = 0.1
+
+    def build(config):  # called under strategy.scope()
+        trainer = MyTrainer(config)
+        return trainer, MyEvaluator(trainer.model)
+
+    if __name__ == "__main__":
+        launch.run(build, Config(), train_steps=1000)
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import traceback
+
+import tensorflow as tf
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from looplib import runtime
+from looplib.checkpoints import CheckpointPolicy
+from looplib.controller import Controller
+from looplib.errors import UsageError
+from looplib.loops import ENGINES
+
+EXIT_DONE, EXIT_FAILED = 0, 1
+MODES = ("train", "eval", "train_and_eval", "continuous_eval")
+
+# The flags of every binary: (name, define, default, help). README.md's table is checked against it.
+FLAGS = (
+    ("model_dir", flags.DEFINE_string, None, "The run directory: checkpoints, metrics.jsonl, run.json, TensorBoard events."),
+    ("mode", flags.DEFINE_enum, "train_and_eval", "What to do.", MODES),
+    ("train_steps", flags.DEFINE_integer, 1000, "The global step to train to; -1 trains to the end of the data."),
+    ("global_batch_size", flags.DEFINE_integer, 64, "Examples of one step over all replicas."),
+    ("strategy", flags.DEFINE_enum, "auto", "How to use the devices; auto: a TPU, else all GPUs, else the CPU.", runtime.STRATEGIES),
+    ("tpu", flags.DEFINE_string, None, "Name or address of a TPU."),
+    ("num_virtual_devices", flags.DEFINE_integer, 1, "Replicas to make on one CPU."),
+    ("steps_per_loop", flags.DEFINE_integer, 100, "Steps of one call into the device; training metrics come at its multiples."),
+    ("loop", flags.DEFINE_enum, "graph", "The loop's engine; eager is for debugging.", tuple(ENGINES)),
+    ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
+    ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
+    ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
+    ("seed", flags.DEFINE_integer, 0, "Seeds initial weights, data order and everything else."),
+    ("deterministic", flags.DEFINE_boolean, False, "Makes every op deterministic, at a cost in speed."),
+    ("mixed_precision", flags.DEFINE_enum, "float32", "The Keras precision policy.", runtime.PRECISIONS),
+)  # fmt: skip
+
+
+def run(build, config, argv=None, **defaults):
+    """Defines the flags, parses the command line, runs the experiment and exits the process.
+
+    Exit codes: 0 done, 1 failed; a failure's last line on standard error says what to do.
+
+    Args:
+      build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
+        evaluator is an `Evaluator` or a dict from name to `Evaluator`.
+      config: a dataclass instance with the experiment's own settings, each a flag `--config.<field>=<value>`.
+      argv: the command line; default `sys.argv`.
+      **defaults: other default values for flags, such as `train_steps=2000`.
+    """
+    if not dataclasses.is_dataclass(config):
+        raise TypeError(f"config is a {type(config).__name__}; expected an instance of a dataclass")
+    for name, define, default, help_text, *values in FLAGS:
+        arguments = [values[0]] if values else []
+        define(name, defaults.pop(name, default), *arguments, help=help_text)
+    if defaults:
+        raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
+    parsed = config_flags.DEFINE_config_dataclass("config", config)
+    app.run(lambda argv: _main(build, parsed, argv), argv=argv)
+
+
+def _main(build, parsed_config, argv):
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.INFO)
+    controller = None
+    values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
+    try:
+        _check(values, argv)
+        config = parsed_config.value
+        strategy = runtime.setup(
+            values["strategy"],
+            tpu=values["tpu"],
+            num_virtual_devices=values["num_virtual_devices"],
+            seed=values["seed"],
+            deterministic=values["deterministic"],
+            mixed_precision=values["mixed_precision"],
+        )
+        with strategy.scope():
+            trainer, evaluator = build(config)
+        mode = values["mode"]
+        if mode != "train" and evaluator is None:
+            raise UsageError(f"--mode={mode} needs an evaluator, and this binary has none; use --mode=train")
+        controller = Controller(
+            trainer=trainer if "train" in mode else None,
+            evaluator=evaluator if "eval" in mode else None,
+            strategy=strategy,
+            global_batch_size=values["global_batch_size"],
+            model_dir=values["model_dir"],
+            steps_per_loop=values["steps_per_loop"],
+            loop=values["loop"],
+            seed=values["seed"],
+            checkpoints=CheckpointPolicy(every_steps=values["checkpoint_interval"]),
+        )
+        report = _RunReport(values, config, strategy, controller)
+        report.write("running")
+        metrics = _run_mode(controller, values)
+        controller.close()
+        report.write("done", metrics)
+        print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
+    except UsageError as error:
+        if controller:
+            controller.close()
+        logging.debug("where it was raised:", exc_info=True)
+        _fail(str(error))
+    except Exception as error:  # the boundary of the process: whatever went wrong, the last line says what to do
+        traceback.print_exc()
+        kept = controller and controller.restored_from
+        kept = controller._checkpoints.latest if controller and controller._checkpoints else kept
+        advice = f"the same command goes on from {kept}" if kept else "nothing had been saved yet"
+        _fail(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}; "
+              f"mend what the trace above names and run again: {advice}")  # fmt: skip
+    sys.exit(EXIT_DONE)
+
+
+def _fail(sentence):
+    sys.stdout.flush()
+    print(f"looplib: error: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(EXIT_FAILED)
+
+
+def _check(values, argv):
+    if len(argv) > 1:
+        raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
+    if not values["model_dir"]:
+        raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
+    for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size"):
+        if values[name] < 1:
+            raise UsageError(f"--{name} is {values[name]}; expected at least 1")
+    for name in ("train_steps", "eval_steps"):
+        if values[name] < 1 and values[name] != -1:
+            raise UsageError(f"--{name} is {values[name]}; expected at least 1, or -1 for all data")
+
+
+def _run_mode(controller, values):
+    """Does what --mode asks for; returns the final metrics as {split: {name: value}}."""
+    if values["mode"] == "train":
+        return {"train": controller.train(values["train_steps"])}
+    if values["mode"] == "train_and_eval":
+        return controller.train_and_evaluate(values["train_steps"], values["eval_interval"], values["eval_steps"])
+    if values["mode"] == "eval":
+        if controller.restored_from is None:
+            raise UsageError(
+                f"there is no checkpoint in {values['model_dir']} to evaluate; train first, with --mode=train or "
+                "--mode=train_and_eval"
+            )
+        return controller.evaluate(values["eval_steps"])
+    until = values["train_steps"] if values["train_steps"] > 0 else None
+    return controller.evaluate_continuously(values["eval_steps"], until_step=until)
+
+
+class _RunReport:
+    """`run.json`: what ran, with what, how it went."""
+
+    def __init__(self, values, config, strategy, controller):
+        self._controller = controller
+        name = "run.json" if "train" in values["mode"] else f"run_{values['mode']}.json"
+        self._path = os.path.join(values["model_dir"], name)
+        self._content = {
+            "command": sys.argv,
+            "flags": values,
+            "config": dataclasses.asdict(config),
+            "versions": _versions(),
+            "strategy": runtime.describe(strategy),
+            "num_replicas": strategy.num_replicas_in_sync,
+            "loop": values["loop"],
+            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "restored_from": controller.restored_from,
+            "restarts": self._earlier_starts(),
+        }
+
+    def _earlier_starts(self):
+        try:
+            with tf.io.gfile.GFile(self._path) as file:
+                return json.load(file)["restarts"] + 1
+        except (tf.errors.OpError, OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def write(self, status, metrics=None):
+        """Replaces the file in one move, so that no reader sees half of it."""
+        self._content.update(
+            status=status, step=self._controller.global_step, metrics=metrics or {}, seconds=self._controller.clock.seconds()
+        )
+        with tf.io.gfile.GFile(self._path + ".new", "w") as file:
+            file.write(json.dumps(self._content, indent=2, default=str) + "\n")
+        tf.io.gfile.rename(self._path + ".new", self._path, overwrite=True)
+
+
+def _versions():
+    import looplib
+
+    versions = {"looplib": looplib.__version__, "python": sys.version.split()[0], "tensorflow": tf.__version__}
+    for name in ("keras", "tf_keras", "numpy"):
+        if name in sys.modules:
+            versions[name] = sys.modules[name].__version__
+    return versions

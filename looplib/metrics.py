@@ -1,0 +1,343 @@
+"""How a step's outputs are reduced, exactly, over steps, replicas and workers.
+
+Each step adds one packed float64 vector, its contribution, to a variable that every replica keeps for itself; one sum
+over replicas reads all of them at the end of a loop. A mean is kept as a weighted sum and a sum of weights, so that it
+does not depend on how examples fall on steps, replicas and workers.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import keras_family
+from looplib.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A value and how it reduces; made by `mean`, `total` and `last`."""
+
+    kind: str
+    value: tf.Tensor
+    weight: tf.Tensor | None = None
+
+
+def mean(value, weight=None):
+    """A weighted mean over all steps and replicas: sum(value * weight) / sum(weight).
+
+    Args:
+      value: real tensor of any shape. Where the weight is 0 the value is ignored, even if it is not finite.
+      weight: real tensor that broadcasts to `value`; default 1 for each element. A scalar `value` needs a weight, such
+        as the number of examples that it already averages.
+
+    Returns:
+      A `Reduction` to return from `step_fn`.
+
+    Raises:
+      UsageError: for a scalar without a weight.
+    """
+    value = tf.convert_to_tensor(value)
+    if weight is None and value.shape.rank == 0:
+        raise UsageError(
+            "looplib.mean got a scalar without a weight, and means of means are wrong when batches differ in size; "
+            "write looplib.mean(value, weight=<the number of examples it averages>) or return the value per example"
+        )
+    return Reduction("mean", value, None if weight is None else tf.convert_to_tensor(weight))
+
+
+def total(value):
+    """A sum over all steps and replicas, element by element.
+
+    Args:
+      value: real tensor whose shape is fully known, often a scalar; an array reaches `loop_end` as numpy.
+
+    Returns:
+      A `Reduction` to return from `step_fn`.
+    """
+    return Reduction("total", tf.convert_to_tensor(value))
+
+
+def last(value):
+    """The value of the last step, as the first replica saw it.
+
+    Args:
+      value: real tensor whose shape is fully known, often a scalar such as a learning rate.
+
+    Returns:
+      A `Reduction` to return from `step_fn`.
+    """
+    return Reduction("last", tf.convert_to_tensor(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Where one metric lies in the packed vector."""
+
+    name: str
+    kind: str  # "mean" takes two places, sum and weight; "total" and "last" take as many as the value has elements
+    shape: tuple
+    integer: bool
+    start: int
+
+    @property
+    def size(self):
+        return 2 if self.kind == "mean" else math.prod(self.shape)
+
+
+class Reducer:
+    """Accumulates and reduces what one `step_fn` returns.
+
+    `contribution` runs in the replica and learns the structure when it is first traced or called; then `create` makes
+    the variable, `add` runs once a step and `read` once a loop, both across replicas.
+
+    Args:
+      strategy: the `tf.distribute.Strategy`.
+      who: the class name of the user's trainer or evaluator, for messages.
+      count_examples: adds the total `examples`, from the first dimension of the inputs.
+    """
+
+    def __init__(self, strategy, who, count_examples):
+        self._strategy = strategy
+        self._who = who
+        self._count_examples = count_examples
+        self._slots = None
+        self._keras = {}
+        self._totals = None
+        self._pending = None
+
+    def contribution(self, outputs, inputs):
+        """Packs one step's outputs; in replica context.
+
+        Args:
+          outputs: what `step_fn` returned.
+          inputs: what it was given, for the number of examples.
+
+        Returns:
+          float64 tensor `[n]`, n fixed by the structure of `outputs`.
+
+        Raises:
+          UsageError: for an output that does not say how it reduces, or a structure that changes between steps.
+        """
+        if not isinstance(outputs, dict):
+            raise UsageError(
+                f"{self._who}.step_fn returned {_describe(outputs)}; expected a dict from metric name to value, "
+                'such as {"loss": losses} with losses of shape [per_replica_batch]'
+            )
+        batch = _batch_size(inputs)
+        slots, parts, metrics, start = [], [], {}, 0
+        values = dict(outputs)
+        if self._count_examples and "examples" not in values and batch is not None:
+            values["examples"] = total(batch[1])
+        for name, value in sorted(values.items(), key=lambda item: str(item[0])):
+            if keras_family.is_metric(value):
+                metrics[name] = value
+                continue
+            slot, part = self._pack(name, value, batch, start)
+            slots.append(slot)
+            parts.append(part)
+            start += slot.size
+        if self._slots is None:
+            self._slots, self._keras = slots, metrics
+        elif self._slots != slots or self._keras != metrics:
+            raise UsageError(
+                f"{self._who}.step_fn returned metrics {_names(slots, metrics)} after {_names(self._slots, self._keras)}"
+                "; expected the same names, kinds and shapes at every step"
+            )
+        return tf.concat([tf.reshape(part, [-1]) for part in parts] or [tf.zeros([0], tf.float64)], axis=0)
+
+    def _pack(self, name, value, batch, start):
+        where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"{self._who}.step_fn returned a metric named {name!r}; expected a non-empty string")
+        if not isinstance(value, Reduction):
+            value = self._per_example(where, value, batch)
+        for tensor in (value.value, value.weight):
+            if tensor is not None and not _is_number(tensor):
+                raise UsageError(f"{where}; expected real numbers, integers or booleans")
+        data = tf.cast(value.value, tf.float64)
+        integer = value.value.dtype.is_integer or value.value.dtype.is_bool
+        if value.kind == "mean":
+            slot = _Slot(name, "mean", (), False, start)
+            if value.weight is None:
+                return slot, [tf.reduce_sum(data), tf.cast(tf.size(data), tf.float64)]
+            # Broadcast to a common shape, so that the weights are summed as often as they are used.
+            shape = tf.broadcast_dynamic_shape(tf.shape(data), tf.shape(value.weight))
+            weight = tf.broadcast_to(tf.cast(value.weight, tf.float64), shape)
+            return slot, [tf.reduce_sum(tf.math.multiply_no_nan(data, weight)), tf.reduce_sum(weight)]
+        if not data.shape.is_fully_defined():
+            raise UsageError(
+                f"{where} of shape {data.shape}, which is not fully known; sum over the batch first, "
+                f"as in looplib.{value.kind}(tf.reduce_sum(value))"
+            )
+        slot = _Slot(name, value.kind, tuple(data.shape), integer, start)
+        if value.kind == "last":
+            first = tf.distribute.get_replica_context().replica_id_in_sync_group
+            data = tf.where(tf.equal(first, 0), data, tf.zeros_like(data))
+        return slot, data
+
+    def _per_example(self, where, value, batch):
+        try:
+            value = tf.convert_to_tensor(value)
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"{where}; expected a tensor [per_replica_batch], looplib.mean, looplib.total, looplib.last or a Keras "
+                "metric object"
+            ) from None
+        if value.shape.rank == 0:
+            raise UsageError(
+                f"{where} without a reduction; return one value per example, or say how a scalar reduces: "
+                "looplib.mean(value, weight=<examples>), looplib.total(value) or looplib.last(value)"
+            )
+        size = batch and batch[0]
+        if batch and value.shape.rank and value.shape[0] is not None and value.shape[0] != size:
+            raise UsageError(
+                f"{where}, whose first dimension is not the batch ({'any size' if size is None else size}); expected "
+                "one value per example, or looplib.mean, looplib.total or looplib.last to say how it reduces"
+            )
+        if value.shape.rank != 1 and _is_number(value):
+            value = tf.cast(value, tf.float64)
+            value = tf.reduce_mean(value, axis=tf.range(1, tf.rank(value)))
+        return Reduction("mean", value)
+
+    @property
+    def created(self):
+        """Whether the structure is known and the variable exists."""
+        return self._totals is not None
+
+    def create(self):
+        """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
+        for name, metric in self._keras.items():
+            keras_family.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
+        size = sum(slot.size for slot in self._slots)
+        with self._strategy.scope():
+            self._totals = tf.Variable(
+                tf.zeros([size], tf.float64),
+                trainable=False,
+                name=f"{self._who}_totals",
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+        replaced = [slot.kind == "last" for slot in self._slots for _ in range(slot.size)]
+        self._replaced = np.array(replaced, bool) if any(replaced) else None
+        if self._pending is not None:
+            self.load(self._pending)
+
+    def add(self, contributions):
+        """Adds one step's contributions of all replicas; across replicas."""
+        self._strategy.run(self._add_local, args=(contributions,))
+
+    def _add_local(self, contribution):
+        if self._replaced is None:
+            self._totals.assign_add(contribution)
+        else:
+            kept = tf.where(self._replaced, tf.zeros_like(contribution), self._totals.read_value())
+            self._totals.assign(kept + contribution)
+
+    def read(self):
+        """Reduces over replicas in one sum and starts anew; across replicas, in a `tf.function` or not.
+
+        Returns:
+          `(totals, results)`: float64 tensor `[n]` for `unpack`, and a dict of the Keras metrics' result tensors.
+        """
+        totals = self._strategy.reduce(
+            tf.distribute.ReduceOp.SUM, self._strategy.run(lambda: self._totals.read_value()), axis=None
+        )
+        results = {name: metric.result() for name, metric in self._keras.items()}
+        # The metrics are read before they are reset, also where nothing else orders the two.
+        with tf.control_dependencies([totals, *tf.nest.flatten(results)]):
+            self._strategy.run(self._reset_local)
+        return totals, results
+
+    def _reset_local(self):
+        self._totals.assign(tf.zeros_like(self._totals.read_value()))
+        for metric in self._keras.values():
+            metric.reset_state()
+
+    def unpack(self, totals, results):
+        """Turns what `read` returned into metrics.
+
+        Args:
+          totals: float64 `[n]`.
+          results: dict from name to the result of a Keras metric.
+
+        Returns:
+          dict from name to a Python float or int, or a numpy array where the value was not a scalar.
+        """
+        totals = np.asarray(totals)
+        metrics = {}
+        for slot in self._slots:
+            part = totals[slot.start : slot.start + slot.size]
+            if slot.kind == "mean":
+                metrics[slot.name] = float(part[0] / part[1]) if part[1] else math.nan
+            else:
+                value = part.astype(np.int64) if slot.integer else part
+                metrics[slot.name] = value[0].item() if slot.shape == () else value.reshape(slot.shape)
+        for name, result in results.items():
+            if isinstance(result, dict):  # a Keras metric of several results
+                metrics.update({f"{name}_{key}": _number(value) for key, value in result.items()})
+            else:
+                metrics[name] = _number(result)
+        return metrics
+
+    def state(self):
+        """What has been accumulated since the last `read`, for a checkpoint: `{"names": [...], "totals": [...]}`."""
+        if not self.created:
+            return self._pending or {}
+        totals = self._strategy.reduce("SUM", self._strategy.run(lambda: self._totals.read_value()), axis=None)
+        return {"names": [slot.name for slot in self._slots], "totals": np.asarray(totals).tolist()}
+
+    def load(self, state):
+        """Goes on from a `state()`; one of other metrics is dropped, as it belongs to an earlier program."""
+        if not self.created:
+            self._pending = state
+            return
+        if not state or state["names"] != [slot.name for slot in self._slots] or len(state["totals"]) != self._totals.shape[0]:
+            return
+        totals = tf.constant(state["totals"], tf.float64)
+
+        def load_local():
+            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+            self._totals.assign(tf.where(first, totals, tf.zeros_like(totals)))
+
+        self._strategy.run(load_local)
+
+    @property
+    def keras_metrics(self):
+        """dict from name to the Keras metric objects that `step_fn` returned."""
+        return self._keras
+
+
+def _batch_size(inputs):
+    """The batch's (static size or None, size as a tensor), by the first tensor that has one; else None."""
+    for leaf in tf.nest.flatten(inputs):
+        if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and leaf.shape.rank != 0:
+            static = None if leaf.shape.rank is None else leaf.shape[0]
+            if isinstance(leaf, tf.RaggedTensor):
+                return static, leaf.nrows()
+            if isinstance(leaf, tf.SparseTensor):
+                return static, leaf.dense_shape[0]
+            return static, tf.shape(leaf, tf.int64)[0]
+    return None
+
+
+def _number(value):
+    value = np.asarray(value)
+    return value.item() if value.shape == () else value
+
+
+def _is_number(tensor):
+    return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
+
+
+def _names(slots, metrics):
+    return sorted([f"{slot.name} ({slot.kind} {list(slot.shape)})" for slot in slots] + [f"{m} (Keras)" for m in metrics])
+
+
+def _describe(value):
+    if isinstance(value, Reduction):
+        return f"looplib.{value.kind} of {_describe(value.value)}"
+    if isinstance(value, (tf.Tensor, tf.Variable)):
+        return f"a {value.dtype.name} tensor of shape {value.shape}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,133 @@
+"""The machine: strategy, virtual devices, precision, seeds and determinism."""
+
+import os
+import random
+import sys
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.errors import UsageError
+
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
+PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+def setup(strategy="auto", *, tpu=None, num_virtual_devices=1, seed=0, deterministic=False, mixed_precision="float32"):
+    """Sets the process up and makes its strategy; call it once, before anything runs on a device.
+
+    Args:
+      strategy: "auto" takes a TPU if one is found, else all GPUs, else the CPU, and logs what it chose;
+        "one_device" the first GPU or the CPU; "mirrored" all GPUs, or all virtual CPU devices.
+      tpu: name or address of a TPU.
+      num_virtual_devices: makes this many replicas on one CPU; without GPUs only.
+      seed: seeds Python, numpy, TensorFlow and the Keras families that are loaded.
+      deterministic: makes every op deterministic, at a cost in speed.
+      mixed_precision: the Keras policy, "float32", "mixed_bfloat16" or "mixed_float16".
+
+    Returns:
+      `tf.distribute.Strategy`.
+
+    Raises:
+      UsageError: for a value that cannot be had on this machine.
+    """
+    if strategy not in STRATEGIES:
+        raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    if mixed_precision not in PRECISIONS:
+        raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
+    if strategy in ("multi_worker", "parameter_server"):
+        raise UsageError(
+            f"the strategy {strategy!r} is not supported by this version of looplib; use auto, one_device, mirrored or tpu"
+        )
+    if tpu and strategy not in ("auto", "tpu"):
+        raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")
+    _seed_everything(seed)
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+    if mixed_precision != "float32":
+        for root in _keras_families():
+            sys.modules[root].mixed_precision.set_global_policy(mixed_precision)
+    gpus = _prepare_devices(num_virtual_devices)
+    chosen, why = _choose(strategy, tpu, gpus)
+    logging.info("strategy: %s (%s)", describe(chosen), why)
+    return chosen
+
+
+def describe(strategy):
+    """Names a strategy for logs and `run.json`, as "MirroredStrategy, 2 replicas"."""
+    replicas = strategy.num_replicas_in_sync
+    kind = type(strategy).__name__.replace("_DefaultDistributionStrategy", "DefaultStrategy")
+    return f"{kind}, {replicas} replica{'s' if replicas > 1 else ''}"
+
+
+def _prepare_devices(num_virtual_devices):
+    gpus = tf.config.list_physical_devices("GPU")
+    if num_virtual_devices < 1:
+        raise UsageError(f"num_virtual_devices is {num_virtual_devices}; expected at least 1")
+    if num_virtual_devices > 1:
+        if gpus:
+            raise UsageError(
+                f"num_virtual_devices={num_virtual_devices} makes CPU replicas, and this machine has {len(gpus)} GPUs; "
+                "leave it out, or hide the GPUs with CUDA_VISIBLE_DEVICES=-1"
+            )
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        try:
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * num_virtual_devices
+            )
+        except RuntimeError as error:
+            raise UsageError(
+                "num_virtual_devices came after TensorFlow had started its devices; call looplib.runtime.setup before "
+                "any tensor is made"
+            ) from error
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return gpus
+
+
+def _choose(strategy, tpu, gpus):
+    if strategy == "tpu" or tpu or (strategy == "auto" and _tpu_is_here()):
+        return _tpu_strategy(tpu), "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
+    devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+    names = [device.name for device in devices]
+    kind = f"{len(devices)} {devices[0].device_type}{'s' if len(devices) > 1 else ''} found"
+    if strategy == "one_device":
+        return tf.distribute.OneDeviceStrategy(names[0]), f"asked for, on {names[0]}"
+    if strategy == "mirrored":
+        return tf.distribute.MirroredStrategy(names), f"asked for, {kind}"
+    if len(names) > 1:
+        return tf.distribute.MirroredStrategy(names), f"auto, {kind}"
+    return tf.distribute.get_strategy(), f"auto, {'one GPU' if gpus else 'no TPU and no GPU, one CPU'} found"
+
+
+def _tpu_is_here():
+    return bool(os.environ.get("TPU_NAME") or tf.config.list_physical_devices("TPU"))
+
+
+def _tpu_strategy(tpu):
+    """Connects to a TPU by name, address or environment. No TPU was at hand to try this on."""
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu or "")
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, RuntimeError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"the TPU {tpu or os.environ.get('TPU_NAME') or 'of this machine'} cannot be reached "
+            f"({str(error).strip().splitlines()[0]}); check its name and state, or use --strategy=one_device"
+        ) from error
+    return tf.distribute.TPUStrategy(resolver)
+
+
+def _keras_families():
+    return [root for root in ("keras", "tf_keras") if root in sys.modules]
+
+
+def _seed_everything(seed):
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise UsageError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
+    random.seed(seed)
+    np.random.seed(seed)
+    tf.random.set_seed(seed)
+    for root in _keras_families():  # each keeps generators of its own
+        sys.modules[root].utils.set_random_seed(seed)

@@ -1,0 +1,117 @@
+"""Trainer: what a researcher writes to train a model."""
+
+import abc
+
+import tensorflow as tf
+
+from looplib.errors import UsageError
+
+
+class Trainer(abc.ABC):
+    """A model, its optimizer, its data and one step on one replica.
+
+    A subclass creates its model, optimizer and Keras metrics in `__init__`, under `strategy.scope()`, and keeps them as
+    attributes. The `Controller` finds them there and saves and restores them by attribute name. Plain Python and numpy
+    attributes are left alone.
+
+    Attributes:
+      global_batch_size: int, the number of examples of a step over all replicas; set by the `Controller`.
+      global_step: int64 scalar `tf.Variable`, the number of steps done; set by the `Controller`, which owns it. Read it
+        in `step_fn` (for a schedule, say), never assign it.
+
+    Example:
+
+        class Line(looplib.Trainer):
+            def __init__(self):
+                self.model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+                self.optimizer = keras.optimizers.SGD(0.1)
+                self.x = np.linspace(-1, 1, 256, dtype="float32")[:, None]
+
+            def dataset(self, context):
+                return context.indices(256).map(lambda i: (tf.gather(self.x, i), tf.gather(2 * self.x, i)))
+
+            def step_fn(self, inputs):
+                x, y = inputs
+                with tf.GradientTape() as tape:
+                    losses = tf.square(self.model(x, training=True) - y)[:, 0]
+                    loss = self.global_mean(losses)
+                variables = self.model.trainable_variables
+                self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+                return {"loss": losses}
+    """
+
+    global_batch_size: int | None = None
+    global_step: tf.Variable | None = None
+
+    @abc.abstractmethod
+    def dataset(self, context):
+        """Returns the training data of one input pipeline.
+
+        Args:
+          context: `looplib.InputContext` with the batch sizes, this pipeline's index and count, and the seed.
+
+        Returns:
+          A `tf.data.Dataset` of batches of `context.per_replica_batch_size` examples: built on `context.indices(n)`
+          for an order that is the same on any number of replicas and resumes at once, or any other pipeline. A dataset
+          that ends is trained to its end by `train(steps=-1)`.
+        """
+
+    @abc.abstractmethod
+    def step_fn(self, inputs):
+        """Does one training step on one replica: forward, backward, update.
+
+        Args:
+          inputs: one batch of this replica, with the structure of `dataset`'s elements.
+
+        Returns:
+          A dict from metric name to a tensor `[per_replica_batch, ...]` (one value an example, averaged over
+          examples), `looplib.mean`, `looplib.total`, `looplib.last` or a Keras metric object that was updated.
+          The controller reduces each exactly over steps, replicas and workers.
+        """
+
+    def initialize(self):
+        """Loads pre-trained initial weights; does nothing by default.
+
+        Called once, under `strategy.scope()`, when a run starts without a checkpoint of its own, after all variables
+        exist and before the first step. A run that resumes never calls it.
+        """
+
+    def loop_end(self, metrics):
+        """Finishes the metrics of a loop; returns them unchanged by default.
+
+        Args:
+          metrics: dict from name to a Python number, or a numpy array for a `looplib.total` or `looplib.last` that is
+            not a scalar.
+
+        Returns:
+          The dict to report, with numbers only: derive from arrays what is to be seen, and leave the arrays out.
+        """
+        return metrics
+
+    def global_mean(self, values):
+        """The sum of `values` over this replica divided by the global batch size.
+
+        Optimizers sum gradients over replicas, so the gradient of this loss is that of the mean over the global batch,
+        on any number of replicas.
+
+        Args:
+          values: float tensor `[per_replica_batch, ...]`; further dimensions are averaged.
+
+        Returns:
+          float32 scalar tensor (float64 for float64 values).
+
+        Raises:
+          UsageError: before a `Controller` has taken this trainer, as the global batch size is not yet known.
+        """
+        if self.global_batch_size is None:
+            raise UsageError(
+                f"{type(self).__name__}.global_mean was called before a Controller took the trainer, so the global "
+                "batch size is not known; build looplib.Controller(trainer=...) first, or set "
+                "trainer.global_batch_size in a unit test"
+            )
+        values = tf.convert_to_tensor(values)
+        if values.dtype != tf.float64:
+            values = tf.cast(values, tf.float32)
+        if values.shape.rank is None or values.shape.rank > 1:
+            values = tf.reduce_mean(values, axis=tf.range(1, tf.rank(values)))
+        return tf.reduce_sum(values) / tf.cast(self.global_batch_size, values.dtype)

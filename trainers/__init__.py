@@ -1,0 +1,1 @@
+"""Ready trainers, each an absl binary: `python -m trainers.<name> --help`."""

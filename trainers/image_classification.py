@@ -1,0 +1,169 @@
+"""Trains an image classifier: `python -m trainers.image_classification --model_dir=/tmp/digits`.
+
+By default a small convolutional network on scikit-learn's digits: 1,437 images to train on and 360 to test on, no
+download. `--helpfull` lists all flags.
+"""
+
+import dataclasses
+import sys
+
+import tensorflow as tf
+
+import looplib
+from looplib import UsageError, launch
+from trainers import image_data, image_models
+
+
+@dataclasses.dataclass
+class Config:
+    """The settings of this experiment, each a flag `--config.<field>=<value>`.
+
+    Attributes:
+      dataset: digits, numpy, tfrecord, or the name of a tensorflow_datasets data set such as mnist.
+      data_path: the .npz file (numpy), or the directory that holds the prepared data set (tensorflow_datasets).
+      train_files: pattern of the TFRecord files to train on.
+      test_files: pattern of the TFRecord files to test on.
+      image_size: height and width of the images of TFRecord files and of data sets of many sizes, in pixels.
+      channels: 1 or 3, for TFRecord files.
+      num_classes: for TFRecord files.
+      model: cnn, mlp, tpu_guide, or resnet18, resnet34, resnet50, ... of tf-models-official.
+      optimizer: adam or sgd (with momentum 0.9).
+      learning_rate: the rate at the first step.
+      decay_steps: steps over which the rate falls to 0 along half a cosine; 0 keeps it constant.
+    """
+
+    dataset: str = "digits"
+    data_path: str = ""
+    train_files: str = ""
+    test_files: str = ""
+    image_size: int = 224
+    channels: int = 3
+    num_classes: int = 10
+    model: str = "cnn"
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    decay_steps: int = 0
+
+
+class ImageClassifier(looplib.Trainer):
+    """Trains a classifier on cross entropy.
+
+    Args:
+      model: Keras model from images to logits.
+      optimizer: an optimizer of the model's Keras family.
+      data: `image_data.ImageData`.
+    """
+
+    def __init__(self, model, optimizer, data):
+        self.model = model
+        self.optimizer = optimizer
+        self._data = data
+
+    def dataset(self, context):
+        """See `looplib.Trainer.dataset`."""
+        return self._data.train(context)
+
+    def step_fn(self, inputs):
+        """One step on (images, labels); reports loss, accuracy and learning_rate."""
+        images, labels = inputs
+        with tf.GradientTape() as tape:
+            logits = self.model(images, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = self._scaled(self.global_mean(losses))
+        variables = self.model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if hasattr(self.optimizer, "get_unscaled_gradients"):  # tf_keras; Keras 3 does it as it applies them
+            gradients = self.optimizer.get_unscaled_gradients(gradients)
+        self.optimizer.apply_gradients(zip(gradients, variables))
+        return {
+            "loss": losses,
+            "accuracy": tf.equal(tf.argmax(logits, axis=1), labels),
+            "learning_rate": looplib.last(self.optimizer.learning_rate),
+        }
+
+    def _scaled(self, loss):
+        """Scales the loss where float16 needs it."""
+        scale = getattr(self.optimizer, "get_scaled_loss", None) or getattr(self.optimizer, "scale_loss", None)
+        return scale(loss) if scale else loss
+
+
+class ImageClassifierEvaluator(looplib.Evaluator):
+    """Evaluates a classifier; each test example counts once.
+
+    Args:
+      model: the trainer's model.
+      data: `image_data.ImageData`.
+    """
+
+    def __init__(self, model, data):
+        self.model = model
+        self._data = data
+
+    def dataset(self, context):
+        """See `looplib.Evaluator.dataset`."""
+        return self._data.test(context)
+
+    def step_fn(self, inputs):
+        """Reports loss and accuracy of (images, labels)."""
+        images, labels = inputs
+        logits = self.model(images, training=False)
+        return {
+            "loss": tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits),
+            "accuracy": tf.equal(tf.argmax(logits, axis=1), labels),
+        }
+
+
+def build(config):
+    """Builds the experiment, under the strategy's scope.
+
+    Args:
+      config: `Config`.
+
+    Returns:
+      `(ImageClassifier, ImageClassifierEvaluator)`.
+
+    Raises:
+      looplib.UsageError: for data that cannot be had, or an unknown model or optimizer.
+    """
+    data = image_data.load(config)
+    model = image_models.build(config.model, data.image_shape, data.num_classes)
+    return ImageClassifier(model, make_optimizer(config, model), data), ImageClassifierEvaluator(model, data)
+
+
+def make_optimizer(config, model):
+    """Makes an optimizer of the model's own Keras family, with loss scaling if the model computes in float16.
+
+    Args:
+      config: `Config`, of which `optimizer`, `learning_rate` and `decay_steps` count.
+      model: a Keras model of either family.
+
+    Returns:
+      The optimizer.
+
+    Raises:
+      looplib.UsageError: for an unknown name or a learning rate that is not positive.
+    """
+    keras = sys.modules[type(model).__module__.split(".")[0]]
+    if config.learning_rate <= 0 or config.decay_steps < 0:
+        raise UsageError(
+            f"--config.learning_rate is {config.learning_rate} and --config.decay_steps {config.decay_steps}; expected a "
+            "positive rate and at least 0 steps"
+        )
+    rate = config.learning_rate
+    if config.decay_steps:
+        rate = keras.optimizers.schedules.CosineDecay(rate, config.decay_steps)
+    if config.optimizer == "adam":
+        optimizer = keras.optimizers.Adam(rate)
+    elif config.optimizer == "sgd":
+        optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+    else:
+        raise UsageError(f"--config.optimizer is {config.optimizer!r}; expected adam or sgd")
+    if keras.mixed_precision.global_policy().name == "mixed_float16":
+        places = (keras.mixed_precision, keras.optimizers)
+        scaler = next(place.LossScaleOptimizer for place in places if hasattr(place, "LossScaleOptimizer"))
+        optimizer = scaler(optimizer)
+    return optimizer
+
+
+if __name__ == "__main__":
+    launch.run(build, Config(), train_steps=2000, eval_interval=500)

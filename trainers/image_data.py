@@ -1,0 +1,299 @@
+"""Images and labels to classify: scikit-learn's digits, numpy files, TFRecord files, tensorflow_datasets."""
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import InputContext, UsageError
+
+# Data sets of at most this size are read into memory, where a run enters their order at any position at once.
+_IN_MEMORY_BYTES = 1 << 30
+_SHUFFLE_BUFFER = 10_000
+_DIGITS_TEST = 360
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageData:
+    """A training and a test set of one image shape.
+
+    Attributes:
+      name: what it is called in messages.
+      image_shape: (height, width, channels).
+      num_classes: labels are 0 to num_classes - 1.
+      train: function of an `InputContext` that returns batches of training examples.
+      test: the same for the test examples, which come once.
+
+    Batches are (float32 `[batch, height, width, channels]` in [0, 1], int64 `[batch]`).
+    """
+
+    name: str
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    train: Callable[[InputContext], tf.data.Dataset]
+    test: Callable[[InputContext], tf.data.Dataset]
+
+
+def load(config):
+    """Loads the data set that a config names.
+
+    Args:
+      config: with `dataset`, `data_path`, `train_files`, `test_files`, `image_size`, `channels` and `num_classes`; see
+        `image_classification.Config`.
+
+    Returns:
+      `ImageData`.
+
+    Raises:
+      UsageError: if it cannot be had, saying what to do.
+    """
+    if config.dataset == "digits":
+        return digits()
+    if config.dataset == "numpy":
+        return numpy_file(config.data_path)
+    if config.dataset == "tfrecord":
+        return tfrecords(
+            config.train_files, config.test_files, (config.image_size, config.image_size, config.channels),
+            config.num_classes
+        )  # fmt: skip
+    return from_tfds(config.dataset, config.data_path, config.image_size)
+
+
+def in_memory(name, train, test):
+    """Data that is held in memory, its order the keyed permutation of `InputContext.indices`.
+
+    Args:
+      name: for messages.
+      train: pair of arrays: images `[n, height, width]` or `[n, height, width, channels]`, uint8 (0 to 255) or float
+        (0 to 1), and integer labels `[n]` or `[n, 1]`.
+      test: the same for the test set.
+
+    Returns:
+      `ImageData`.
+
+    Raises:
+      UsageError: for arrays that do not fit together.
+    """
+    splits = []
+    for split, (images, labels) in (("train", train), ("test", test)):
+        images, labels = np.asarray(images), np.asarray(labels)
+        labels = labels.reshape(-1) if labels.shape[1:] == (1,) else labels
+        images = images[..., None] if images.ndim == 3 else images
+        if images.ndim != 4 or labels.shape != images.shape[:1] or not len(labels):
+            raise UsageError(
+                f"the {split} split of {name} has images of shape {list(images.shape)} and labels of shape "
+                f"{list(labels.shape)}; expected [n, height, width] or [n, height, width, channels], and [n], n > 0"
+            )
+        if not np.issubdtype(labels.dtype, np.integer) or labels.min() < 0:
+            raise UsageError(f"the labels of {name} ({split}) are {labels.dtype}; expected whole numbers from 0 up")
+        if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
+            raise UsageError(f"the images of {name} ({split}) are {images.dtype}; expected uint8, or float in [0, 1]")
+        splits.append((images, labels.astype(np.int64)))
+    if splits[0][0].shape[1:] != splits[1][0].shape[1:]:
+        raise UsageError(
+            f"{name} trains on images of shape {list(splits[0][0].shape[1:])} and tests on {list(splits[1][0].shape[1:])}; "
+            "expected one shape"
+        )
+
+    def source(images, labels):
+        # Made once, outside the data set's functions, so that every pipeline shares one copy.
+        images, labels = tf.constant(images), tf.constant(labels)
+
+        def batches(context):
+            return context.indices(len(labels)).map(
+                lambda ids: (_to_float(tf.gather(images, ids)), tf.gather(labels, ids)),
+                num_parallel_calls=tf.data.AUTOTUNE,
+            )
+
+        return batches
+
+    num_classes = int(max(labels.max() for _, labels in splits)) + 1
+    return ImageData(name, splits[0][0].shape[1:], num_classes, source(*splits[0]), source(*splits[1]))
+
+
+def digits():
+    """scikit-learn's 1,797 digits of 8x8 pixels, which come with the package: 1,437 to train on and 360 to test on.
+
+    The split is drawn at random once and for all (seed 0) with each digit's share alike in both.
+    """
+    import sklearn.datasets
+    import sklearn.model_selection
+
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 8, 8)
+    train_x, test_x, train_y, test_y = sklearn.model_selection.train_test_split(
+        images, labels, test_size=_DIGITS_TEST, random_state=0, stratify=labels
+    )
+    return in_memory("digits", (train_x, train_y), (test_x, test_y))
+
+
+def numpy_file(path):
+    """A .npz file with the arrays x_train, y_train, x_test and y_test.
+
+    Args:
+      path: the file.
+
+    Returns:
+      `ImageData`.
+
+    Raises:
+      UsageError: if the file or an array is missing.
+    """
+    if not path:
+        raise UsageError("--config.dataset=numpy needs --config.data_path=FILE.npz")
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(path) as file:
+            missing = [name for name in names if name not in file.files]
+            if missing:
+                raise UsageError(
+                    f"{path} has no {', '.join(missing)}; expected a .npz file with the arrays {', '.join(names)}, as "
+                    "numpy.savez writes it"
+                )
+            x_train, y_train, x_test, y_test = (file[name] for name in names)
+    except UsageError:
+        raise
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"--config.data_path={path} cannot be read as a .npz file ({error}); expected one with the arrays "
+            f"{', '.join(names)}"
+        ) from error
+    return in_memory(path, (x_train, y_train), (x_test, y_test))
+
+
+def tfrecords(train_files, test_files, image_shape, num_classes):
+    """TFRecord files of `tf.train.Example`s with `image/encoded` (JPEG or PNG) and `image/class/label` (int64).
+
+    Args:
+      train_files: pattern of the training files.
+      test_files: pattern of the test files.
+      image_shape: (height, width, channels); images are resized to it.
+      num_classes: labels are 0 to num_classes - 1.
+
+    Returns:
+      `ImageData`.
+
+    Raises:
+      UsageError: if a pattern matches no file.
+    """
+    splits = []
+    for flag, pattern in (("train_files", train_files), ("test_files", test_files)):
+        files = sorted(tf.io.gfile.glob(pattern)) if pattern else []
+        if not files:
+            raise UsageError(
+                f"--config.{flag}={pattern!r} matches no file; give a pattern such as /data/{flag[:-6]}-*.tfrecord"
+            )
+        splits.append(files)
+    height, width, channels = image_shape
+
+    def decode(record):
+        example = tf.io.parse_single_example(
+            record,
+            {
+                "image/encoded": tf.io.FixedLenFeature([], tf.string),
+                "image/class/label": tf.io.FixedLenFeature([], tf.int64),
+            },
+        )
+        image = tf.io.decode_image(example["image/encoded"], channels=channels, expand_animations=False)
+        return _resized(image, (height, width)), example["image/class/label"]
+
+    def source(files):
+        return lambda context: _pipeline(context, tf.data.TFRecordDataset(files), decode)
+
+    return ImageData("the TFRecord files", image_shape, num_classes, source(splits[0]), source(splits[1]))
+
+
+def from_tfds(name, data_dir, image_size):
+    """Any image classification data set of tensorflow_datasets, "mnist" for one, with `train` and `test` splits.
+
+    Args:
+      name: its name there.
+      data_dir: where it is prepared or is to be downloaded to; empty for the package's own place.
+      image_size: height and width to resize to where its images differ in size.
+
+    Returns:
+      `ImageData`.
+
+    Raises:
+      UsageError: if it does not exist, cannot be downloaded, or is no image classification data set.
+    """
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder(name, data_dir=data_dir or None, try_gcs=False)
+    except (tfds.core.registered.DatasetNotFoundError, ValueError, ImportError, OSError) as error:
+        raise UsageError(
+            f"--config.dataset={name} is not known ({type(error).__name__}); expected digits, numpy, tfrecord or the name "
+            "of a tensorflow_datasets data set, such as mnist"
+        ) from error
+    if not tf.io.gfile.exists(os.path.join(builder.data_dir, "dataset_info.json")):
+        _download(builder, name)
+    features, splits = builder.info.features, builder.info.splits
+    test_split = next((split for split in ("test", "validation") if split in splits), None)
+    if "image" not in features or "label" not in features or "train" not in splits or test_split is None:
+        raise UsageError(
+            f"--config.dataset={name} has the features {sorted(features)} and the splits {sorted(splits)}; expected image "
+            "and label, with a train and a test or validation split"
+        )
+    shape, num_classes = features["image"].shape, features["label"].num_classes
+    size = sum(splits[split].num_examples for split in ("train", test_split)) * np.prod([side or 1 << 20 for side in shape])
+    if size <= _IN_MEMORY_BYTES:
+        train, test = (
+            tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1, as_supervised=False, shuffle_files=False))
+            for split in ("train", test_split)
+        )
+        data = in_memory(name, (train["image"], train["label"]), (test["image"], test["label"]))
+        return dataclasses.replace(data, num_classes=num_classes)
+    target = (shape[0] or image_size, shape[1] or image_size)
+
+    def source(split):
+        examples = builder.as_dataset(split=split, shuffle_files=False)
+        return lambda context: _pipeline(
+            context, examples, lambda example: (_resized(example["image"], target), example["label"])
+        )
+
+    return ImageData(name, (*target, shape[2] or 3), num_classes, source("train"), source(test_split))
+
+
+def _download(builder, name):
+    """Downloads and prepares; without a network it fails at once and not after many retries."""
+    advice = (
+        f"prepare it where there is a network (`tfds build {name} --data_dir DIR`), copy DIR here and give "
+        "--config.data_path=DIR; or train on --config.dataset=digits, which needs no download"
+    )
+    try:
+        socket.getaddrinfo("storage.googleapis.com", 443)
+    except OSError as error:
+        raise UsageError(
+            f"--config.dataset={name} is not in {builder.data_dir}, and there is no network to download it ({error}); {advice}"
+        ) from error
+    try:
+        builder.download_and_prepare()
+    except Exception as error:  # whatever a downloader of any data set raises
+        raise UsageError(
+            f"--config.dataset={name} is not in {builder.data_dir} and could not be downloaded "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); {advice}"
+        ) from error
+
+
+def _pipeline(context, examples, decode):
+    """Examples to batches: shards, shuffles and repeats training data, and keeps every test example once."""
+    examples = examples.shard(context.num_pipelines, context.pipeline_index)
+    if context.training:
+        examples = examples.shuffle(_SHUFFLE_BUFFER, seed=context.seed).repeat()
+    examples = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
+    batches = examples.batch(context.per_replica_batch_size, drop_remainder=context.training)
+    return batches.prefetch(tf.data.AUTOTUNE)
+
+
+def _resized(image, size):
+    image = _to_float(image)
+    image.set_shape([None, None, image.shape[-1]])
+    return tf.ensure_shape(tf.image.resize(image, size), [*size, image.shape[-1]])
+
+
+def _to_float(images):
+    return tf.cast(images, tf.float32) / 255 if images.dtype == tf.uint8 else tf.cast(images, tf.float32)

@@ -1,0 +1,77 @@
+"""Models for image classification. All return logits."""
+
+from looplib import UsageError
+
+
+def build(name, image_shape, num_classes):
+    """Builds a model by name.
+
+    Args:
+      name: "cnn" (two small convolutions), "mlp" (128 hidden units: 784-128-10 on MNIST), "tpu_guide" (the 256-channel
+        network of TensorFlow's TPU guide), or "resnet18", "resnet34", "resnet50", ... from tf-models-official.
+      image_shape: (height, width, channels).
+      num_classes: size of the logits.
+
+    Returns:
+      A model of Keras 3, or of tf_keras for a ResNet. Its input is float32 `[batch, height, width, channels]`, its
+      output float32 `[batch, num_classes]`.
+
+    Raises:
+      UsageError: for an unknown name, or an image too small for the model.
+    """
+    if name.startswith("resnet"):
+        return _resnet(name, image_shape, num_classes)
+    if name not in _LAYERS:
+        raise UsageError(f"--config.model is {name!r}; expected one of {', '.join(_LAYERS)}, resnet18, resnet34, resnet50")
+    import keras
+
+    if name == "tpu_guide" and min(image_shape[:2]) < 5:
+        raise UsageError(f"--config.model=tpu_guide needs images of at least 5x5 pixels, and these are {image_shape[:2]}")
+    return keras.Sequential(
+        [keras.Input(image_shape), *_LAYERS[name](keras.layers), keras.layers.Dense(num_classes, dtype="float32")],
+        name=name,
+    )
+
+
+def _cnn(layers):
+    return [
+        layers.Conv2D(32, 3, padding="same", activation="relu"),
+        layers.Conv2D(64, 3, padding="same", activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Flatten(),
+        layers.Dense(64, activation="relu"),
+    ]
+
+
+def _mlp(layers):
+    return [layers.Flatten(), layers.Dense(128, activation="relu")]
+
+
+def _tpu_guide(layers):
+    return [
+        layers.Conv2D(256, 3, activation="relu"),
+        layers.Conv2D(256, 3, activation="relu"),
+        layers.Flatten(),
+        layers.Dense(256, activation="relu"),
+        layers.Dense(128, activation="relu"),
+    ]
+
+
+_LAYERS = {"cnn": _cnn, "mlp": _mlp, "tpu_guide": _tpu_guide}
+
+
+def _resnet(name, image_shape, num_classes):
+    # Importing official costs seconds, so only who asks for it pays.
+    import tf_keras
+    from official.vision.modeling import classification_model
+    from official.vision.modeling.backbones import resnet
+
+    depths = sorted(resnet.RESNET_SPECS)
+    if not name[6:].isdigit() or int(name[6:]) not in depths:
+        raise UsageError(f"--config.model is {name!r}; expected resnet followed by one of {depths}")
+    specs = tf_keras.layers.InputSpec(shape=[None, *image_shape])
+    backbone = resnet.ResNet(model_id=int(name[6:]), input_specs=specs)
+    model = classification_model.ClassificationModel(backbone, num_classes=num_classes, input_specs=specs)
+    inputs = tf_keras.Input(image_shape)
+    logits = tf_keras.layers.Activation("linear", dtype="float32")(model(inputs))
+    return tf_keras.Model(inputs, logits, name=name)
