@@ -239,7 +239,7 @@ class Controller:
         step, results = self.global_step, {}
         for name, evaluator in self._evaluators.items():
             with self.clock.phase("evaluate"):
-                done = self._engines[name](iter(self._streams[name].dataset), steps)
+                done = self._engines[name](self._iterate(name), steps)
                 if not done:
                     raise UsageError(
                         f"the evaluation data set {name!r} is empty: {type(evaluator).__name__}.dataset has no batch; "
@@ -411,11 +411,17 @@ class Controller:
                 self._streams["train"] = self._distribute(
                     "train", self._trainer, self._global_batch_size, self._start_step
                 )
-            self._iterator = iter(self._streams["train"].dataset)
-            with self.clock.phase("compile"):
-                self._engines["train"].trace(self._iterator)
+            self._iterator = self._iterate("train")
         with self.clock.phase("train"):
             return self._engines["train"](self._iterator, steps)
+
+    def _iterate(self, split):
+        """Starts one pass over a data set; the first one traces the loop."""
+        iterator = iter(self._streams[split].dataset)
+        if not self._engines[split].traces:
+            with self.clock.phase("compile"):
+                self._engines[split].trace(iterator)
+        return iterator
 
     def _evaluate_saved(self, eval_steps):
         if self._checkpoints:

@@ -74,12 +74,25 @@ def run(build, config, argv=None, **defaults):
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
     parsed = config_flags.DEFINE_config_dataclass("config", config)
-    app.run(lambda argv: _main(build, parsed, argv), argv=argv)
+    app.run(lambda argv: _main(build, parsed, argv), argv=argv, flags_parser=_parse)
+
+
+def _parse(argv):
+    """Parses the flags; a field that the config has not is told in a sentence, as any other flag is."""
+    try:
+        return app.parse_flags_with_usage(argv)
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        _fail(f"a --config flag is wrong: {error.args[0] if error.args else error}; see --helpfull for the fields")
 
 
 def _main(build, parsed_config, argv):
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
+        # TensorFlow's own notes share absl's log; its warnings and errors stay.
+        logging.get_absl_handler().addFilter(
+            lambda record: record.levelno >= logging.converter.ABSL_TO_STANDARD[logging.WARNING]
+            or os.path.dirname(tf.__file__) not in record.pathname
+        )
     controller = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
     try:

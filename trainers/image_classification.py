@@ -42,7 +42,7 @@ class Config:
     model: str = "cnn"
     optimizer: str = "adam"
     learning_rate: float = 1e-3
-    decay_steps: int = 0
+    decay_steps: int = 2000
 
 
 class ImageClassifier(looplib.Trainer):

@@ -7,7 +7,7 @@ def build(name, image_shape, num_classes):
     """Builds a model by name.
 
     Args:
-      name: "cnn" (two small convolutions), "mlp" (128 hidden units: 784-128-10 on MNIST), "tpu_guide" (the 256-channel
+      name: "cnn" (two small convolutions, with dropout), "mlp" (128 hidden units: 784-128-10 on MNIST), "tpu_guide" (the 256-channel
         network of TensorFlow's TPU guide), or "resnet18", "resnet34", "resnet50", ... from tf-models-official.
       image_shape: (height, width, channels).
       num_classes: size of the logits.
@@ -38,8 +38,10 @@ def _cnn(layers):
         layers.Conv2D(32, 3, padding="same", activation="relu"),
         layers.Conv2D(64, 3, padding="same", activation="relu"),
         layers.MaxPooling2D(),
+        layers.Dropout(0.3),
         layers.Flatten(),
-        layers.Dense(64, activation="relu"),
+        layers.Dense(128, activation="relu"),
+        layers.Dropout(0.5),
     ]
 
 

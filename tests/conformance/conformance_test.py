@@ -1,0 +1,85 @@
+"""Every promise of a training run, on every strategy, Keras family and engine."""
+
+import numpy as np
+import pytest
+import toy
+from conftest import make_strategy
+
+
+@pytest.fixture(params=["graph", "eager"])
+def loop(request):
+    return request.param
+
+
+def train(strategy, keras, optimizer, loop, steps, model_dir=None):
+    trainer, evaluator = toy.build(strategy, keras, optimizer)
+    with toy.controller(strategy, trainer, evaluator, loop=loop, model_dir=model_dir) as controller:
+        controller.train(steps)
+        return trainer, controller.evaluate()["eval"]
+
+
+def test_order_weights_and_evaluation_equal_numpy(strategy, keras, loop):
+    trainer, evaluation = train(strategy, keras, "sgd", loop, 12)
+    _, expected = toy.numpy_losses_and_weights(trainer.order, "sgd")
+    for found, weights in zip(trainer.weights(), expected):
+        np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+    assert evaluation["accuracy"] == pytest.approx(toy.numpy_accuracy(trainer.weights()), abs=1e-12)
+    assert evaluation["examples"] == toy.NUM_EXAMPLES
+    # Two and a half epochs: each is a permutation of all examples.
+    flat = np.concatenate(trainer.order)
+    assert sorted(flat[: toy.NUM_EXAMPLES]) == sorted(flat[toy.NUM_EXAMPLES : 2 * toy.NUM_EXAMPLES]) == list(range(37))
+
+
+def test_a_run_stopped_and_started_again_equals_one_that_was_not(strategy, keras, loop, tmp_path):
+    whole, _ = train(strategy, keras, "adam", loop, 12)
+    first, _ = train(strategy, keras, "adam", loop, 7, tmp_path)
+    second, _ = train(strategy, keras, "adam", loop, 12, tmp_path)
+    np.testing.assert_array_equal(np.stack(whole.order), np.stack(first.order + second.order))
+    for a, b in zip(whole.weights(), second.weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_replica_counts_give_the_same_order_and_weights(keras, optimizer):
+    runs = [train(make_strategy(name), keras, optimizer, "graph", 20)[0] for name in ("default", "mirrored_x2", "mirrored_x4")]
+    _, expected = toy.numpy_losses_and_weights(runs[0].order, optimizer)
+    for run in runs:
+        np.testing.assert_array_equal(np.stack(run.order), np.stack(runs[0].order))
+        for found, weights in zip(run.weights(), expected):
+            np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_on_with_another_number_of_replicas(keras, tmp_path):
+    whole, _ = train(make_strategy("default"), keras, "adam", "graph", 12)
+    first, _ = train(make_strategy("mirrored_x4"), keras, "adam", "graph", 7, tmp_path)
+    second, _ = train(make_strategy("mirrored_x2"), keras, "adam", "graph", 12, tmp_path)
+    np.testing.assert_array_equal(np.stack(whole.order), np.stack(first.order + second.order))
+    for a, b in zip(whole.weights(), second.weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_losses_are_those_of_numpy_and_of_the_keras_metric(strategy, keras, loop):
+    trainer, _ = toy.build(strategy, keras)
+    records = []
+    with toy.controller(strategy, trainer, loop=loop, actions=[lambda event: records.append(event.metrics)]) as controller:
+        controller.train(6)
+    losses, _ = toy.numpy_losses_and_weights(trainer.order, "sgd")
+    np.testing.assert_allclose([record["loss"] for record in records], losses, rtol=1e-5)
+    assert all(0 <= record["keras_accuracy"] <= 1 for record in records)
+    assert records[0]["keras_accuracy"] == pytest.approx(
+        np.mean((toy.X[trainer.order[0]] @ toy.KERNEL).argmax(1) == toy.Y[trainer.order[0]])
+    )
+
+
+def test_dropout_trains(strategy, keras):
+    with strategy.scope():
+        trainer = toy.Regression(keras)
+        trainer.model = keras.Sequential(
+            [keras.layers.InputLayer((toy.NUM_FEATURES,)), keras.layers.Dropout(0.5), keras.layers.Dense(toy.NUM_CLASSES)]
+        )
+    before = trainer.weights()
+    with toy.controller(strategy, trainer) as controller:
+        controller.train(3)
+    assert all(np.isfinite(weight).all() for weight in trainer.weights())
+    assert not np.array_equal(before[0], trainer.weights()[0])
+    assert controller.global_step == 3

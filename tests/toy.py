@@ -1,0 +1,123 @@
+"""A softmax regression small enough to train again in numpy, and what it should come to."""
+
+import keras as keras3
+import numpy as np
+import tensorflow as tf
+
+import looplib
+
+NUM_EXAMPLES, NUM_FEATURES, NUM_CLASSES = 37, 5, 3
+_random = np.random.RandomState(0)
+X = _random.randn(NUM_EXAMPLES, NUM_FEATURES).astype(np.float32)
+Y = _random.randint(0, NUM_CLASSES, NUM_EXAMPLES).astype(np.int64)
+KERNEL = _random.randn(NUM_FEATURES, NUM_CLASSES).astype(np.float32)
+
+
+class Regression(looplib.Trainer):
+    """Softmax regression that notes the order of its examples. Built under the strategy's scope."""
+
+    def __init__(self, keras=keras3, optimizer="sgd", num_examples=NUM_EXAMPLES):
+        self.model = keras.Sequential([keras.layers.InputLayer((NUM_FEATURES,)), keras.layers.Dense(NUM_CLASSES)])
+        self.model.layers[-1].set_weights([KERNEL, np.zeros(NUM_CLASSES, np.float32)])
+        make = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.05)}
+        self.optimizer = make[optimizer]()
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy()
+        self.num_examples = num_examples
+        self.order = []
+
+    def dataset(self, context):
+        return context.indices(self.num_examples).map(lambda i: (i, tf.gather(X, i), tf.gather(Y, i)))
+
+    def step_fn(self, inputs):
+        ids, x, y = inputs
+        with tf.GradientTape() as tape:
+            logits = self.model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = self.global_mean(losses)
+        variables = self.model.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        self.accuracy.update_state(y, logits)
+        return {"loss": losses, "keras_accuracy": self.accuracy, "ids": looplib.total(self._in_global_batch(ids))}
+
+    def _in_global_batch(self, ids):
+        """[global batch]: this replica's ids at their places, 0 elsewhere; the sum over replicas is the order."""
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        size = len(ids) if tf.executing_eagerly() else ids.shape[0]
+        before = replica * size
+        padded = tf.pad(ids, [[before, self.global_batch_size - size - before]])
+        return tf.ensure_shape(padded, [self.global_batch_size])
+
+    def loop_end(self, metrics):
+        """Keeps the ids, which come one step a loop, and reports the rest."""
+        self.order.append(metrics.pop("ids"))
+        return metrics
+
+    def weights(self):
+        return [np.array(weight) for weight in self.model.get_weights()]
+
+
+class RegressionEvaluator(looplib.Evaluator):
+    """Evaluates the regression on the first `num_examples` examples."""
+
+    def __init__(self, model, num_examples=NUM_EXAMPLES):
+        self.model = model
+        self.num_examples = num_examples
+
+    def dataset(self, context):
+        return context.indices(self.num_examples).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+
+    def step_fn(self, inputs):
+        x, y = inputs
+        logits = self.model(x, training=False)
+        return {"accuracy": tf.equal(tf.argmax(logits, 1), y)}
+
+
+def build(strategy, keras=keras3, optimizer="sgd"):
+    """Returns (trainer, evaluator) under the strategy's scope."""
+    with strategy.scope():
+        trainer = Regression(keras, optimizer)
+        return trainer, RegressionEvaluator(trainer.model)
+
+
+def controller(strategy, trainer, evaluator=None, **settings):
+    """A quiet controller of one step a loop and a global batch of 8."""
+    settings = {"global_batch_size": 8, "steps_per_loop": 1, "writers": [], **settings}
+    return looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
+
+
+def _softmax(z):
+    e = np.exp(z - z.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def numpy_losses_and_weights(order, optimizer):
+    """Trains the same regression in float64 numpy on the given global batches.
+
+    Returns:
+      (loss of each step before its update, [kernel, bias] after the last).
+    """
+    kernel, bias = KERNEL.astype(np.float64), np.zeros(NUM_CLASSES)
+    parameters = [kernel, bias]
+    first, second = [np.zeros_like(p) for p in parameters], [np.zeros_like(p) for p in parameters]
+    losses = []
+    for step, ids in enumerate(order, 1):
+        x, y = X[ids].astype(np.float64), np.eye(NUM_CLASSES)[Y[ids]]
+        probabilities = _softmax(x @ parameters[0] + parameters[1])
+        losses.append(-np.log((probabilities * y).sum(1)).mean())
+        error = (probabilities - y) / len(ids)
+        for i, gradient in enumerate([x.T @ error, error.sum(0)]):
+            if optimizer == "sgd":
+                first[i] = 0.9 * first[i] - 0.1 * gradient
+                parameters[i] = parameters[i] + first[i]
+            else:
+                first[i] = 0.9 * first[i] + 0.1 * gradient
+                second[i] = 0.999 * second[i] + 0.001 * gradient**2
+                corrected = first[i] / (1 - 0.9**step), second[i] / (1 - 0.999**step)
+                parameters[i] = parameters[i] - 0.05 * corrected[0] / (np.sqrt(corrected[1]) + 1e-7)
+    return np.array(losses), parameters
+
+
+def numpy_accuracy(weights, num_examples=NUM_EXAMPLES):
+    """The accuracy of [kernel, bias] on the first examples."""
+    logits = X[:num_examples] @ weights[0] + weights[1]
+    return float((logits.argmax(1) == Y[:num_examples]).mean())
