@@ -7,6 +7,10 @@ from absl import logging
 
 from looplib.errors import UsageError
 
+# Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by up
+# to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
+_ROUNDS = 12
+
 
 class InputContext:
     """What `dataset(context)` needs to know about its input pipeline.
@@ -68,7 +72,7 @@ class InputContext:
             epoch, position = positions // num_examples, positions % num_examples
             seeds = tf.stack([tf.fill([batch], tf.constant(self.seed, tf.int64)), epoch, tf.zeros_like(epoch)], axis=1)
             return tf.raw_ops.RandomIndexShuffle(
-                index=position, seed=seeds, max_index=tf.constant(num_examples - 1, tf.int64)
+                index=position, seed=seeds, max_index=tf.constant(num_examples - 1, tf.int64), rounds=_ROUNDS
             )
 
         first = self.start_step * self.replicas_per_pipeline
@@ -173,7 +177,7 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         cardinalities.append(cardinality)
         skips.append(skip)
         if cardinality != tf.data.INFINITE_CARDINALITY and replicas > 1:
-            dataset = dataset.map(_forget_batch_size)
+            dataset = _forget_batch_size(dataset)
         return dataset
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
@@ -188,7 +192,7 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
     return Stream(dataset, infinite, sum(skips))
 
 
-def _forget_batch_size(*element):
+def _forget_batch_size(dataset):
     """Makes the first dimension of every tensor unknown.
 
     tf.distribute hands out the last, uneven batches of data that ends only where it sees that sizes may differ; with a
@@ -200,5 +204,8 @@ def _forget_batch_size(*element):
             return tensor
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
-    element = tf.nest.map_structure(forget, element)
-    return element[0] if len(element) == 1 else element
+    def forget_all(*element):  # tf.data unpacks tuples, and only those
+        element = element if isinstance(dataset.element_spec, tuple) else element[0]
+        return tf.nest.map_structure(forget, element)
+
+    return dataset.map(forget_all)

@@ -8,6 +8,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.errors import UsageError
+
 _TO_THE_END = np.iinfo(np.int64).max
 
 
@@ -37,7 +39,10 @@ class GraphLoop:
         def step(inputs):
             return strategy.run(replica_step, args=(inputs,))
 
-        self._step = step.get_concrete_function()
+        try:
+            self._step = step.get_concrete_function()
+        except Exception as error:
+            raise _usage_error(error) or error  # AutoGraph hides the type of what is raised while it traces
         reducer.create()
         self._loop = tf.function(self._endless if stream.infinite else self._ending)
         self._read = tf.function(reducer.read)
@@ -131,6 +136,13 @@ class EagerLoop:
 
     def trace(self, iterator):
         """Nothing to trace."""
+
+
+def _usage_error(error):
+    """The `UsageError` that led to an error, or None."""
+    while error is not None and not isinstance(error, UsageError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 ENGINES = {"graph": GraphLoop, "eager": EagerLoop}

@@ -42,7 +42,7 @@ class Regression(looplib.Trainer):
     def _in_global_batch(self, ids):
         """[global batch]: this replica's ids at their places, 0 elsewhere; the sum over replicas is the order."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        size = len(ids) if tf.executing_eagerly() else ids.shape[0]
+        size = tf.shape(ids)[0]
         before = replica * size
         padded = tf.pad(ids, [[before, self.global_batch_size - size - before]])
         return tf.ensure_shape(padded, [self.global_batch_size])

@@ -1,0 +1,205 @@
+"""Batch math, the keyed permutation and the distribution of data."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import inputs
+
+
+def context(**changes):
+    settings = dict(
+        global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True, start_step=0
+    )
+    return looplib.InputContext(**{**settings, **changes})
+
+
+def global_order(n, steps, workers=1, replicas=1, **changes):
+    """The ids of each step, put together from all pipelines and replicas: [steps, global batch]."""
+    local = replicas // workers
+    parts = []
+    for worker in range(workers):
+        c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, **changes)
+        batches = list(c.indices(n).take(steps * local).as_numpy_iterator())
+        parts.append(np.stack(batches).reshape(steps, -1))
+    return np.concatenate(parts, axis=1)
+
+
+def test_every_epoch_is_another_permutation():
+    order = global_order(13, 13 * 5).reshape(-1, 13)  # 8 * 13 * 5 ids are 40 epochs
+    assert (np.sort(order, axis=1) == np.arange(13)).all()
+    assert len({tuple(epoch) for epoch in order}) == 40
+
+
+@pytest.mark.parametrize("workers, replicas", [(1, 2), (1, 4), (2, 2), (2, 4), (4, 8)])
+def test_the_order_does_not_depend_on_replicas_or_workers(workers, replicas):
+    np.testing.assert_array_equal(global_order(37, 12, workers, replicas), global_order(37, 12))
+
+
+@pytest.mark.parametrize("workers, replicas", [(1, 1), (2, 4)])
+def test_the_order_is_entered_at_any_step(workers, replicas):
+    late = global_order(37, 4, workers, replicas, start_step=1000)
+    np.testing.assert_array_equal(late[0], global_order(37, 1001)[1000])
+    np.testing.assert_array_equal(late[3], global_order(37, 1004)[1003])
+
+
+def test_the_seed_decides_the_order():
+    assert not np.array_equal(global_order(37, 4, seed=1), global_order(37, 4, seed=2))
+    np.testing.assert_array_equal(global_order(37, 4, seed=1), global_order(37, 4, seed=1))
+
+
+def test_a_permutation_of_imagenet_size_is_one():
+    n = 1_281_167
+    c = context(global_batch_size=n)
+    ids = next(iter(c.indices(n))).numpy()
+    assert (np.bincount(ids, minlength=n) == 1).all()
+    # No trace of the old order: neighbours are as far apart as in a random permutation, a third of n on average.
+    assert np.abs(np.diff(ids)).mean() == pytest.approx(n / 3, rel=0.01)
+
+
+@pytest.mark.parametrize("n", [1437, 60_000, 1_000_003])
+def test_the_orders_of_epochs_are_independent(n):
+    epochs = [next(iter(context(global_batch_size=n, start_step=epoch).indices(n))).numpy() for epoch in range(6)]
+    correlations = np.corrcoef(np.stack([np.arange(n), *epochs]))[np.triu_indices(7, 1)]
+    # Independent permutations correlate by 1 / sqrt(n), root mean square.
+    assert np.sqrt((correlations**2).mean() * n) < 1.6
+
+
+@pytest.mark.parametrize("workers, replicas", [(1, 1), (1, 4), (2, 4), (4, 4)])
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 65])
+def test_evaluation_ids_come_once_each(n, workers, replicas):
+    ids = []
+    for worker in range(workers):
+        c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, training=False)
+        ids += [i for batch in c.indices(n).as_numpy_iterator() for i in batch]
+    assert sorted(ids) == list(range(n))
+
+
+def test_batches_have_the_size_that_was_asked_for():
+    assert context(num_replicas=4).per_replica_batch_size == 2
+    assert next(iter(context(num_replicas=4).indices(3))).shape == [2]  # even where an epoch is shorter than a batch
+
+
+@pytest.mark.parametrize(
+    "size, replicas, message",
+    [
+        (10, 4, "does not divide over 4 replicas; use 8 or 12"),
+        (3, 4, "does not divide over 4 replicas; use 4$"),
+        (0, 1, "expected a positive whole number"),
+        (-8, 2, "expected a positive whole number"),
+        (8.0, 2, "expected a positive whole number"),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_the_nearest_that_do(size, replicas, message):
+    with pytest.raises(looplib.UsageError, match=message):
+        inputs.per_replica_batch_size(size, replicas)
+
+
+def test_no_examples_are_a_sentence():
+    with pytest.raises(looplib.UsageError, match="training data set is empty"):
+        context().indices(0)
+
+
+class Pipeline(toy.Regression):
+    """The regression on an ordinary tf.data pipeline."""
+
+    make = None
+
+    def dataset(self, context):
+        return type(self).make(context)
+
+
+def pipeline(make):
+    return type("Pipeline", (Pipeline,), {"make": staticmethod(make)})
+
+
+def examples(n=toy.NUM_EXAMPLES):
+    return tf.data.Dataset.from_tensor_slices((np.arange(n), toy.X[:n], toy.Y[:n]))
+
+
+def run(strategy, trainer_class, steps, **settings):
+    with strategy.scope():
+        trainer = trainer_class()
+    with toy.controller(strategy, trainer, **settings) as controller:
+        controller.train(steps)
+    return trainer, controller
+
+
+def shuffled(context):
+    data = examples().shuffle(37, seed=context.seed).repeat()
+    return data.batch(context.per_replica_batch_size, drop_remainder=True)
+
+
+def test_an_ordinary_pipeline_resumes_by_skipping(strategy, tmp_path):
+    whole, _ = run(strategy, pipeline(shuffled), 12)
+    first, _ = run(strategy, pipeline(shuffled), 7, model_dir=tmp_path)
+    second, _ = run(strategy, pipeline(shuffled), 12, model_dir=tmp_path)
+    np.testing.assert_array_equal(np.stack(whole.order), np.stack(first.order + second.order))
+    np.testing.assert_array_equal(whole.weights()[0], second.weights()[0])
+
+
+def test_an_ordinary_pipeline_gives_one_order_on_any_number_of_replicas():
+    runs = [run(make_strategy(name), pipeline(shuffled), 12)[0] for name in ("default", "mirrored_x2", "mirrored_x4")]
+    for other in runs[1:]:
+        np.testing.assert_array_equal(np.stack(runs[0].order), np.stack(other.order))
+
+
+@pytest.mark.parametrize("loop", ["graph", "eager"])
+def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path):
+    finite = lambda context: examples(32).batch(context.per_replica_batch_size, drop_remainder=True)
+    trainer, controller = run(strategy, pipeline(finite), -1, loop=loop, model_dir=tmp_path, steps_per_loop=1)
+    assert controller.global_step == 4
+    np.testing.assert_array_equal(np.concatenate(trainer.order), np.arange(32))
+    assert controller._checkpoints.latest.endswith("ckpt-4")
+    again, controller = run(strategy, pipeline(finite), -1, loop=loop, model_dir=tmp_path)
+    assert controller.global_step == 4
+
+
+@pytest.mark.parametrize("steps_per_loop, n, end", [(3, 32, 4), (4, 32, 4), (100, 32, 4), (2, 37, 5)])
+def test_finite_data_ends_exactly_whatever_the_loop(strategy, steps_per_loop, n, end):
+    seen = []
+
+    class Seen(toy.Regression):
+        def dataset(self, context):
+            return examples(n).batch(context.per_replica_batch_size)
+
+        def step_fn(self, batch):
+            super().step_fn(batch)
+            return {"ids": looplib.total(tf.reduce_sum(batch[0])), "n": looplib.total(tf.size(batch[0]))}
+
+        def _in_global_batch(self, ids):  # the last batch is smaller
+            return tf.zeros([1])
+
+        def loop_end(self, metrics):
+            seen.append(metrics)
+            return metrics
+
+    _, controller = run(strategy, Seen, -1, steps_per_loop=steps_per_loop)
+    assert controller.global_step == end
+    assert sum(m["ids"] for m in seen) == np.arange(n).sum() and sum(m["n"] for m in seen) == n
+
+
+def test_data_that_ends_before_train_steps_ends_the_run_cleanly(caplog):
+    finite = lambda context: examples(32).batch(context.per_replica_batch_size, drop_remainder=True)
+    _, controller = run(make_strategy("default"), pipeline(finite), 100)
+    assert controller.global_step == 4 and "ended at step 4, before step 100" in caplog.text
+
+
+def nothing(i, x, y):
+    return i[0] < 0
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda c: examples(3).batch(8, drop_remainder=True), "training data set is empty"),
+        (lambda c: examples(32).batch(8, drop_remainder=True).filter(nothing), "training data set is empty"),
+        (lambda c: [1, 2, 3], "returned a list; expected a tf.data.Dataset"),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_a_sentence(make, message):
+    with pytest.raises(looplib.UsageError, match=message):
+        run(make_strategy("default"), pipeline(make), 4)

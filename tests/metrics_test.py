@@ -1,0 +1,188 @@
+"""Reductions are exact over steps, replicas and uneven batches, and say how they reduce or fail."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy
+
+import looplib
+
+VALUES = np.random.RandomState(1).randn(2000)
+
+
+class Values(looplib.Evaluator):
+    """Evaluates the first n of VALUES; `outputs` makes what step_fn returns from a batch of ids and values."""
+
+    def __init__(self, n, outputs, dataset=None):
+        self.n, self.outputs, self.make = n, outputs, dataset
+
+    def dataset(self, context):
+        if self.make is not None:
+            return self.make(context)
+        return context.indices(self.n).map(lambda i: (i, tf.gather(VALUES, i)))
+
+    def step_fn(self, inputs):
+        return self.outputs(*inputs)
+
+
+def evaluate(strategy, evaluator, global_batch_size=16, steps=-1, **settings):
+    controller = looplib.Controller(
+        evaluator=evaluator, strategy=strategy, global_batch_size=global_batch_size, writers=[], **settings
+    )
+    return controller.evaluate(steps)["eval"]
+
+
+@pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 1003])
+def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
+    found = evaluate(
+        strategy,
+        Values(
+            n,
+            lambda i, v: {
+                "value": v,
+                "pairs": tf.stack([v, 2 * v], 1),
+                "weighted": looplib.mean(v, weight=tf.cast(i % 3, tf.float64)),
+                "mean_of_mean": looplib.mean(tf.reduce_mean(v), weight=tf.size(v)),
+                "sum": looplib.total(tf.reduce_sum(v)),
+                "ids": looplib.total(tf.reduce_sum(i)),
+                "positive": v > 0,
+            },
+        ),
+    )
+    values, ids = VALUES[:n], np.arange(n)
+    weights = ids % 3
+    assert found["examples"] == n and isinstance(found["examples"], int)
+    assert found["value"] == pytest.approx(values.mean(), rel=1e-12)
+    assert found["pairs"] == pytest.approx((1.5 * values).mean(), rel=1e-12)
+    if weights.sum():
+        assert found["weighted"] == pytest.approx((values * weights).sum() / weights.sum(), rel=1e-12)
+    else:
+        assert np.isnan(found["weighted"])  # a mean over nothing
+    # The mean of an empty replica's batch is NaN and has weight 0.
+    assert found["mean_of_mean"] == pytest.approx(values.mean(), rel=1e-12)
+    assert found["sum"] == pytest.approx(values.sum(), rel=1e-12)
+    assert found["ids"] == ids.sum()
+    assert found["positive"] == pytest.approx((values > 0).mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("batch, n", [(4, 12), (4, 13), (1, 3), (5, 41)])
+def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
+    size = batch * strategy.num_replicas_in_sync
+    for drop in (False, True):
+        data = lambda context: tf.data.Dataset.range(n).batch(context.per_replica_batch_size, drop_remainder=drop)
+        found = evaluate(strategy, Values(n, lambda i: {"id": i}, lambda c: data(c).map(lambda i: (i,))), size)
+        kept = n // batch * batch if drop else n
+        assert (found["examples"], found["id"]) == (kept, pytest.approx(np.arange(kept).mean()))
+
+
+def test_keras_metrics_of_both_families_reduce_exactly(strategy, keras):
+    with strategy.scope():
+        metrics = {"mean": keras.metrics.Mean(), "auc": keras.metrics.AUC(), "mse": keras.metrics.MeanSquaredError()}
+    labels = (np.arange(2000) % 2).astype(np.float32)
+    scores = (1 / (1 + np.exp(-VALUES))).astype(np.float32)
+
+    def outputs(i, v):
+        metrics["mean"].update_state(v)
+        y, p = tf.gather(labels, i), tf.gather(scores, i)
+        metrics["auc"].update_state(y, p)
+        metrics["mse"].update_state(y[:, None], p[:, None])
+        return dict(metrics)
+
+    evaluator = Values(65, outputs)
+    controller = looplib.Controller(evaluator=evaluator, strategy=strategy, global_batch_size=16, writers=[])
+    alone = keras.metrics.AUC()
+    alone.update_state(labels[:65], scores[:65])
+    for _ in range(2):  # reset between evaluations
+        found = controller.evaluate()["eval"]
+        assert found["mean"] == pytest.approx(VALUES[:65].mean(), rel=1e-5)
+        assert found["mse"] == pytest.approx(((labels - scores)[:65] ** 2).mean(), rel=1e-5)
+        assert found["auc"] == pytest.approx(float(alone.result()), rel=1e-5)
+        assert found["examples"] == 65
+
+
+def test_last_is_the_value_of_the_last_step(strategy):
+    found = evaluate(strategy, Values(64, lambda i, v: {"first_id": looplib.last(i[0]), "n": looplib.total(tf.size(i))}))
+    assert found["first_id"] == 48 and found["n"] == 64
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_an_array_reaches_loop_end_as_numpy(name):
+    class Confusion(Values):
+        def loop_end(self, metrics):
+            histogram = metrics.pop("histogram")
+            return {**metrics, "largest_bin": histogram.max(), "bins": histogram.size}
+
+    def outputs(i, v):
+        counts = tf.math.bincount(tf.cast(i % 5, tf.int32), minlength=5, maxlength=5)
+        return {"histogram": looplib.total(tf.ensure_shape(counts, [5]))}
+
+    found = evaluate(make_strategy(name), Confusion(23, outputs))
+    counts = np.bincount(np.arange(23) % 5)
+    assert (found["largest_bin"], found["bins"], found["examples"]) == (counts.max(), 5, 23)
+
+
+def test_what_is_not_weighted_is_ignored_even_where_it_is_not_finite():
+    masked = lambda i, v: {"m": looplib.mean(tf.where(i < 5, v, np.nan), weight=tf.cast(i < 5, tf.float32))}
+    assert evaluate(None, Values(20, masked))["m"] == pytest.approx(VALUES[:5].mean())
+
+
+def test_a_weight_that_broadcasts_counts_for_each_element():
+    per_row = lambda i, v: {"m": looplib.mean(tf.stack([v, 3 * v], 1), weight=tf.cast(i, tf.float64)[:, None])}
+    expected = (2 * VALUES[:20] * np.arange(20)).sum() / np.arange(20).sum()
+    assert evaluate(None, Values(20, per_row))["m"] == pytest.approx(expected)
+
+
+def test_evaluation_of_some_steps_of_endless_data(strategy):
+    data = lambda context: tf.data.Dataset.range(10_000).repeat().batch(4).map(lambda i: (i,))
+    evaluator = Values(0, lambda i: {"id": i}, data)
+    size = 4 * strategy.num_replicas_in_sync
+    with pytest.raises(looplib.UsageError, match="never ends"):
+        evaluate(strategy, evaluator, size)
+    found = evaluate(strategy, evaluator, size, steps=3)
+    assert found["examples"] == 3 * size and found["id"] == pytest.approx(np.arange(3 * size).mean())
+
+
+def test_several_evaluators_report_under_their_names():
+    short, long = Values(3, lambda i, v: {"v": v}), Values(9, lambda i, v: {"v": v})
+    controller = looplib.Controller(evaluator={"short": short, "long": long}, global_batch_size=4, writers=[])
+    found = controller.evaluate()
+    assert {name: metrics["examples"] for name, metrics in found.items()} == {"short": 3, "long": 9}
+
+
+BAD_OUTPUTS = {
+    "a scalar without a reduction": (lambda i, v: {"loss": tf.reduce_mean(v)}, "'loss'.*without a reduction.*looplib.mean"),
+    "a mean of a scalar without a weight": (lambda i, v: {"loss": looplib.mean(tf.reduce_mean(v))}, "scalar without a weight"),
+    "not a dict": (lambda i, v: v, "expected a dict"),
+    "nothing": (lambda i, v: None, "returned a NoneType; expected a dict"),
+    "a string": (lambda i, v: {"loss": tf.as_string(v)}, "expected real numbers"),
+    "an object": (lambda i, v: {"loss": object()}, "expected a tensor"),
+    "a vector that is not the batch": (lambda i, v: {"w": tf.zeros([10])}, "first dimension is not the batch"),
+    "a total of unknown shape": (lambda i, v: {"v": looplib.total(v)}, "sum over the batch first"),
+    "a name that is not a string": (lambda i, v: {3: v}, "metric named 3"),
+}
+
+
+@pytest.mark.parametrize("loop", ["graph", "eager"])
+@pytest.mark.parametrize("case", BAD_OUTPUTS)
+def test_a_wrong_return_value_is_a_sentence_at_the_first_step(case, loop):
+    outputs, message = BAD_OUTPUTS[case]
+    if loop == "eager" and case == "a total of unknown shape":
+        pytest.skip("every shape is known in the eager loop; another batch size is the next test")
+    with pytest.raises(looplib.UsageError, match=message):
+        evaluate(None, Values(33, outputs), loop=loop)
+
+
+def test_other_metrics_at_a_later_step_are_a_sentence():
+    calls = []
+
+    def outputs(i, v):
+        calls.append(1)
+        return {f"metric{len(calls)}": v}
+
+    with pytest.raises(looplib.UsageError, match="expected the same names"):
+        evaluate(None, Values(33, outputs), loop="eager")
+
+
+def test_a_metric_that_is_no_number_is_a_sentence():
+    with pytest.raises(looplib.UsageError, match="is not a number.*loop_end"):
+        evaluate(None, Values(8, lambda i, v: {"v": looplib.total(tf.ones([2, 2]))}))
