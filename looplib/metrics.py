@@ -219,6 +219,7 @@ class Reducer:
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )
+        self._sum_replicas_in_graph = tf.function(self._sum_replicas)
         replaced = [slot.kind == "last" for slot in self._slots for _ in range(slot.size)]
         self._replaced = np.array(replaced, bool) if any(replaced) else None
         if self._pending is not None:
@@ -241,14 +242,16 @@ class Reducer:
         Returns:
           `(totals, results)`: float64 tensor `[n]` for `unpack`, and a dict of the Keras metrics' result tensors.
         """
-        totals = self._strategy.reduce(
-            tf.distribute.ReduceOp.SUM, self._strategy.run(lambda: self._totals.read_value()), axis=None
-        )
+        totals = self._sum_replicas()
         results = {name: metric.result() for name, metric in self._keras.items()}
         # The metrics are read before they are reset, also where nothing else orders the two.
         with tf.control_dependencies([totals, *tf.nest.flatten(results)]):
             self._strategy.run(self._reset_local)
         return totals, results
+
+    def _sum_replicas(self):
+        local = self._strategy.run(lambda: self._totals.read_value())
+        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None)
 
     def _reset_local(self):
         self._totals.assign(tf.zeros_like(self._totals.read_value()))
@@ -285,7 +288,7 @@ class Reducer:
         """What has been accumulated since the last `read`, for a checkpoint: `{"names": [...], "totals": [...]}`."""
         if not self.created:
             return self._pending or {}
-        totals = self._strategy.reduce("SUM", self._strategy.run(lambda: self._totals.read_value()), axis=None)
+        totals = self._sum_replicas_in_graph()
         return {"names": [slot.name for slot in self._slots], "totals": np.asarray(totals).tolist()}
 
     def load(self, state):
@@ -301,7 +304,7 @@ class Reducer:
             first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
             self._totals.assign(tf.where(first, totals, tf.zeros_like(totals)))
 
-        self._strategy.run(load_local)
+        tf.function(lambda: self._strategy.run(load_local))()
 
     @property
     def keras_metrics(self):

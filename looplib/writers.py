@@ -83,8 +83,10 @@ class JsonlWriter(Writer):
 
     def __init__(self, path):
         self._path = path
-        self._written = {(record["step"], record["split"]) for record in read_jsonl(path)}
         self._file = None
+        self._written = {(record["step"], record["split"]) for record in read_jsonl(path)}
+        if _cut_short(path):
+            self._keep(lambda record: True)
 
     def resume(self, step, reported):
         """Takes out the records that the run will make again."""
@@ -115,6 +117,15 @@ class JsonlWriter(Writer):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _cut_short(path):
+    """Whether a crash left the last line without its end, so that the next one would be lost with it."""
+    if not tf.io.gfile.exists(path):
+        return False
+    with tf.io.gfile.GFile(path, "rb") as file:
+        content = file.read()
+    return bool(content) and not content.endswith(b"\n")
 
 
 def read_jsonl(path):
@@ -173,6 +184,7 @@ class ConsoleWriter(Writer):
             self._target = target
             self._bar = tqdm.tqdm(total=target, initial=step, unit="step", file=self._stream, leave=False)
         self._bar.update(step - self._bar.n)
+        self._bar.refresh()
 
     def flush(self):
         """Flushes the stream."""

@@ -133,6 +133,6 @@ def test_target_is_what_the_file_says(path):
         + _format("deps", expected_deps)
     )
     wrong = [key for key, value in expected.items() if attributes.get(key) != value]
-    assert rule == _rule(path) and not wrong, (
-        f"In BUILD, //:{_name(path)} is a {rule} with other {wrong} than {path} needs:\n{_format_target(path)}"
-    )
+    if rule != _rule(path):
+        wrong.insert(0, "rule")
+    assert not wrong, f"In BUILD, {wrong} of //:{_name(path)} are not as {path} needs them:\n{_format_target(path)}"

@@ -1,0 +1,1 @@
+"""Benchmarks: looplib's speed, measured side by side with its peers."""

@@ -1,0 +1,364 @@
+"""The schedule, resuming, hooks, actions, and bad input told early."""
+
+import os
+
+import keras as keras3
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib.writers import read_jsonl
+
+DEFAULT = make_strategy("default")
+
+
+def saved_steps(model_dir):
+    names = tf.io.gfile.glob(os.path.join(model_dir, "checkpoints", "ckpt-*.index"))
+    return sorted(int(os.path.basename(name)[5:-6]) for name in names)
+
+
+def curve(model_dir):
+    """What metrics.jsonl says, less the speed."""
+    records = read_jsonl(os.path.join(model_dir, "metrics.jsonl"))
+    for record in records:
+        record.pop("steps_per_second", None)
+    return sorted(records, key=lambda record: (record["step"], record["split"]))
+
+
+class Quiet(toy.Regression):
+    """The regression without its ids, so that several steps make a loop."""
+
+    def step_fn(self, inputs):
+        outputs = super().step_fn(inputs)
+        del outputs["ids"]
+        return outputs
+
+    def loop_end(self, metrics):
+        return metrics
+
+
+def build(strategy=DEFAULT, trainer_class=Quiet):
+    with strategy.scope():
+        trainer = trainer_class()
+        return trainer, toy.RegressionEvaluator(trainer.model)
+
+
+def run(model_dir, steps, eval_interval=7, strategy=DEFAULT, trainer_class=Quiet, **settings):
+    trainer, evaluator = build(strategy, trainer_class)
+    settings = {
+        "steps_per_loop": 4,
+        "checkpoints": looplib.CheckpointPolicy(every_steps=10, keep_last=100),
+        "writers": None,
+        **settings,
+    }
+    with toy.controller(strategy, trainer, evaluator, model_dir=model_dir, **settings) as controller:
+        result = controller.train_and_evaluate(steps, eval_interval) if eval_interval else controller.train(steps)
+    return trainer, controller, result
+
+
+def test_saves_evaluations_and_summaries_come_at_exact_multiples(tmp_path):
+    _, controller, result = run(tmp_path, 45)
+    assert controller.global_step == 45
+    # Every 10 steps, before each evaluation, and at the end.
+    assert saved_steps(tmp_path) == sorted({10, 20, 30, 40, 7, 14, 21, 28, 35, 42, 45})
+    steps = {split: [r["step"] for r in curve(tmp_path) if r["split"] == split] for split in ("train", "eval")}
+    assert steps["train"] == [*range(4, 45, 4), 45]
+    assert steps["eval"] == [*range(7, 45, 7), 45]
+    assert result["eval"]["accuracy"] == curve(tmp_path)[-2 if curve(tmp_path)[-1]["split"] == "train" else -1]["accuracy"]
+
+
+def test_training_metrics_cover_the_whole_window_between_summaries(tmp_path):
+    """A save or an evaluation inside a window of steps takes nothing from its mean."""
+    trainer, _ = toy.build(DEFAULT)
+    with toy.controller(DEFAULT, trainer) as controller:
+        controller.train(24)
+    losses, _ = toy.numpy_losses_and_weights(trainer.order, "sgd")
+    run(tmp_path, 24)
+    found = {r["step"]: r["loss"] for r in curve(tmp_path) if r["split"] == "train"}
+    for step in range(4, 25, 4):
+        assert found[step] == pytest.approx(losses[step - 4 : step].mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("stops", [[20, 40], [7, 40], [10, 13, 22, 40]])
+def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name, stops, tmp_path):
+    strategy = make_strategy(name)
+    whole, _, _ = run(tmp_path / "whole", 40, strategy=strategy)
+    for stop in stops:
+        parts, _, _ = run(tmp_path / "parts", stop, strategy=strategy)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    for a, b in zip(whole.weights(), parts.weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_finished_run_started_again_changes_nothing(tmp_path):
+    run(tmp_path, 13)
+    before, files = curve(tmp_path), saved_steps(tmp_path)
+    _, controller, result = run(tmp_path, 13)
+    assert curve(tmp_path) == before and saved_steps(tmp_path) == files and result["eval"]["examples"] == 37
+
+
+def test_an_evaluation_that_fails_loses_no_training(tmp_path):
+    trainer, evaluator = build()
+    controller = toy.controller(DEFAULT, trainer, evaluator, model_dir=tmp_path, actions=[fail_at_evaluation])
+    with pytest.raises(RuntimeError, match="disk of the evaluation"):
+        controller.train_and_evaluate(20, 7)
+    assert saved_steps(tmp_path) == [7]
+
+
+def fail_at_evaluation(event):
+    if event.split == "eval":
+        raise RuntimeError("disk of the evaluation")
+
+
+def test_initialize_is_called_once_in_the_life_of_a_run(tmp_path):
+    calls = []
+
+    class Pretrained(Quiet):
+        def initialize(self):
+            calls.append(tf.distribute.has_strategy())
+            self.model.layers[-1].set_weights([toy.KERNEL * 0, np.ones(toy.NUM_CLASSES, np.float32)])
+
+    strategy = make_strategy("mirrored_x2")
+    trainer, controller, _ = run(tmp_path, 2, None, strategy=strategy, trainer_class=Pretrained)
+    assert calls == [True]
+    assert trainer.weights()[1].sum() == pytest.approx(3, abs=1e-5)  # gradients of a softmax's biases sum to 0
+    run(tmp_path, 4, None, strategy=strategy, trainer_class=Pretrained)
+    assert calls == [True]
+
+
+def test_actions_see_every_report_and_can_stop_the_run(tmp_path):
+    events = []
+
+    def action(event):
+        events.append((event.step, event.split))
+        if event.split == "eval" and event.step == 14:
+            event.controller.stop()
+
+    _, controller, _ = run(tmp_path, 100, actions=[action])
+    assert controller.global_step == 14 and saved_steps(tmp_path)[-1] == 14
+    assert events == [(4, "train"), (7, "eval"), (8, "train"), (12, "train"), (14, "eval"), (14, "train")]
+
+
+def test_loop_end_adds_and_changes_metrics(tmp_path):
+    class Perplexity(Quiet):
+        def loop_end(self, metrics):
+            return {**metrics, "perplexity": np.exp(metrics["loss"])}
+
+    run(tmp_path, 4, None, trainer_class=Perplexity)
+    (record,) = curve(tmp_path)
+    assert record["perplexity"] == pytest.approx(np.exp(record["loss"]))
+
+
+def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(tmp_path):
+    trainer, training, result = run(tmp_path, 14)
+    _, evaluator = build()
+    with looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=tmp_path, writers=[]) as job:
+        assert job.global_step == 14 and job.restored_from.endswith("ckpt-14")
+        assert job.evaluate() == result
+        assert job.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-7").endswith("ckpt-7")
+        assert job.evaluate()["eval"]["accuracy"] == curve(tmp_path)[1]["accuracy"]  # after (4, train)
+        assert job.evaluate_continuously(until_step=14) == result
+
+
+def test_continuous_evaluation_times_out_with_a_sentence(tmp_path):
+    _, evaluator = build()
+    job = looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=tmp_path, writers=[])
+    with pytest.raises(looplib.UsageError, match="no checkpoint came in .* within 0.1 s"):
+        job.evaluate_continuously(timeout=0.1)
+
+
+def test_restoring_by_hand_goes_back_in_the_data_too():
+    trainer, _ = toy.build(DEFAULT)
+    folder = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"looplib-restore-{os.getpid()}")
+    with toy.controller(DEFAULT, trainer, model_dir=folder) as controller:
+        controller.train(5)
+        path = controller.save_checkpoint()
+        controller.train(9)
+        first = trainer.order[5:]
+        controller.restore_checkpoint(path)
+        assert controller.global_step == 5
+        controller.train(9)
+        np.testing.assert_array_equal(np.stack(first), np.stack(trainer.order[9:]))
+    tf.io.gfile.rmtree(folder)
+
+
+def test_the_clock_adds_up_to_the_wall(tmp_path):
+    _, controller, _ = run(tmp_path, 40)
+    seconds = controller.clock.seconds()
+    assert {"compile", "train", "evaluate", "save", "report", "other"} <= set(seconds)
+    assert sum(seconds.values()) - seconds["wall"] == pytest.approx(seconds["wall"], abs=0.01)
+
+
+# Bad input.
+
+
+def broken_step(self, inputs):
+    raise KeyError("no such feature")
+
+
+def test_a_step_that_raises_does_so_before_the_first_step_and_harms_nothing(tmp_path):
+    run(tmp_path, 14)
+    before = sorted(os.listdir(tmp_path / "checkpoints"))
+    broken = type("Broken", (Quiet,), {"step_fn": broken_step})
+    for loop in ("graph", "eager"):
+        with pytest.raises(Exception, match="no such feature"):
+            run(tmp_path, 28, trainer_class=broken, loop=loop)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == before
+    assert run(tmp_path, 28)[1].global_step == 28
+
+
+def test_an_evaluator_that_raises_does_so_before_training():
+    trainer, _ = build()
+    broken = type("Broken", (toy.RegressionEvaluator,), {"step_fn": broken_step})(trainer.model)
+    with pytest.raises(Exception, match="no such feature"):
+        toy.controller(DEFAULT, trainer, broken)
+
+
+def test_the_checkpoints_of_another_model_are_refused_and_kept(tmp_path):
+    run(tmp_path, 7)
+    before = {name: (tmp_path / "checkpoints" / name).read_bytes() for name in os.listdir(tmp_path / "checkpoints")}
+
+    class Wider(Quiet):
+        def __init__(self):
+            super().__init__()
+            self.model = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(4), keras3.layers.Dense(3)])
+
+    class Narrower(Quiet):
+        def __init__(self):
+            super().__init__()
+            self.model = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(3, use_bias=False)])
+
+    class OtherShape(Quiet):
+        def __init__(self):
+            super().__init__()
+            self.model = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(9)])
+
+    for other, word in ((Wider, "only here: .*optimizer"), (Narrower, "only there: .*optimizer"), (OtherShape, r"\[5, 3\] there, \[5, 9\] here")):
+        with pytest.raises(looplib.UsageError, match=word) as error:
+            run(tmp_path, 14, trainer_class=other)
+        assert "Give this run a model_dir of its own" in str(error.value)
+    after = {name: (tmp_path / "checkpoints" / name).read_bytes() for name in os.listdir(tmp_path / "checkpoints")}
+    assert after == before
+
+
+def test_a_file_that_is_no_checkpoint_is_a_sentence(tmp_path):
+    trainer, _ = build()
+    controller = toy.controller(DEFAULT, trainer, model_dir=tmp_path)
+    (tmp_path / "x.index").write_bytes(b"nonsense")
+    for path in (tmp_path / "x", tmp_path / "missing"):
+        with pytest.raises(looplib.UsageError, match="is not a checkpoint that looplib can read"):
+            controller.restore_checkpoint(path)
+
+
+def test_mixed_keras_families_are_refused():
+    trainer, _ = build()
+    trainer.optimizer = tf_keras.optimizers.SGD(0.1)
+    with pytest.raises(looplib.UsageError, match="two Keras families are mixed"):
+        toy.controller(DEFAULT, trainer)
+
+
+def test_a_model_outside_the_strategys_scope_is_refused(keras):
+    trainer, evaluator = toy.build(DEFAULT, keras)
+    with pytest.raises(looplib.UsageError, match="outside the scope of MirroredStrategy"):
+        toy.controller(make_strategy("mirrored_x2"), trainer, evaluator)
+    trainer, evaluator = toy.build(make_strategy("mirrored_x2"), keras)
+    with pytest.raises(looplib.UsageError, match="under another strategy"):
+        toy.controller(DEFAULT, trainer, evaluator)
+
+
+def test_a_model_without_variables_trains_where_tensorflow_can_and_else_is_a_sentence(keras, tmp_path):
+    class Unbuilt(Quiet):
+        def __init__(self):
+            super().__init__(keras)
+            self.model = keras.Sequential([keras.layers.Dense(toy.NUM_CLASSES)])
+
+    run(tmp_path, 3, None, trainer_class=Unbuilt)
+    trainer, controller, _ = run(tmp_path, 6, None, trainer_class=Unbuilt)
+    assert controller.restored_from.endswith("ckpt-3") and len(trainer.weights()) == 2
+    for settings in ({"loop": "eager"}, {"strategy": make_strategy("mirrored_x2")}):
+        with pytest.raises(looplib.UsageError, match="has no variables yet.*Input layer"):
+            run(tmp_path / "other", 3, None, trainer_class=Unbuilt, **settings)
+
+
+def test_an_evaluators_own_copy_of_the_model_is_refused():
+    trainer, _ = build()
+    _, evaluator = build()
+    with pytest.raises(looplib.UsageError, match="would be evaluated untrained"):
+        toy.controller(DEFAULT, trainer, evaluator)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"trainer": None}, "needs a trainer, an evaluator or both"),
+        ({"trainer": object()}, "trainer is a object"),
+        ({"evaluator": object()}, "evaluator 'eval' is a object"),
+        ({"steps_per_loop": 0}, "steps_per_loop is 0; expected a whole number of at least 1"),
+        ({"loop": "fast"}, "loop is 'fast'; expected one of graph, eager"),
+        ({"global_batch_size": -1}, "global_batch_size is -1"),
+    ],
+)
+def test_bad_settings_are_sentences(settings, message):
+    trainer, _ = build()
+    settings = {"trainer": trainer, "global_batch_size": 8, **settings}
+    with pytest.raises(looplib.UsageError, match=message):
+        looplib.Controller(**settings)
+
+
+@pytest.mark.parametrize("interval", [0, -5, 2.5])
+def test_bad_intervals_are_sentences(interval):
+    with pytest.raises(looplib.UsageError, match="every_steps is .*; expected a whole number of at least 1"):
+        looplib.CheckpointPolicy(every_steps=interval)
+    trainer, evaluator = build()
+    controller = toy.controller(DEFAULT, trainer, evaluator)
+    with pytest.raises(looplib.UsageError, match="eval_interval is"):
+        controller.train_and_evaluate(10, interval)
+    with pytest.raises(looplib.UsageError, match="training steps is"):
+        controller.train(interval)
+    assert controller.global_step == 0
+
+
+def test_what_is_missing_is_told():
+    trainer, evaluator = build()
+    controller = toy.controller(DEFAULT, trainer)
+    for call, message in (
+        (controller.evaluate, "has no evaluator"),
+        (lambda: controller.train_and_evaluate(10, 5), "has no evaluator"),
+        (controller.save_checkpoint, "save_checkpoint needs a model_dir"),
+        (controller.restore_checkpoint, "restore_checkpoint needs a model_dir"),
+        (toy.controller(DEFAULT, None, evaluator).train, "has no trainer"),
+    ):
+        with pytest.raises(looplib.UsageError, match=message):
+            call(10) if "trainer" in message else call()
+
+
+def test_an_evaluation_that_would_never_end_is_refused_before_training():
+    trainer, _ = build()
+
+    class Endless(toy.RegressionEvaluator):
+        def dataset(self, context):
+            return super().dataset(context).repeat()
+
+    controller = toy.controller(DEFAULT, trainer, Endless(trainer.model))
+    with pytest.raises(looplib.UsageError, match="never ends"):
+        controller.train_and_evaluate(10, 5)
+    assert controller.global_step == 0
+    assert controller.train_and_evaluate(10, 5, eval_steps=2)["eval"]["examples"] == 16
+
+
+@pytest.mark.parametrize("path", ["/proc/nowhere", "/dev/null/run"])
+def test_a_directory_that_cannot_be_written_is_a_sentence(path):
+    trainer, _ = build()
+    with pytest.raises(looplib.UsageError, match="cannot be written to"):
+        toy.controller(DEFAULT, trainer, model_dir=path)
+
+
+def test_other_data_order_after_a_restart_is_told(tmp_path, caplog):
+    run(tmp_path, 8, None)
+    run(tmp_path, 12, None, seed=5)
+    assert "made with seed 0 and this run has 5" in caplog.text

@@ -1,0 +1,99 @@
+"""One trace per function and flat memory over 1,000 loops and 200 evaluations; the loop as a function."""
+
+import gc
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+
+
+def resident_bytes():
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory_flat(name, tmp_path):
+    strategy = make_strategy(name)
+    trainer, evaluator = toy.build(strategy)
+    traced = []
+    step_fn = trainer.step_fn
+    trainer.step_fn = lambda inputs: traced.append(1) or step_fn(inputs)
+    settings = dict(model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep_last=2))
+    with toy.controller(strategy, trainer, evaluator, **settings) as controller:
+        controller.train_and_evaluate(300, 5)
+        trainer.order.clear()
+        memory = resident_bytes()
+        controller.train_and_evaluate(1300, 5)
+        trainer.order.clear()
+        grown = resident_bytes() - memory
+        engines = controller._engines
+        assert controller.global_step == 1300
+        assert (engines["train"].traces, engines["eval"].traces) == (1, 1)
+        assert len(traced) == strategy.num_replicas_in_sync
+    assert grown < 12 * 2**20, f"{grown / 2**20:.1f} MB more after 1,000 loops and 200 evaluations"
+
+
+def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
+    controller = toy.controller(None, None, toy.RegressionEvaluator(toy.build(make_strategy("default"))[0].model))
+    engine = controller._engines["eval"]
+    shapes = [tf.data.Dataset.from_tensor_slices((toy.X, toy.Y)).batch(8, drop_remainder=drop) for drop in (True, False)]
+    for dataset in shapes:
+        engine(iter(dataset), -1)
+    assert engine.traces == 2 and "traced again" in caplog.text and "shapes of its input" in caplog.text
+
+
+def test_the_graph_loop_equals_a_plain_loop_over_tf_function():
+    """A peer written by hand: the same model, one tf.function a step."""
+    trainer, _ = toy.build(make_strategy("default"))
+    with toy.controller(None, trainer) as controller:
+        controller.train(25)
+    by_hand, _ = toy.build(make_strategy("default"))
+    by_hand.global_batch_size = 8
+    step = tf.function(lambda ids: by_hand.step_fn((ids, tf.gather(toy.X, ids), tf.gather(toy.Y, ids)))["loss"])
+    for ids in trainer.order:
+        step(tf.constant(ids))
+    for a, b in zip(trainer.weights(), by_hand.weights()):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_loop_of_many_steps_is_one_call():
+    """Host code runs once a loop, not once a step: 2,000 steps with a counting Python action."""
+    trainer, _ = toy.build(make_strategy("default"))
+    calls = []
+    trainer.loop_end = lambda metrics: calls.append(1) or {}
+    with toy.controller(None, trainer, steps_per_loop=500) as controller:
+        controller.train(2000)
+    assert len(calls) == 4
+
+
+def test_the_global_step_is_a_tensor_that_the_step_can_read():
+    class Scheduled(toy.Regression):
+        def step_fn(self, inputs):
+            return {**super().step_fn(inputs), "step": looplib.last(self.global_step)}
+
+    steps = []
+    trainer = Scheduled()
+    with toy.controller(None, trainer, actions=[lambda event: steps.append(event.metrics["step"])]) as controller:
+        controller.train(5)
+    assert steps == [0, 1, 2, 3, 4]
+
+
+def test_the_eager_loop_runs_python_at_every_step():
+    seen = []
+
+    class Printing(toy.Regression):
+        def step_fn(self, inputs):
+            seen.append(inputs[0].numpy())
+            return super().step_fn(inputs)
+
+    trainer = Printing()
+    with toy.controller(None, trainer, loop="eager", steps_per_loop=5) as controller:
+        controller.train(5)
+    assert len(seen) == 5
+    np.testing.assert_array_equal(np.sum(seen, axis=0), trainer.order[0])
