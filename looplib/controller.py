@@ -190,6 +190,11 @@ class Controller:
         """The number of training steps done, an int."""
         return int(self._global_step)
 
+    @property
+    def latest_checkpoint(self):
+        """The path of the newest checkpoint in `model_dir`, or None."""
+        return self._checkpoints.latest if self._checkpoints else None
+
     def train(self, steps):
         """Trains.
 

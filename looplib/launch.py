@@ -93,7 +93,7 @@ def _main(build, parsed_config, argv):
             lambda record: record.levelno >= logging.converter.ABSL_TO_STANDARD[logging.WARNING]
             or os.path.dirname(tf.__file__) not in record.pathname
         )
-    controller = None
+    controller = report = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
     try:
         _check(values, argv)
@@ -129,21 +129,22 @@ def _main(build, parsed_config, argv):
         report.write("done", metrics)
         print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
     except UsageError as error:
-        if controller:
-            controller.close()
         logging.debug("where it was raised:", exc_info=True)
-        _fail(str(error))
+        _fail(str(error), controller, report)
     except Exception as error:  # the boundary of the process: whatever went wrong, the last line says what to do
         traceback.print_exc()
-        kept = controller and controller.restored_from
-        kept = controller._checkpoints.latest if controller and controller._checkpoints else kept
-        advice = f"the same command goes on from {kept}" if kept else "nothing had been saved yet"
-        _fail(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}; "
-              f"mend what the trace above names and run again: {advice}")  # fmt: skip
+        message = str(error).strip().splitlines() or ["no message"]
+        kept = controller and controller.latest_checkpoint
+        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+        _fail(f"{type(error).__name__}: {message[0]}; mend what the trace above names, and {advice}", controller, report)
     sys.exit(EXIT_DONE)
 
 
-def _fail(sentence):
+def _fail(sentence, controller=None, report=None):
+    if controller:
+        controller.close()
+    if report:
+        report.write("failed")
     sys.stdout.flush()
     print(f"looplib: error: {sentence}", file=sys.stderr, flush=True)
     sys.exit(EXIT_FAILED)

@@ -153,7 +153,7 @@ def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path
     trainer, controller = run(strategy, pipeline(finite), -1, loop=loop, model_dir=tmp_path, steps_per_loop=1)
     assert controller.global_step == 4
     np.testing.assert_array_equal(np.concatenate(trainer.order), np.arange(32))
-    assert controller._checkpoints.latest.endswith("ckpt-4")
+    assert controller.latest_checkpoint.endswith("ckpt-4")
     again, controller = run(strategy, pipeline(finite), -1, loop=loop, model_dir=tmp_path)
     assert controller.global_step == 4
 

@@ -112,8 +112,9 @@ def numpy_losses_and_weights(order, optimizer):
             else:
                 first[i] = 0.9 * first[i] + 0.1 * gradient
                 second[i] = 0.999 * second[i] + 0.001 * gradient**2
-                corrected = first[i] / (1 - 0.9**step), second[i] / (1 - 0.999**step)
-                parameters[i] = parameters[i] - 0.05 * corrected[0] / (np.sqrt(corrected[1]) + 1e-7)
+                # Keras adds epsilon before the bias correction, the "epsilon hat" of Kingma and Ba (2014), section 2.
+                rate = 0.05 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+                parameters[i] = parameters[i] - rate * first[i] / (np.sqrt(second[i]) + 1e-7)
     return np.array(losses), parameters
 
 

@@ -22,7 +22,7 @@ def test_order_weights_and_evaluation_equal_numpy(strategy, keras, loop):
     trainer, evaluation = train(strategy, keras, "sgd", loop, 12)
     _, expected = toy.numpy_losses_and_weights(trainer.order, "sgd")
     for found, weights in zip(trainer.weights(), expected):
-        np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found, weights, rtol=1e-5, atol=1e-6)
     assert evaluation["accuracy"] == pytest.approx(toy.numpy_accuracy(trainer.weights()), abs=1e-12)
     assert evaluation["examples"] == toy.NUM_EXAMPLES
     # Two and a half epochs: each is a permutation of all examples.
@@ -46,7 +46,7 @@ def test_replica_counts_give_the_same_order_and_weights(keras, optimizer):
     for run in runs:
         np.testing.assert_array_equal(np.stack(run.order), np.stack(runs[0].order))
         for found, weights in zip(run.weights(), expected):
-            np.testing.assert_allclose(found, weights, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(found, weights, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_goes_on_with_another_number_of_replicas(keras, tmp_path):
@@ -55,7 +55,7 @@ def test_a_run_goes_on_with_another_number_of_replicas(keras, tmp_path):
     second, _ = train(make_strategy("mirrored_x2"), keras, "adam", "graph", 12, tmp_path)
     np.testing.assert_array_equal(np.stack(whole.order), np.stack(first.order + second.order))
     for a, b in zip(whole.weights(), second.weights()):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_losses_are_those_of_numpy_and_of_the_keras_metric(strategy, keras, loop):

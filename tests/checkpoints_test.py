@@ -1,0 +1,105 @@
+"""What is found to be state, and what a checkpoint holds."""
+
+import keras as keras3
+import numpy as np
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+from looplib.checkpoints import peek, state_of
+
+
+def test_models_optimizers_and_metrics_are_state_and_plain_attributes_are_not(keras):
+    trainer = toy.Regression(keras)
+    trainer.array, trainer.text, trainer.data = toy.X, "text", tf.data.Dataset.range(3)
+    trainer.pair, trainer.nothing, trainer.function = (toy.X, toy.Y), None, lambda: 0
+    trainer.ema = {"kernel": tf.Variable(1.0)}
+    assert set(state_of(trainer)) == {"model", "optimizer", "accuracy", "ema"}
+
+
+def test_everything_is_restored(keras, tmp_path):
+    """Weights, slots, a variable in a dict, dropout's seeds; the running metrics have a test of their own."""
+
+    class Rich(toy.Regression):
+        def __init__(self):
+            super().__init__(keras, "adam")
+            self.extra = {"ema": tf.Variable(0.0, trainable=False)}
+            layers = [keras.layers.InputLayer((5,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+            self.model = keras.Sequential(layers)
+
+        def step_fn(self, inputs):
+            self.extra["ema"].assign_add(1.0)
+            outputs = super().step_fn(inputs)
+            del outputs["ids"]
+            return outputs
+
+        def loop_end(self, metrics):
+            return metrics
+
+    def values(trainer):
+        held = [*trainer.model.variables, trainer.extra["ema"]]
+        optimizer = trainer.optimizer.variables
+        held += list(optimizer() if callable(optimizer) else optimizer)
+        return [np.array(value) for value in tf.nest.flatten(held)]
+
+    first, second = Rich(), Rich()
+    with toy.controller(make_strategy("default"), first, model_dir=tmp_path, steps_per_loop=4) as controller:
+        controller.train(6)
+        saved = values(first)
+    with toy.controller(make_strategy("default"), second, model_dir=tmp_path, steps_per_loop=4):
+        for a, b in zip(saved, values(second), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert float(second.extra["ema"]) == 6
+
+
+def test_running_metrics_of_keras_are_in_the_checkpoint(keras, tmp_path):
+    """Half a window before the stop and half after it make the metric of a whole window."""
+
+    class Windowed(toy.Regression):
+        def step_fn(self, inputs):
+            outputs = super().step_fn(inputs)
+            return {"keras_accuracy": outputs["keras_accuracy"], "accuracy": self._accuracy(inputs)}
+
+        def _accuracy(self, inputs):
+            _, x, y = inputs
+            return tf.equal(tf.argmax(self.model(x), 1), y)
+
+        def loop_end(self, metrics):
+            self.reported = metrics
+            return metrics
+
+    settings = dict(model_dir=tmp_path, steps_per_loop=6)
+    trainers = []
+    for steps in (4, 6):
+        trainers.append(Windowed(keras))
+        with toy.controller(make_strategy("default"), trainers[-1], **settings) as controller:
+            controller.train(steps)
+    whole = Windowed(keras)
+    with toy.controller(make_strategy("default"), whole, steps_per_loop=6) as controller:
+        controller.train(6)
+    assert trainers[1].reported == whole.reported
+
+
+def test_the_seeds_of_keras_3_dropout_are_state():
+    trainer = toy.Regression()
+    trainer.model = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dropout(0.5), keras3.layers.Dense(3)])
+    assert [tuple(seed.shape) for seed in state_of(trainer)["model_seeds"]] == [(2,)]
+
+
+def test_a_checkpoint_tells_its_step_without_a_model(tmp_path):
+    trainer = toy.Regression()
+    with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, seed=4) as controller:
+        controller.train(3)
+    step, state = peek(str(tmp_path / "checkpoints" / "ckpt-3"))
+    assert step == 3 and state["seed"] == 4 and state["global_batch_size"] == 8 and state["reported"] == {"train": 3}
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path):
+    import looplib
+
+    trainer = toy.Regression()
+    policy = looplib.CheckpointPolicy(every_steps=2, keep_last=3)
+    with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, checkpoints=policy) as controller:
+        controller.train(11)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.index"))
+    assert kept == ["ckpt-10.index", "ckpt-11.index", "ckpt-8.index"]

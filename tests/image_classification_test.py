@@ -1,0 +1,87 @@
+"""The main job: every model takes steps, the default learns the digits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from conftest import make_strategy
+
+import looplib
+from trainers import image_classification, image_data, image_models
+from trainers.image_classification import Config
+
+
+def run(config, strategy, steps, **settings):
+    with strategy.scope():
+        trainer, evaluator = image_classification.build(config)
+    settings = {"global_batch_size": 32, "steps_per_loop": steps, "writers": [], "seed": 0, **settings}
+    controller = looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
+    return controller, controller.train_and_evaluate(steps, steps)["eval"]
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("model", ["cnn", "mlp", "tpu_guide", "resnet18"])
+def test_every_model_trains_and_evaluates(model, name):
+    controller, metrics = run(dataclasses.replace(Config(), model=model), make_strategy(name), 3)
+    assert metrics["examples"] == 360 and np.isfinite(metrics["loss"]) and controller.global_step == 3
+
+
+def test_the_models_are_what_they_are_called():
+    parameters = lambda name, shape: image_models.build(name, shape, 10).count_params()
+    assert parameters("mlp", (28, 28, 1)) == 784 * 128 + 128 + 128 * 10 + 10
+    convolutions = (9 * 256 + 256) + (9 * 256 * 256 + 256)
+    dense = (24 * 24 * 256 * 256 + 256) + (256 * 128 + 128) + (128 * 10 + 10)
+    assert parameters("tpu_guide", (28, 28, 1)) == convolutions + dense
+
+
+def test_the_default_learns_the_digits():
+    _, metrics = run(Config(decay_steps=800), make_strategy("default"), 800, global_batch_size=64)
+    assert metrics["accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_optimizers_follow_their_schedule(optimizer):
+    config = dataclasses.replace(Config(), model="mlp", optimizer=optimizer, learning_rate=0.02, decay_steps=10)
+    rates = []
+    action = lambda event: event.split == "train" and rates.append(event.metrics["learning_rate"])
+    run(config, make_strategy("default"), 8, steps_per_loop=1, actions=[action])
+    # Read after the update, so of the next step: half a cosine over 10 steps.
+    np.testing.assert_allclose(rates, 0.01 * (1 + np.cos(np.pi * np.arange(1, 9) / 10)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(model="vgg"), "--config.model is 'vgg'; expected one of cnn, mlp, tpu_guide"),
+        (dict(model="resnet7"), "expected resnet followed by one of"),
+        (dict(optimizer="adamw"), "--config.optimizer is 'adamw'; expected adam or sgd"),
+        (dict(learning_rate=0.0), "expected a positive rate"),
+    ],
+)
+def test_bad_settings_are_sentences(changes, message):
+    with pytest.raises(looplib.UsageError, match=message):
+        image_classification.build(dataclasses.replace(Config(), **changes))
+
+
+def test_an_image_too_small_for_a_model_is_a_sentence():
+    with pytest.raises(looplib.UsageError, match="at least 5x5"):
+        image_models.build("tpu_guide", (4, 8, 1), 10)
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet18"])
+def test_float16_gets_loss_scaling(model):
+    import keras as keras3
+    import tf_keras
+
+    keras = tf_keras if model == "resnet18" else keras3
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        config = dataclasses.replace(Config(), model=model)
+        network = image_models.build(model, (8, 8, 1), 10)
+        optimizer = image_classification.make_optimizer(config, network)
+        assert type(optimizer).__name__ == "LossScaleOptimizer"
+        trainer = image_classification.ImageClassifier(network, optimizer, image_data.digits())
+        controller = looplib.Controller(trainer=trainer, global_batch_size=8, steps_per_loop=2, writers=[])
+        assert np.isfinite(controller.train(2)["loss"])
+    finally:
+        keras.mixed_precision.set_global_policy("float32")

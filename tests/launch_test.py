@@ -1,0 +1,176 @@
+"""Binaries: flags, exit codes, last lines, run.json."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from looplib.writers import read_jsonl
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = ["--config.model=mlp", "--train_steps=60", "--eval_interval=40", "--steps_per_loop=20", "--checkpoint_interval=30"]
+
+
+def start(*arguments, module="trainers.image_classification"):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    return subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+
+
+def start_all(commands):
+    """Two at a time, as many as the smallest machine has cores."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda arguments: start(*arguments), commands))
+
+
+def weights(model_dir):
+    path = tf.train.latest_checkpoint(os.path.join(model_dir, "checkpoints"))
+    reader = tf.train.load_checkpoint(path)
+    return {key: reader.get_tensor(key) for key, _ in tf.train.list_variables(path) if "_trainable_variables" in key}
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    """One small run on 1, 2 and 4 virtual devices."""
+    folder = tmp_path_factory.mktemp("replicas")
+    counts = (1, 2, 4)
+    results = start_all([[f"--model_dir={folder}/{n}", f"--num_virtual_devices={n}", *SMALL] for n in counts])
+    return {n: (folder / str(n), result) for n, result in zip(counts, results)}
+
+
+def test_a_run_ends_with_code_0_and_says_where_it_is(replicas):
+    for folder, result in replicas.values():
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == f"done at step 60; the run directory is {folder}"
+
+
+def test_a_run_says_which_strategy_it_chose(replicas):
+    for n, text in ((1, "DefaultStrategy, 1 replica (auto, no TPU and no GPU"), (4, "MirroredStrategy, 4 replicas (auto, 4 CPU")):
+        assert text in replicas[n][1].stderr
+
+
+def test_the_run_directory_is_complete(replicas):
+    folder, _ = replicas[2]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"checkpoints", "train", "eval", "metrics.jsonl", "run.json"}
+    records = read_jsonl(str(folder / "metrics.jsonl"))
+    assert [(r["step"], r["split"]) for r in records] == [
+        (20, "train"), (40, "train"), (40, "eval"), (60, "train"), (60, "eval")
+    ]  # fmt: skip
+    assert records[-1]["examples"] == 360 and 0 < records[-1]["accuracy"] <= 1
+    run = json.loads((folder / "run.json").read_text())
+    assert run["status"] == "done" and run["step"] == 60 and run["restarts"] == 0
+    assert run["strategy"] == "MirroredStrategy, 2 replicas" and run["loop"] == "graph"
+    assert run["config"]["model"] == "mlp" and run["flags"]["num_virtual_devices"] == 2
+    assert run["metrics"]["eval"] == {k: v for k, v in records[-1].items() if k not in ("step", "split")}
+    assert {"looplib", "tensorflow", "keras", "numpy", "python"} <= set(run["versions"])
+    seconds = run["seconds"]
+    assert sum(seconds.values()) == pytest.approx(2 * seconds["wall"], rel=0.02)
+
+
+def test_virtual_devices_do_not_change_the_weights(replicas):
+    runs = {n: weights(folder) for n, (folder, _) in replicas.items()}
+    assert len(runs[1]) == 4
+    for n in (2, 4):
+        for key, value in runs[1].items():
+            np.testing.assert_allclose(runs[n][key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_command_goes_on_and_evaluates(replicas, tmp_path):
+    whole, _ = replicas[1]
+    for steps in ("--train_steps=30", "--train_steps=60"):
+        result = start(f"--model_dir={tmp_path}", *SMALL, steps)
+        assert result.returncode == 0, result.stderr
+    for key, value in weights(whole).items():
+        np.testing.assert_array_equal(weights(tmp_path)[key], value)
+
+    def curve(folder):
+        keys = lambda r: {k: v for k, v in r.items() if k != "steps_per_second"}
+        return sorted((keys(r) for r in read_jsonl(str(folder / "metrics.jsonl"))), key=lambda r: (r["step"], r["split"]))
+
+    assert curve(tmp_path) == curve(whole)
+    assert json.loads((tmp_path / "run.json").read_text())["restarts"] == 1
+    evaluation = start(f"--model_dir={tmp_path}", "--mode=eval", "--config.model=mlp")
+    continuous = start(f"--model_dir={tmp_path}", "--mode=continuous_eval", "--train_steps=60", "--config.model=mlp")
+    for result in (evaluation, continuous):
+        assert result.returncode == 0, result.stderr
+    assert curve(tmp_path) == curve(whole)  # the same numbers at the same step
+
+
+BAD = {
+    "unknown flag": (["--model_dir={}", "--fast"], "Unknown command line flag 'fast'"),
+    "unknown value": (["--model_dir={}", "--strategy=fast"], "value should be one of <auto|one_device"),
+    "unknown engine": (["--model_dir={}", "--loop=fast"], "value should be one of <graph|eager>"),
+    "unknown field": (["--model_dir={}", "--config.fast=1"], "looplib: error: a --config flag is wrong: Field fast not found"),
+    "value of another type": (["--model_dir={}", "--config.learning_rate=fast"], "learning_rate"),
+    "stray argument": (["--model_dir={}", "fast"], "looplib: error: unexpected argument 'fast'"),
+    "no directory": ([], "looplib: error: --model_dir is missing"),
+    "unwritable directory": (["--model_dir=/proc/x"], "looplib: error: model_dir /proc/x cannot be written to"),
+    "zero interval": (["--model_dir={}", "--eval_interval=0"], "looplib: error: --eval_interval is 0; expected at least 1"),
+    "negative interval": (["--model_dir={}", "--checkpoint_interval=-5"], "looplib: error: --checkpoint_interval is -5"),
+    "uneven batch": (
+        ["--model_dir={}", "--num_virtual_devices=4", "--global_batch_size=30"],
+        "looplib: error: global_batch_size 30 does not divide over 4 replicas; use 28 or 32",
+    ),
+    "unsupported strategy": (["--model_dir={}", "--strategy=multi_worker"], "looplib: error: the strategy 'multi_worker' is not"),
+    "nothing to evaluate": (["--model_dir={}", "--mode=eval"], "looplib: error: there is no checkpoint in"),
+    "unknown model": (["--model_dir={}", "--config.model=vgg"], "looplib: error: --config.model is 'vgg'; expected one of cnn"),
+    "unknown data": (["--model_dir={}", "--config.dataset=no_such"], "looplib: error: --config.dataset=no_such is not known"),
+    "data that needs a network": (["--model_dir={}", "--config.dataset=mnist", "--config.data_path={}"], "looplib: error: --config.dataset=mnist is not in"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory):
+    folders = {case: tmp_path_factory.mktemp("bad") for case in BAD}
+    results = start_all([[a.format(folders[case]) for a in arguments] for case, (arguments, _) in BAD.items()])
+    return dict(zip(BAD, results))
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_sentence_and_code_1(case, failures):
+    result = failures[case]
+    assert result.returncode == 1
+    assert BAD[case][1] in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_crash_names_the_checkpoint_to_go_on_from(tmp_path):
+    code = "import crashing; crashing.main()"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}{os.pathsep}{ROOT / 'tests'}"}
+    (tmp_path / "crashing.py").write_text(
+        """
+import dataclasses, looplib, toy
+from looplib import launch
+
+@dataclasses.dataclass
+class Config:
+    pass
+
+def build(config):
+    trainer = toy.Regression()
+    class Crash(toy.RegressionEvaluator):
+        def loop_end(self, metrics):
+            raise RuntimeError("the printer is on fire")
+    return trainer, Crash(trainer.model)
+
+def main():
+    launch.run(build, Config(), global_batch_size=8, steps_per_loop=1, eval_interval=5)
+"""
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, f"--model_dir={tmp_path}/run"], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 1 and "Traceback" in result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("looplib: error: RuntimeError: the printer is on fire")
+    assert last.endswith(f"the same command goes on from {tmp_path}/run/checkpoints/ckpt-5")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"

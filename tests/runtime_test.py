@@ -1,0 +1,106 @@
+"""The strategy that the flags choose, in processes of their own where devices must be made first."""
+
+import os
+import random
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from looplib import UsageError, runtime
+
+
+def in_a_new_process(code, **environment):
+    """Runs code after `from looplib import runtime`; returns its last line."""
+    program = f"import logging, tensorflow as tf, keras\nfrom looplib import runtime, UsageError\n{code}"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip().splitlines()[-1]
+
+
+def test_virtual_devices_and_precision():
+    code = """
+s = runtime.setup("auto", num_virtual_devices=3, mixed_precision="mixed_bfloat16", deterministic=True)
+from tensorflow.python.framework import config  # TensorFlow has no public question for it
+layer = keras.layers.Dense(1)
+print(runtime.describe(s), layer.compute_dtype, config.is_op_determinism_enabled())
+"""
+    assert in_a_new_process(code) == "MirroredStrategy, 3 replicas bfloat16 True"
+
+
+def test_choices_on_one_cpu_and_a_late_call():
+    code = """
+names = [runtime.describe(runtime.setup(name)) for name in ("auto", "one_device", "mirrored")]
+tf.zeros([])
+try:
+    runtime.setup("auto", num_virtual_devices=2)
+except UsageError as error:
+    names.append("late" if "before any tensor is made" in str(error) else "?")
+print("; ".join(names))
+"""
+    expected = "DefaultStrategy, 1 replica; OneDeviceStrategy, 1 replica; MirroredStrategy, 1 replica; late"
+    assert in_a_new_process(code) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"strategy": "fast"}, "strategy is 'fast'; expected one of auto"),
+        ({"strategy": "multi_worker"}, "'multi_worker' is not supported by this version"),
+        ({"strategy": "parameter_server"}, "'parameter_server' is not supported by this version"),
+        ({"strategy": "mirrored", "tpu": "mine"}, "a TPU is named .* but the strategy is 'mirrored'"),
+        ({"mixed_precision": "half"}, "mixed_precision is 'half'; expected one of float32"),
+        ({"num_virtual_devices": 0}, "num_virtual_devices is 0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_bad_values_are_sentences(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        runtime.setup(**arguments)
+
+
+def test_the_seed_seeds_everything():
+    draws = []
+    for _ in range(2):
+        runtime._seed_everything(7)
+        kernel = keras.layers.Dense(3)
+        kernel.build((None, 2))
+        draws.append([random.random(), np.random.rand(), float(tf.random.uniform([])), kernel.get_weights()[0].tolist()])
+    assert draws[0] == draws[1]
+
+
+class StandInResolver:
+    """Stands in for TPUClusterResolver, as no TPU is at hand: fails as one without a TPU does, or connects to nothing."""
+
+    fails = True
+
+    def __init__(self, tpu):
+        if self.fails:
+            raise ValueError("Please provide a TPU Name to connect to.\nmore lines")
+
+
+def test_a_tpu_that_cannot_be_reached_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", StandInResolver)
+    with pytest.raises(UsageError, match="the TPU mine cannot be reached .Please provide a TPU Name to connect to..;"):
+        runtime.setup("tpu", tpu="mine")
+    monkeypatch.setenv("TPU_NAME", "from_environment")
+    with pytest.raises(UsageError, match="the TPU from_environment cannot be reached"):
+        runtime.setup("auto")
+
+
+def test_a_tpu_that_is_found_is_taken(monkeypatch):
+    """With stand-ins for the resolver, the connection and the strategy: the order of the calls is what is tested."""
+    calls = []
+    monkeypatch.setattr(StandInResolver, "fails", False)
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", StandInResolver)
+    monkeypatch.setattr(tf.config, "experimental_connect_to_cluster", lambda resolver: calls.append("connect"))
+    monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", lambda resolver: calls.append("initialize"))
+    monkeypatch.setattr(tf.distribute, "TPUStrategy", lambda resolver: calls.append("strategy") or tf.distribute.get_strategy())
+    monkeypatch.setenv("TPU_NAME", "mine")
+    runtime.setup("auto")
+    assert calls == ["connect", "initialize", "strategy"]

@@ -1,0 +1,31 @@
+"""What a Trainer offers on its own."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+
+import looplib
+
+
+def test_global_mean_is_the_sum_over_the_global_batch():
+    trainer = toy.Regression()
+    trainer.global_batch_size = 8
+    values = np.arange(4, dtype=np.float32)
+    assert float(trainer.global_mean(values)) == pytest.approx(values.sum() / 8)
+    pairs = tf.constant(np.stack([values, 3 * values], 1))
+    assert float(trainer.global_mean(pairs)) == pytest.approx(2 * values.sum() / 8)  # further dimensions are averaged
+    assert trainer.global_mean(tf.zeros([0])).numpy() == 0  # a replica without examples
+    assert trainer.global_mean(tf.cast(values, tf.bfloat16)).dtype == tf.float32
+    assert trainer.global_mean(tf.cast(values, tf.float64)).dtype == tf.float64
+
+
+def test_global_mean_before_a_controller_is_a_sentence():
+    with pytest.raises(looplib.UsageError, match="before a Controller took the trainer"):
+        toy.Regression().global_mean([1.0])
+
+
+@pytest.mark.parametrize("kind", [looplib.Trainer, looplib.Evaluator])
+def test_dataset_and_step_fn_are_abstract(kind):
+    with pytest.raises(TypeError, match="abstract.*dataset.*step_fn"):
+        kind()
