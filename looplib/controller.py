@@ -342,8 +342,9 @@ class Controller:
         if self._trainer:
             self._iterator = None
             self._reducers["train"].load(values.get("running", {}))
+            reported = {**dict.fromkeys(self._streams, 0), **values.get("reported", {})}
             for writer in self._writers:
-                writer.resume(step, values.get("reported", {}))
+                writer.resume(step, reported)
         return path
 
     def stop(self):

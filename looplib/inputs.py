@@ -128,11 +128,13 @@ class Stream:
     Attributes:
       dataset: what `strategy.distribute_datasets_from_function` returned; iterate it as often as needed.
       infinite: whether it is known never to end.
+      may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
       skipped: per-replica batches that the pipeline reads and drops to come to its position; 0 if it need not.
     """
 
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
     infinite: bool
+    may_be_empty: bool
     skipped: int
 
 
@@ -178,6 +180,8 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         skips.append(skip)
         if cardinality != tf.data.INFINITE_CARDINALITY and replicas > 1:
             dataset = _forget_batch_size(dataset)
+            if training:
+                dataset = _drop_incomplete_steps(dataset, context.replicas_per_pipeline)
         return dataset
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
@@ -189,7 +193,20 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
     if any(skips):
         logging.info("%s.dataset: skipping %d batches to come to step %d", who, sum(skips), start_step)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    return Stream(dataset, infinite, sum(skips))
+    return Stream(dataset, infinite, not training and not infinite and replicas > 1, sum(skips))
+
+
+def _drop_incomplete_steps(dataset, replicas):
+    """Leaves out the last batches if they do not reach all replicas of a pipeline.
+
+    A replica that trains on no example has a batch normalization of NaN, which the other replicas would share.
+    """
+
+    def zip_again(*windows):
+        windows = windows if isinstance(dataset.element_spec, tuple) else windows[0]
+        return tf.data.Dataset.zip(windows) if tf.nest.is_nested(windows) else windows
+
+    return dataset.window(replicas, drop_remainder=True).flat_map(zip_again)
 
 
 def _forget_batch_size(dataset):

@@ -73,16 +73,12 @@ def run(build, config, argv=None, **defaults):
         define(name, defaults.pop(name, default), *arguments, help=help_text)
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
-    parsed = config_flags.DEFINE_config_dataclass("config", config)
-    app.run(lambda argv: _main(build, parsed, argv), argv=argv, flags_parser=_parse)
-
-
-def _parse(argv):
-    """Parses the flags; a field that the config has not is told in a sentence, as any other flag is."""
     try:
-        return app.parse_flags_with_usage(argv)
+        parsed = config_flags.DEFINE_config_dataclass("config", config)  # reads the command line already
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        _fail(f"a --config flag is wrong: {error.args[0] if error.args else error}; see --helpfull for the fields")
+        fields = ", ".join(field.name for field in dataclasses.fields(config))
+        _fail(f"a --config flag is wrong: {error.args[0] if error.args else error}; expected one of the fields {fields}")
+    app.run(lambda argv: _main(build, parsed, argv), argv=argv)
 
 
 def _main(build, parsed_config, argv):

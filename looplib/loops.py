@@ -33,7 +33,7 @@ class GraphLoop:
         self._reducer = reducer
 
         def replica_step(inputs):
-            return reducer.contribution(step_fn(inputs), inputs)
+            return reducer.run_step(step_fn, inputs, stream.may_be_empty)
 
         @tf.function(input_signature=[stream.dataset.element_spec])
         def step(inputs):
@@ -104,8 +104,8 @@ class EagerLoop:
     """
 
     def __init__(self, strategy, step_fn, reducer, stream, counter=None):
-        del stream
         self.traces = 0
+        self._may_be_empty = stream.may_be_empty
         self._strategy = strategy
         self._counter = counter
         self._reducer = reducer
@@ -128,7 +128,7 @@ class EagerLoop:
         return done
 
     def _replica_step(self, inputs):
-        return self._reducer.contribution(self._step_fn(inputs), inputs)
+        return self._reducer.run_step(self._step_fn, inputs, self._may_be_empty)
 
     def read(self):
         """Returns the metrics since the last read, and starts anew."""

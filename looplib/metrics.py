@@ -89,8 +89,8 @@ class _Slot:
 class Reducer:
     """Accumulates and reduces what one `step_fn` returns.
 
-    `contribution` runs in the replica and learns the structure when it is first traced or called; then `create` makes
-    the variable, `add` runs once a step and `read` once a loop, both across replicas.
+    `run_step` runs in the replica and learns the structure when it is first traced or called; then `create` makes the
+    variable, `add` runs once a step and `read` once a loop, both across replicas.
 
     Args:
       strategy: the `tf.distribute.Strategy`.
@@ -106,6 +106,29 @@ class Reducer:
         self._keras = {}
         self._totals = None
         self._pending = None
+
+    def run_step(self, step_fn, inputs, may_be_empty):
+        """Runs one step on one replica and packs its outputs; in replica context.
+
+        Args:
+          step_fn: the user's step.
+          inputs: one batch of this replica.
+          may_be_empty: leaves the step out where the batch has no example. Means of nothing are NaN, and TensorFlow
+            2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
+
+        Returns:
+          float64 tensor `[n]` as `contribution` makes it, zeros for an empty batch.
+        """
+        batch = _batch_size(inputs)
+        if not may_be_empty or batch is None:
+            return self.contribution(step_fn(inputs), inputs)
+        return tf.cond(
+            batch[1] > 0, lambda: self.contribution(step_fn(inputs), inputs), lambda: tf.zeros([self._size], tf.float64)
+        )
+
+    @property
+    def _size(self):
+        return sum(slot.size for slot in self._slots)
 
     def contribution(self, outputs, inputs):
         """Packs one step's outputs; in replica context.
@@ -210,10 +233,9 @@ class Reducer:
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self._keras.items():
             keras_family.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
-        size = sum(slot.size for slot in self._slots)
         with self._strategy.scope():
             self._totals = tf.Variable(
-                tf.zeros([size], tf.float64),
+                tf.zeros([self._size], tf.float64),
                 trainable=False,
                 name=f"{self._who}_totals",
                 synchronization=tf.VariableSynchronization.ON_READ,

@@ -53,7 +53,7 @@ class Trainer(abc.ABC):
         Returns:
           A `tf.data.Dataset` of batches of `context.per_replica_batch_size` examples: built on `context.indices(n)`
           for an order that is the same on any number of replicas and resumes at once, or any other pipeline. A dataset
-          that ends is trained to its end by `train(steps=-1)`.
+          that ends is trained to its end by `train(steps=-1)`, up to the last step that has a batch for every replica.
         """
 
     @abc.abstractmethod

@@ -79,7 +79,7 @@ def test_float16_gets_loss_scaling(model):
         config = dataclasses.replace(Config(), model=model)
         network = image_models.build(model, (8, 8, 1), 10)
         optimizer = image_classification.make_optimizer(config, network)
-        assert type(optimizer).__name__ == "LossScaleOptimizer"
+        assert type(optimizer).__name__.startswith("LossScaleOptimizer")
         trainer = image_classification.ImageClassifier(network, optimizer, image_data.digits())
         controller = looplib.Controller(trainer=trainer, global_batch_size=8, steps_per_loop=2, writers=[])
         assert np.isfinite(controller.train(2)["loss"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import sklearn.datasets
 import tensorflow as tf
+import tensorflow_datasets as tfds
 
 import looplib
 from trainers import image_data
@@ -48,7 +49,7 @@ def test_digits_split_is_fixed_disjoint_and_whole():
 def test_a_numpy_file_with_and_without_channels(tmp_path):
     for images in (IMAGES[:60], IMAGES[:60, ..., None], IMAGES[:60] / np.float32(255)):
         path = tmp_path / "data.npz"
-        np.savez(path, x_train=images[:40], y_train=LABELS[:40], x_test=images[40:], y_test=LABELS[40:, None])
+        np.savez(path, x_train=images[:40], y_train=LABELS[:40], x_test=images[40:], y_test=LABELS[40:60, None])
         data = image_data.load(config(dataset="numpy", data_path=str(path)))
         x, y = all_of(data.test(context(False)))
         np.testing.assert_allclose(x[..., 0], IMAGES[40:60] / 255, atol=1e-6)
@@ -84,23 +85,24 @@ def test_tfrecord_files_by_pattern(records):
     assert x.shape == (10, 16, 16, 3) and 0 <= x.numpy().min() <= x.numpy().max() <= 1
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """The digits as a real, prepared tensorflow_datasets data set."""
-    tfds = pytest.importorskip("tensorflow_datasets")
-    folder = tmp_path_factory.mktemp("tfds")
+def prepare(folder, name, version, images):
+    """Writes a real, prepared tensorflow_datasets data set: 50 examples to train on and 23 to test on."""
 
     def split(start, stop):
-        dataset = tf.data.Dataset.from_tensor_slices((IMAGES[start:stop, ..., None], LABELS[start:stop].astype(np.int64)))
+        dataset = tf.data.Dataset.from_tensor_slices((images[start:stop], LABELS[start:stop].astype(np.int64)))
         return dataset.map(lambda image, label: {"image": image, "label": label})
 
+    features = {"image": tfds.features.Image(shape=images.shape[1:]), "label": tfds.features.ClassLabel(num_classes=10)}
     tfds.dataset_builders.store_as_tfds_dataset(
-        name="my_digits", version="1.0.0", data_dir=folder, split_datasets={"train": split(0, 50), "test": split(50, 73)},
-        features=tfds.features.FeaturesDict(
-            {"image": tfds.features.Image(shape=(8, 8, 1)), "label": tfds.features.ClassLabel(num_classes=10)}
-        ),
+        name=name, version=version, data_dir=folder, features=tfds.features.FeaturesDict(features),
+        split_datasets={"train": split(0, 50), "test": split(50, 73)},
     )  # fmt: skip
     return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("tfds"), "my_digits", "1.0.0", IMAGES[..., None])
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -117,13 +119,14 @@ def test_a_prepared_tensorflow_data_set(prepared, in_memory, monkeypatch):
     assert sorted(y) == sorted(LABELS[:50])
 
 
-def test_mnist_by_name():
-    """With the package's own stand-in for the files, as there may be no network: random images of MNIST's shape."""
-    tfds = pytest.importorskip("tensorflow_datasets")
-    with tfds.testing.mock_data(num_examples=12):
-        data = image_data.load(config(dataset="mnist", data_path="/nowhere"))
-        x, y = all_of(data.test(context(False)))
-    assert x.shape == (12, 28, 28, 1) and data.num_classes == 10 and y.max() < 10
+def test_mnist_by_name(tmp_path):
+    """The files of MNIST cannot be had without a network: its own builder reads the digits, enlarged, in their place."""
+    enlarged = np.pad(IMAGES.repeat(3, 1).repeat(3, 2), ((0, 0), (2, 2), (2, 2)))[..., None]
+    folder = prepare(tmp_path, "mnist", str(tfds.builder("mnist").version), enlarged)
+    data = image_data.load(config(dataset="mnist", data_path=str(folder)))
+    x, y = all_of(data.test(context(False)))
+    assert x.shape == (23, 28, 28, 1) and data.num_classes == 10
+    assert sorted(y) == sorted(LABELS[50:73])
 
 
 BAD = {

@@ -149,6 +149,27 @@ def test_several_evaluators_report_under_their_names():
     assert {name: metrics["examples"] for name, metrics in found.items()} == {"short": 3, "long": 9}
 
 
+def test_a_replica_without_examples_does_not_run_the_step(strategy, keras):
+    """A convolution fused with its activation fails on an empty batch, and a mean of nothing is NaN."""
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.InputLayer((8, 8, 1)), keras.layers.Conv2D(4, 3, activation="relu"), keras.layers.Conv2D(4, 3, activation="relu")]
+        )
+        mean = keras.metrics.Mean()
+
+    class Convolution(Values):
+        def step_fn(self, inputs):
+            ids, values = inputs
+            images = tf.ones([tf.shape(ids)[0], 8, 8, 1]) * tf.cast(values, tf.float32)[:, None, None, None]
+            mean.update_state(values)
+            return {"features": model(images, training=False), "mean": mean, "least": looplib.total(tf.reduce_min(values))}
+
+    found = evaluate(strategy, Convolution(1, None), 8)
+    image = np.full([1, 8, 8, 1], VALUES[0], np.float32)
+    assert found["features"] == pytest.approx(np.array(model(image)).mean(), rel=1e-5)
+    assert found["least"] == pytest.approx(VALUES[0]) and found["mean"] == pytest.approx(VALUES[0], rel=1e-6)
+
+
 BAD_OUTPUTS = {
     "a scalar without a reduction": (lambda i, v: {"loss": tf.reduce_mean(v)}, "'loss'.*without a reduction.*looplib.mean"),
     "a mean of a scalar without a weight": (lambda i, v: {"loss": looplib.mean(tf.reduce_mean(v))}, "scalar without a weight"),

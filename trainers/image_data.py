@@ -1,8 +1,8 @@
 """Images and labels to classify: scikit-learn's digits, numpy files, TFRecord files, tensorflow_datasets."""
 
 import dataclasses
-import os
 import socket
+import urllib.request
 from collections.abc import Callable
 
 import numpy as np
@@ -229,7 +229,7 @@ def from_tfds(name, data_dir, image_size):
             f"--config.dataset={name} is not known ({type(error).__name__}); expected digits, numpy, tfrecord or the name "
             "of a tensorflow_datasets data set, such as mnist"
         ) from error
-    if not tf.io.gfile.exists(os.path.join(builder.data_dir, "dataset_info.json")):
+    if not builder.is_prepared():
         _download(builder, name)
     features, splits = builder.info.features, builder.info.splits
     test_split = next((split for split in ("test", "validation") if split in splits), None)
@@ -259,13 +259,14 @@ def from_tfds(name, data_dir, image_size):
 
 
 def _download(builder, name):
-    """Downloads and prepares; without a network it fails at once and not after many retries."""
+    """Downloads and prepares; without a network it fails at once, and not after minutes of retries."""
     advice = (
         f"prepare it where there is a network (`tfds build {name} --data_dir DIR`), copy DIR here and give "
         "--config.data_path=DIR; or train on --config.dataset=digits, which needs no download"
     )
     try:
-        socket.getaddrinfo("storage.googleapis.com", 443)
+        if not urllib.request.getproxies():
+            socket.getaddrinfo("www.tensorflow.org", 443)
     except OSError as error:
         raise UsageError(
             f"--config.dataset={name} is not in {builder.data_dir}, and there is no network to download it ({error}); {advice}"
