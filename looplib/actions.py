@@ -18,7 +18,6 @@ class Event:
         `controller.save_checkpoint()`.
 
     Example:
-
         def stop_when_good(event):
             if event.split == "eval" and event.metrics["accuracy"] > 0.99:
                 event.controller.stop()

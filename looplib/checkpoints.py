@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import tempfile
+import time
 
 import tensorflow as tf
 
@@ -140,7 +141,7 @@ class Checkpoints:
             raise UsageError(self._mismatch(path, partial)) from error
         except tf.errors.OpError as error:
             raise UsageError(
-                f"the checkpoint {path} cannot be read ({error.message.splitlines()[0]}); name an older one that is "
+                f"the checkpoint {path} cannot be read ({first_line(error)}); name an older one that is "
                 "whole, or move it away"
             ) from error
 
@@ -180,9 +181,33 @@ def peek(path):
         return step, json.loads(reader.get_tensor("run_state/.ATTRIBUTES/py_state"))
     except (ValueError, tf.errors.OpError) as error:
         raise UsageError(
-            f"{path} is not a checkpoint that looplib can read ({str(error).splitlines()[0]}); name a checkpoint "
+            f"{path} is not a checkpoint that looplib can read ({first_line(error)}); name a checkpoint "
             "such as <model_dir>/checkpoints/ckpt-1000"
         ) from error
+
+
+def check_writable(directory):
+    """Makes a directory and fails now, in a sentence, if it could not be written to at the first save.
+
+    Raises:
+      UsageError: naming the reason.
+    """
+    probe = os.path.join(directory, f".looplib-{os.getpid()}-{time.time_ns()}")
+    try:
+        tf.io.gfile.makedirs(directory)
+        with tf.io.gfile.GFile(probe, "w") as file:
+            file.write("")
+        tf.io.gfile.remove(probe)
+    except (OSError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"model_dir {directory} cannot be written to ({first_line(error)}); name a directory that can be made and "
+            "written, or mend its permissions"
+        ) from error
+
+
+def first_line(error):
+    """The first line of an exception's message, for a sentence of one line."""
+    return str(getattr(error, "message", error)).strip().splitlines()[0]
 
 
 def _keys(path):

@@ -8,7 +8,6 @@ class Clock:
     """Adds up the seconds of phases that never overlap: time in an inner phase does not count for the outer one.
 
     Example:
-
         clock = Clock()
         with clock.phase("train"):
             with clock.phase("save"):

@@ -14,7 +14,6 @@ class Evaluator(abc.ABC):
       global_batch_size: int, examples of a step over all replicas; None takes the controller's.
 
     Example:
-
         class LineError(looplib.Evaluator):
             def __init__(self, model):
                 self.model = model

@@ -171,7 +171,9 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         )
         dataset = task.dataset(context)
         if not isinstance(dataset, tf.data.Dataset):
-            raise UsageError(f"{who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches")
+            raise UsageError(
+                f"{who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
+            )
         skip = 0 if context.positioned else start_step * context.replicas_per_pipeline
         if skip:
             dataset = dataset.skip(skip)

@@ -77,7 +77,9 @@ def run(build, config, argv=None, **defaults):
         parsed = config_flags.DEFINE_config_dataclass("config", config)  # reads the command line already
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         fields = ", ".join(field.name for field in dataclasses.fields(config))
-        _fail(f"a --config flag is wrong: {error.args[0] if error.args else error}; expected one of the fields {fields}")
+        _fail(
+            f"a --config flag is wrong: {error.args[0] if error.args else error}; expected one of the fields {fields}"
+        )
     app.run(lambda argv: _main(build, parsed, argv), argv=argv)
 
 
@@ -86,8 +88,10 @@ def _main(build, parsed_config, argv):
         logging.set_verbosity(logging.INFO)
         # TensorFlow's own notes share absl's log; its warnings and errors stay.
         logging.get_absl_handler().addFilter(
-            lambda record: record.levelno >= logging.converter.ABSL_TO_STANDARD[logging.WARNING]
-            or os.path.dirname(tf.__file__) not in record.pathname
+            lambda record: (
+                record.levelno >= logging.converter.ABSL_TO_STANDARD[logging.WARNING]
+                or os.path.dirname(tf.__file__) not in record.pathname
+            )
         )
     controller = report = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
@@ -132,7 +136,9 @@ def _main(build, parsed_config, argv):
         message = str(error).strip().splitlines() or ["no message"]
         kept = controller and controller.latest_checkpoint
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
-        _fail(f"{type(error).__name__}: {message[0]}; mend what the trace above names, and {advice}", controller, report)
+        _fail(
+            f"{type(error).__name__}: {message[0]}; mend what the trace above names, and {advice}", controller, report
+        )
     sys.exit(EXIT_DONE)
 
 
@@ -191,7 +197,7 @@ class _RunReport:
             "strategy": runtime.describe(strategy),
             "num_replicas": strategy.num_replicas_in_sync,
             "loop": values["loop"],
-            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "restored_from": controller.restored_from,
             "restarts": self._earlier_starts(),
         }
@@ -206,7 +212,10 @@ class _RunReport:
     def write(self, status, metrics=None):
         """Replaces the file in one move, so that no reader sees half of it."""
         self._content.update(
-            status=status, step=self._controller.global_step, metrics=metrics or {}, seconds=self._controller.clock.seconds()
+            status=status,
+            step=self._controller.global_step,
+            metrics=metrics or {},
+            seconds=self._controller.clock.seconds(),
         )
         with tf.io.gfile.GFile(self._path + ".new", "w") as file:
             file.write(json.dumps(self._content, indent=2, default=str) + "\n")

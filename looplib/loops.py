@@ -42,7 +42,7 @@ class GraphLoop:
         try:
             self._step = step.get_concrete_function()
         except Exception as error:
-            raise _usage_error(error) or error  # AutoGraph hides the type of what is raised while it traces
+            raise _usage_error(error) or error from error  # AutoGraph hides the type of what is raised while it traces
         reducer.create()
         self._loop = tf.function(self._endless if stream.infinite else self._ending)
         self._read = tf.function(reducer.read)

@@ -318,7 +318,11 @@ class Reducer:
         if not self.created:
             self._pending = state
             return
-        if not state or state["names"] != [slot.name for slot in self._slots] or len(state["totals"]) != self._totals.shape[0]:
+        if (
+            not state
+            or state["names"] != [slot.name for slot in self._slots]
+            or len(state["totals"]) != self._totals.shape[0]
+        ):
             return
         totals = tf.constant(state["totals"], tf.float64)
 
@@ -330,7 +334,7 @@ class Reducer:
 
     @property
     def keras_metrics(self):
-        """dict from name to the Keras metric objects that `step_fn` returned."""
+        """Dict from name to the Keras metric objects that `step_fn` returned."""
         return self._keras
 
 
@@ -357,7 +361,9 @@ def _is_number(tensor):
 
 
 def _names(slots, metrics):
-    return sorted([f"{slot.name} ({slot.kind} {list(slot.shape)})" for slot in slots] + [f"{m} (Keras)" for m in metrics])
+    return sorted(
+        [f"{slot.name} ({slot.kind} {list(slot.shape)})" for slot in slots] + [f"{m} (Keras)" for m in metrics]
+    )
 
 
 def _describe(value):

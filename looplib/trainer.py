@@ -20,7 +20,6 @@ class Trainer(abc.ABC):
         in `step_fn` (for a schedule, say), never assign it.
 
     Example:
-
         class Line(looplib.Trainer):
             def __init__(self):
                 self.model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

@@ -68,7 +68,9 @@ def test_saves_evaluations_and_summaries_come_at_exact_multiples(tmp_path):
     steps = {split: [r["step"] for r in curve(tmp_path) if r["split"] == split] for split in ("train", "eval")}
     assert steps["train"] == [*range(4, 45, 4), 45]
     assert steps["eval"] == [*range(7, 45, 7), 45]
-    assert result["eval"]["accuracy"] == curve(tmp_path)[-2 if curve(tmp_path)[-1]["split"] == "train" else -1]["accuracy"]
+    assert (
+        result["eval"]["accuracy"] == curve(tmp_path)[-2 if curve(tmp_path)[-1]["split"] == "train" else -1]["accuracy"]
+    )
 
 
 def test_training_metrics_cover_the_whole_window_between_summaries(tmp_path):
@@ -238,7 +240,11 @@ def test_the_checkpoints_of_another_model_are_refused_and_kept(tmp_path):
             super().__init__()
             self.model = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(9)])
 
-    for other, word in ((Wider, "only here: .*optimizer"), (Narrower, "only there: .*optimizer"), (OtherShape, r"\[5, 3\] there, \[5, 9\] here")):
+    for other, word in (
+        (Wider, "only here: .*optimizer"),
+        (Narrower, "only there: .*optimizer"),
+        (OtherShape, r"\[5, 3\] there, \[5, 9\] here"),
+    ):
         with pytest.raises(looplib.UsageError, match=word) as error:
             run(tmp_path, 14, trainer_class=other)
         assert "Give this run a model_dir of its own" in str(error.value)

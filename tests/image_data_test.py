@@ -18,7 +18,13 @@ IMAGES = (IMAGES * 255 / 16).astype(np.uint8).reshape(-1, 8, 8)
 
 def context(training, batch=10):
     return looplib.InputContext(
-        global_batch_size=batch, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=training, start_step=0
+        global_batch_size=batch,
+        num_replicas=1,
+        pipeline_index=0,
+        num_pipelines=1,
+        seed=0,
+        training=training,
+        start_step=0,
     )
 
 
@@ -59,7 +65,11 @@ def test_a_numpy_file_with_and_without_channels(tmp_path):
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
-    for name, start, encode in (("train-0", 0, tf.io.encode_png), ("train-1", 20, tf.io.encode_jpeg), ("test-0", 40, tf.io.encode_png)):
+    for name, start, encode in (
+        ("train-0", 0, tf.io.encode_png),
+        ("train-1", 20, tf.io.encode_jpeg),
+        ("test-0", 40, tf.io.encode_png),
+    ):
         with tf.io.TFRecordWriter(str(folder / f"{name}.tfrecord")) as writer:
             for image, label in zip(IMAGES[start : start + 20], LABELS[start : start + 20]):
                 feature = {
@@ -113,7 +123,9 @@ def test_a_prepared_tensorflow_data_set(prepared, in_memory, monkeypatch):
     assert data.image_shape == (8, 8, 1) and data.num_classes == 10
     x, y = all_of(data.test(context(False)))
     assert len(y) == 23
-    rows = lambda images, labels: sorted((*np.round(i.reshape(-1) * 255).astype(int), label) for i, label in zip(images, labels))
+    rows = lambda images, labels: sorted(
+        (*np.round(i.reshape(-1) * 255).astype(int), label) for i, label in zip(images, labels)
+    )
     assert rows(x, y) == rows(IMAGES[50:73] / 255, LABELS[50:73])
     _, y = all_of(data.train(context(True)).take(5))
     assert sorted(y) == sorted(LABELS[:50])
@@ -149,9 +161,15 @@ def test_data_that_cannot_be_had_is_a_sentence(case):
     [
         (dict(x_train=IMAGES[:4]), "has no y_train, x_test, y_test"),
         (dict(x_train=IMAGES[:4], y_train=LABELS[:3], x_test=IMAGES[:2], y_test=LABELS[:2]), "the train split"),
-        (dict(x_train=IMAGES[:4], y_train=LABELS[:4] * 0.5, x_test=IMAGES[:2], y_test=LABELS[:2]), "expected whole numbers"),
+        (
+            dict(x_train=IMAGES[:4], y_train=LABELS[:4] * 0.5, x_test=IMAGES[:2], y_test=LABELS[:2]),
+            "expected whole numbers",
+        ),
         (dict(x_train=IMAGES[:4], y_train=LABELS[:4], x_test=IMAGES[:2, :4], y_test=LABELS[:2]), "expected one shape"),
-        (dict(x_train=IMAGES[:4].astype(int), y_train=LABELS[:4], x_test=IMAGES[:2], y_test=LABELS[:2]), "expected uint8"),
+        (
+            dict(x_train=IMAGES[:4].astype(int), y_train=LABELS[:4], x_test=IMAGES[:2], y_test=LABELS[:2]),
+            "expected uint8",
+        ),
         (dict(x_train=IMAGES[:0], y_train=LABELS[:0], x_test=IMAGES[:2], y_test=LABELS[:2]), "n > 0"),
     ],
 )

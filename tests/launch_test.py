@@ -14,7 +14,13 @@ import tensorflow as tf
 from looplib.writers import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[1]
-SMALL = ["--config.model=mlp", "--train_steps=60", "--eval_interval=40", "--steps_per_loop=20", "--checkpoint_interval=30"]
+SMALL = [
+    "--config.model=mlp",
+    "--train_steps=60",
+    "--eval_interval=40",
+    "--steps_per_loop=20",
+    "--checkpoint_interval=30",
+]
 
 
 def start(*arguments, module="trainers.image_classification"):
@@ -53,7 +59,10 @@ def test_a_run_ends_with_code_0_and_says_where_it_is(replicas):
 
 
 def test_a_run_says_which_strategy_it_chose(replicas):
-    for n, text in ((1, "DefaultStrategy, 1 replica (auto, no TPU and no GPU"), (4, "MirroredStrategy, 4 replicas (auto, 4 CPU")):
+    for n, text in (
+        (1, "DefaultStrategy, 1 replica (auto, no TPU and no GPU"),
+        (4, "MirroredStrategy, 4 replicas (auto, 4 CPU"),
+    ):
         assert text in replicas[n][1].stderr
 
 
@@ -94,7 +103,9 @@ def test_the_same_command_goes_on_and_evaluates(replicas, tmp_path):
 
     def curve(folder):
         keys = lambda r: {k: v for k, v in r.items() if k != "steps_per_second"}
-        return sorted((keys(r) for r in read_jsonl(str(folder / "metrics.jsonl"))), key=lambda r: (r["step"], r["split"]))
+        return sorted(
+            (keys(r) for r in read_jsonl(str(folder / "metrics.jsonl"))), key=lambda r: (r["step"], r["split"])
+        )
 
     assert curve(tmp_path) == curve(whole)
     assert json.loads((tmp_path / "run.json").read_text())["restarts"] == 1

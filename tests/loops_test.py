@@ -32,17 +32,18 @@ def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory
         controller.train_and_evaluate(1500, 5)
         trainer.order.clear()
         grown = resident_bytes() - memory
-        engines = controller._engines
         assert controller.global_step == 1500
-        assert (engines["train"].traces, engines["eval"].traces) == (1, 1)
+        assert (controller._training.traces, controller._evaluations["eval"].traces) == (1, 1)
         assert len(traced) == strategy.num_replicas_in_sync
     assert grown < 12 * 2**20, f"{grown / 2**20:.1f} MB more after 1,000 loops and 200 evaluations"
 
 
 def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
     controller = toy.controller(None, None, toy.RegressionEvaluator(toy.build(make_strategy("default"))[0].model))
-    engine = controller._engines["eval"]
-    shapes = [tf.data.Dataset.from_tensor_slices((toy.X, toy.Y)).batch(8, drop_remainder=drop) for drop in (True, False)]
+    engine = controller._evaluations["eval"]._engine
+    shapes = [
+        tf.data.Dataset.from_tensor_slices((toy.X, toy.Y)).batch(8, drop_remainder=drop) for drop in (True, False)
+    ]
     for dataset in shapes:
         engine(iter(dataset), -1)
     assert engine.traces == 2 and "traced again" in caplog.text and "shapes of its input" in caplog.text

@@ -101,7 +101,9 @@ def test_keras_metrics_of_both_families_reduce_exactly(strategy, keras):
 
 
 def test_last_is_the_value_of_the_last_step(strategy):
-    found = evaluate(strategy, Values(64, lambda i, v: {"first_id": looplib.last(i[0]), "n": looplib.total(tf.size(i))}))
+    found = evaluate(
+        strategy, Values(64, lambda i, v: {"first_id": looplib.last(i[0]), "n": looplib.total(tf.size(i))})
+    )
     assert found["first_id"] == 48 and found["n"] == 64
 
 
@@ -153,7 +155,11 @@ def test_a_replica_without_examples_does_not_run_the_step(strategy, keras):
     """A convolution fused with its activation fails on an empty batch, and a mean of nothing is NaN."""
     with strategy.scope():
         model = keras.Sequential(
-            [keras.layers.InputLayer((8, 8, 1)), keras.layers.Conv2D(4, 3, activation="relu"), keras.layers.Conv2D(4, 3, activation="relu")]
+            [
+                keras.layers.InputLayer((8, 8, 1)),
+                keras.layers.Conv2D(4, 3, activation="relu"),
+                keras.layers.Conv2D(4, 3, activation="relu"),
+            ]
         )
         mean = keras.metrics.Mean()
 
@@ -162,7 +168,11 @@ def test_a_replica_without_examples_does_not_run_the_step(strategy, keras):
             ids, values = inputs
             images = tf.ones([tf.shape(ids)[0], 8, 8, 1]) * tf.cast(values, tf.float32)[:, None, None, None]
             mean.update_state(values)
-            return {"features": model(images, training=False), "mean": mean, "least": looplib.total(tf.reduce_min(values))}
+            return {
+                "features": model(images, training=False),
+                "mean": mean,
+                "least": looplib.total(tf.reduce_min(values)),
+            }
 
     found = evaluate(strategy, Convolution(1, None), 8)
     image = np.full([1, 8, 8, 1], VALUES[0], np.float32)
@@ -171,8 +181,14 @@ def test_a_replica_without_examples_does_not_run_the_step(strategy, keras):
 
 
 BAD_OUTPUTS = {
-    "a scalar without a reduction": (lambda i, v: {"loss": tf.reduce_mean(v)}, "'loss'.*without a reduction.*looplib.mean"),
-    "a mean of a scalar without a weight": (lambda i, v: {"loss": looplib.mean(tf.reduce_mean(v))}, "scalar without a weight"),
+    "a scalar without a reduction": (
+        lambda i, v: {"loss": tf.reduce_mean(v)},
+        "'loss'.*without a reduction.*looplib.mean",
+    ),
+    "a mean of a scalar without a weight": (
+        lambda i, v: {"loss": looplib.mean(tf.reduce_mean(v))},
+        "scalar without a weight",
+    ),
     "not a dict": (lambda i, v: v, "expected a dict"),
     "nothing": (lambda i, v: None, "returned a NoneType; expected a dict"),
     "a string": (lambda i, v: {"loss": tf.as_string(v)}, "expected real numbers"),

@@ -70,7 +70,9 @@ def test_the_seed_seeds_everything():
         runtime._seed_everything(7)
         kernel = keras.layers.Dense(3)
         kernel.build((None, 2))
-        draws.append([random.random(), np.random.rand(), float(tf.random.uniform([])), kernel.get_weights()[0].tolist()])
+        draws.append(
+            [random.random(), np.random.rand(), float(tf.random.uniform([])), kernel.get_weights()[0].tolist()]
+        )
     assert draws[0] == draws[1]
 
 
@@ -100,7 +102,9 @@ def test_a_tpu_that_is_found_is_taken(monkeypatch):
     monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", StandInResolver)
     monkeypatch.setattr(tf.config, "experimental_connect_to_cluster", lambda resolver: calls.append("connect"))
     monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", lambda resolver: calls.append("initialize"))
-    monkeypatch.setattr(tf.distribute, "TPUStrategy", lambda resolver: calls.append("strategy") or tf.distribute.get_strategy())
+    monkeypatch.setattr(
+        tf.distribute, "TPUStrategy", lambda resolver: calls.append("strategy") or tf.distribute.get_strategy()
+    )
     monkeypatch.setenv("TPU_NAME", "mine")
     runtime.setup("auto")
     assert calls == ["connect", "initialize", "strategy"]

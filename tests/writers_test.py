@@ -118,6 +118,8 @@ def test_tensorboard_folders_follow_the_names(tmp_path):
     assert [scalars(tmp_path / f) for f in ("train", "eval", "eval/robustness")][2] == {("a", 1): 1.0}
 
 
-@pytest.mark.parametrize("value, text", [(1797, "1797"), (0.98333, "0.9833"), (12345.6, "12346"), (1.2e-5, "1.2e-05"), (math.nan, "nan")])
+@pytest.mark.parametrize(
+    "value, text", [(1797, "1797"), (0.98333, "0.9833"), (12345.6, "12346"), (1.2e-5, "1.2e-05"), (math.nan, "nan")]
+)
 def test_numbers_for_people(value, text):
     assert format_number(value) == text

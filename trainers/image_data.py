@@ -239,7 +239,9 @@ def from_tfds(name, data_dir, image_size):
             "and label, with a train and a test or validation split"
         )
     shape, num_classes = features["image"].shape, features["label"].num_classes
-    size = sum(splits[split].num_examples for split in ("train", test_split)) * np.prod([side or 1 << 20 for side in shape])
+    size = sum(splits[split].num_examples for split in ("train", test_split)) * np.prod(
+        [side or 1 << 20 for side in shape]
+    )
     if size <= _IN_MEMORY_BYTES:
         train, test = (
             tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1, as_supervised=False, shuffle_files=False))

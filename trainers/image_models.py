@@ -22,11 +22,15 @@ def build(name, image_shape, num_classes):
     if name.startswith("resnet"):
         return _resnet(name, image_shape, num_classes)
     if name not in _LAYERS:
-        raise UsageError(f"--config.model is {name!r}; expected one of {', '.join(_LAYERS)}, resnet18, resnet34, resnet50")
+        raise UsageError(
+            f"--config.model is {name!r}; expected one of {', '.join(_LAYERS)}, resnet18, resnet34, resnet50"
+        )
     import keras
 
     if name == "tpu_guide" and min(image_shape[:2]) < 5:
-        raise UsageError(f"--config.model=tpu_guide needs images of at least 5x5 pixels, and these are {image_shape[:2]}")
+        raise UsageError(
+            f"--config.model=tpu_guide needs images of at least 5x5 pixels, and these are {image_shape[:2]}"
+        )
     return keras.Sequential(
         [keras.Input(image_shape), *_LAYERS[name](keras.layers), keras.layers.Dense(num_classes, dtype="float32")],
         name=name,

@@ -41,7 +41,10 @@ def test_a_run_stopped_and_started_again_equals_one_that_was_not(strategy, keras
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_replica_counts_give_the_same_order_and_weights(keras, optimizer):
-    runs = [train(make_strategy(name), keras, optimizer, "graph", 20)[0] for name in ("default", "mirrored_x2", "mirrored_x4")]
+    runs = [
+        train(make_strategy(name), keras, optimizer, "graph", 20)[0]
+        for name in ("default", "mirrored_x2", "mirrored_x4")
+    ]
     _, expected = toy.numpy_losses_and_weights(runs[0].order, optimizer)
     for run in runs:
         np.testing.assert_array_equal(np.stack(run.order), np.stack(runs[0].order))
@@ -61,7 +64,9 @@ def test_a_run_goes_on_with_another_number_of_replicas(keras, tmp_path):
 def test_losses_are_those_of_numpy_and_of_the_keras_metric(strategy, keras, loop):
     trainer, _ = toy.build(strategy, keras)
     records = []
-    with toy.controller(strategy, trainer, loop=loop, actions=[lambda event: records.append(event.metrics)]) as controller:
+    with toy.controller(
+        strategy, trainer, loop=loop, actions=[lambda event: records.append(event.metrics)]
+    ) as controller:
         controller.train(6)
     losses, _ = toy.numpy_losses_and_weights(trainer.order, "sgd")
     np.testing.assert_allclose([record["loss"] for record in records], losses, rtol=1e-5)
@@ -75,7 +80,11 @@ def test_dropout_trains(strategy, keras):
     with strategy.scope():
         trainer = toy.Regression(keras)
         trainer.model = keras.Sequential(
-            [keras.layers.InputLayer((toy.NUM_FEATURES,)), keras.layers.Dropout(0.5), keras.layers.Dense(toy.NUM_CLASSES)]
+            [
+                keras.layers.InputLayer((toy.NUM_FEATURES,)),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(toy.NUM_CLASSES),
+            ]
         )
     before = trainer.weights()
     with toy.controller(strategy, trainer) as controller:

@@ -1,0 +1,33 @@
+# Every target does its own set-up; `make env` makes the virtual environment .venv that the others use.
+PYTHON ?= python3
+VENV := .venv
+RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
+
+.PHONY: env demo test bench lint bazel
+
+env: $(VENV)/installed
+
+$(VENV)/installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: env
+	rm -rf build/demo
+	$(RUN) -m trainers.image_classification --model_dir=build/demo
+
+test: env
+	$(RUN) -m pytest
+
+bench: env
+	$(RUN) -m benchmarks.loop_speed
+
+lint: env
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+# Debian: apt-get install bazel-bootstrap bazel-rules-java. Tests run with the environment's Python, found on the PATH.
+bazel: env
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build //...
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test //:tests/build_test //:tests/clock_test

@@ -1,0 +1,195 @@
+"""A trainer or evaluator made ready to run: checked, its state found, its data distributed, its loop built."""
+
+import math
+import numbers
+import re
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import inputs, keras_family
+from looplib.checkpoints import state_of
+from looplib.errors import UsageError
+from looplib.evaluator import Evaluator
+from looplib.loops import ENGINES
+from looplib.metrics import Reducer
+from looplib.trainer import Trainer
+
+
+class TaskLoop:
+    """The inner loop of one trainer or evaluator over its own data.
+
+    Building it builds the data set and traces the step, so that what is wrong with either is found before the first
+    step.
+
+    Args:
+      split: "train" or the evaluator's name.
+      task: the `Trainer` or `Evaluator`.
+      strategy: `tf.distribute.Strategy`.
+      engine: a name in `loops.ENGINES`.
+      global_batch_size: examples of a step over all replicas.
+      seed: the run's seed.
+      clock: `Clock` that gets the time of tracing as "compile".
+      start_step: global batches that were consumed before.
+      counter: int64 `tf.Variable` of finished steps, or None.
+    """
+
+    def __init__(
+        self, split, task, *, strategy, engine, global_batch_size, seed, clock, start_step=0, counter=None
+    ):  # fmt: skip
+        self.task = task
+        self._split = split
+        self._strategy = strategy
+        self._clock = clock
+        self._iterator = None
+        self._start_step = start_step
+        self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
+        self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
+        self.reducer = Reducer(strategy, type(task).__name__, count_examples=split != "train")
+        with clock.phase("compile"):
+            self._engine = ENGINES[engine](strategy, task.step_fn, self.reducer, self._stream, counter)
+
+    @property
+    def endless(self):
+        """Whether the data is known never to end."""
+        return self._stream.infinite
+
+    @property
+    def traces(self):
+        """How often the loop was traced."""
+        return self._engine.traces
+
+    def rewind(self, start_step=0):
+        """Lets the next `run` start with the data after `start_step` global batches."""
+        self._iterator = None
+        if start_step != self._start_step:
+            self._start_step = start_step
+            self._stream = inputs.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
+
+    def run(self, steps, phase):
+        """Runs steps on the data that follows.
+
+        Args:
+          steps: how many; -1 runs to the end of the data.
+          phase: the clock's phase for the time that it takes, without tracing.
+
+        Returns:
+          int, the steps done: fewer than asked for if the data ended.
+        """
+        with self._clock.phase(phase):
+            if self._iterator is None:
+                self._iterator = iter(self._stream.dataset)
+                if not self._engine.traces:
+                    with self._clock.phase("compile"):
+                        self._engine.trace(self._iterator)
+            return self._engine(self._iterator, steps)
+
+    def read(self):
+        """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
+        metrics = self._engine.read()
+        return _as_numbers(type(self.task).__name__, self.task.loop_end(metrics))
+
+
+def check_tasks(trainer, evaluator):
+    """Checks what a controller was given; returns the evaluators as a dict from name to `Evaluator`.
+
+    Raises:
+      UsageError: for objects of other kinds, bad names, or nothing at all.
+    """
+    evaluators = evaluator if isinstance(evaluator, dict) else {"eval": evaluator} if evaluator is not None else {}
+    if trainer is None and not evaluators:
+        raise UsageError("a controller needs a trainer, an evaluator or both; it was given neither")
+    if trainer is not None and not isinstance(trainer, Trainer):
+        raise UsageError(f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass")
+    for name, value in evaluators.items():
+        if not isinstance(value, Evaluator):
+            raise UsageError(f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance")
+        if name == "train" or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+            raise UsageError(
+                f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
+            )
+    return dict(evaluators)
+
+
+def collect_state(trainer, evaluators, strategy, engine):
+    """Finds the whole state of a run, after checking that it can run together, on this strategy and engine.
+
+    Args:
+      trainer: the `Trainer` or None.
+      evaluators: dict from name to `Evaluator`.
+      strategy: `tf.distribute.Strategy`.
+      engine: a name in `loops.ENGINES`.
+
+    Returns:
+      dict from attribute name to trackable object. An evaluator's attributes join the trainer's, but for its metrics.
+
+    Raises:
+      UsageError: for two Keras families, variables of another strategy, models without variables where they must have
+        them, or an evaluator with a model of its own.
+    """
+    tasks = [*([trainer] if trainer else []), *evaluators.values()]
+    held = {f"{type(task).__name__}.{name}": value for task in tasks for name, value in vars(task).items()}
+    keras_family.check_one_family(held)
+    objects = {}
+    for task in tasks:
+        for name, value in state_of(task).items():
+            what = f"{type(task).__name__}.{name}"
+            if keras_family.is_layer(value) and not value.built:
+                _check_unbuilt(what, strategy, engine)
+            else:
+                keras_family.check_placement(strategy, what, _variables(value))
+            if task is not trainer and keras_family.is_metric(getattr(task, name, None)):
+                continue
+            if trainer and objects.setdefault(name, value) is not value and getattr(value, "trainable_variables", None):
+                raise UsageError(
+                    f"{what} is not the object that {type(trainer).__name__} holds under that name, so it would be "
+                    "evaluated untrained; give the evaluator the trainer's own model"
+                )
+            objects.setdefault(name, value)
+    return objects
+
+
+def build_optimizers(trainer, strategy):
+    """Makes the slots of an optimizer that has none yet, where it is plain whose they are, so that all state exists."""
+    held = list(vars(trainer).values())
+    layers = [value for value in held if keras_family.is_layer(value)]
+    if len(layers) == 1 and layers[0].built:
+        for optimizer in filter(keras_family.is_optimizer, held):
+            if hasattr(optimizer, "build"):
+                with strategy.scope():
+                    optimizer.build(layers[0].trainable_variables)
+
+
+def _check_unbuilt(what, strategy, engine):
+    if engine != "graph" or strategy.num_replicas_in_sync > 1:
+        raise UsageError(
+            f"{what} has no variables yet; on several replicas, and in the eager loop, a model must have them before the "
+            "first step: give it an Input layer, or call build(input_shape) in __init__"
+        )
+
+
+def _variables(value):
+    if isinstance(value, tf.Variable):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [variable for item in value for variable in _variables(item)]
+    if isinstance(value, tf.Module) or keras_family.family(value):
+        found = value.variables
+        return list(found() if callable(found) else found)
+    return []
+
+
+def _as_numbers(who, metrics):
+    if not isinstance(metrics, dict):
+        raise UsageError(f"{who}.loop_end returned a {type(metrics).__name__}; expected the dict of metrics to report")
+    converted = {}
+    for name, value in metrics.items():
+        array = np.asarray(value)
+        if array.shape != () or not isinstance(array.item(), numbers.Real):
+            raise UsageError(
+                f"the metric {name!r} of {who} is not a number (shape {list(array.shape)}, {array.dtype}); derive "
+                "numbers from it in loop_end and leave it out of what loop_end returns"
+            )
+        value = array.item()
+        converted[name] = value if isinstance(value, int) or not math.isfinite(value) else float(value)
+    return converted
