@@ -146,7 +146,7 @@ class Checkpoints:
             ) from error
 
     def _mismatch(self, path, partial):
-        """Compares keys with a throw-away checkpoint of the objects here: TensorFlow names only the first difference."""
+        """Compares keys with a throw-away checkpoint of what is here: TensorFlow names only the first difference."""
         theirs = _keys(path)
         with tempfile.TemporaryDirectory() as folder:
             ours = _keys(self._checkpoint.write(os.path.join(folder, "live")))

@@ -185,7 +185,7 @@ class Controller:
             evaluation.rewind()
             if not evaluation.run(steps, phase="evaluate"):
                 raise UsageError(
-                    f"the evaluation data set {name!r} is empty: {type(evaluation.task).__name__}.dataset has no batch; "
+                    f"the evaluation data set {name!r} is empty: {evaluation.who}.dataset has no batch; "
                     "check where the data is read from"
                 )
             results[name] = self._publish(name, step, evaluation)
@@ -211,7 +211,12 @@ class Controller:
         directory = self._need_checkpoints("evaluate_continuously").directory
         for path in tf.train.checkpoints_iterator(directory, timeout=timeout):
             if self.restored_from != path or results is None:
-                self.restore_checkpoint(path)
+                try:
+                    self.restore_checkpoint(path)
+                except UsageError:
+                    if tf.io.gfile.exists(path + ".index"):
+                        raise
+                    continue  # the training has meanwhile deleted it, having newer ones
                 results = self.evaluate(steps)
             if until_step is not None and self.global_step >= until_step:
                 break
@@ -273,10 +278,11 @@ class Controller:
         for name, ours in (("seed", self._seed), ("global_batch_size", self._global_batch_size)):
             if self._training and values.get(name, ours) != ours:
                 logging.warning(
-                    "the checkpoint was made with %s %s and this run has %s: from step %d on the examples come in another"
-                    " order than in an uninterrupted run", name, values[name], ours, step
+                    "the checkpoint was made with %s %s and this run has %s: from step %d on the examples come in "
+                    "another order than in an uninterrupted run", name, values[name], ours, step
                 )  # fmt: skip
-        self.restored_from, self._saved_step = path, step
+        self.restored_from = path
+        self._saved_step = step if os.path.dirname(path) == own.directory else None
         logging.info("restored step %d from %s", step, path)
         if self._training:
             self._training.rewind(step)
@@ -359,8 +365,8 @@ class Controller:
     def _note_end(self, step, target):
         if not step:
             raise UsageError(
-                f"the training data set is empty: {type(self._training.task).__name__}.dataset has no batch; check where the "
-                "data is read from, and that drop_remainder does not drop the only batch"
+                f"the training data set is empty: {self._training.who}.dataset has no batch; check where the data "
+                "is read from, and that drop_remainder does not drop the only batch"
             )
         if target != -1:
             logging.warning("the training data ended at step %d, before step %d; repeat() it to train on", step, target)
@@ -395,7 +401,7 @@ class Controller:
         for name, evaluation in self._evaluations.items():
             if steps == -1 and evaluation.endless:
                 raise UsageError(
-                    f"the evaluation data set {name!r} never ends ({type(evaluation.task).__name__}.dataset is infinite), "
+                    f"the evaluation data set {name!r} never ends ({evaluation.who}.dataset is infinite), "
                     "so its evaluation would not either; leave out repeat(), or give a number of evaluation steps"
                 )
 

@@ -7,8 +7,8 @@ from absl import logging
 
 from looplib.errors import UsageError
 
-# Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by up
-# to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
+# Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by
+# up to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
 _ROUNDS = 12
 
 
@@ -42,8 +42,8 @@ class InputContext:
     def indices(self, num_examples):
         """Batches of example ids: the order of a run, decided by its seed alone.
 
-        For training, epoch after epoch without end, each a keyed permutation of all ids
-        (the op of `tf.random.experimental.index_shuffle`, which takes one seed for all): entering it at any position costs O(1), no shuffle buffer is held, and
+        For training, epoch after epoch without end, each a keyed permutation of all ids (the op behind
+        `tf.random.experimental.index_shuffle`): entering it at any position costs O(1), no shuffle buffer is held, and
         the global order is the same for any number of replicas and workers. Batches are always full and run across the
         end of an epoch. For evaluation, every id once, in order, the last batch smaller.
 

@@ -38,7 +38,7 @@ def is_metric(value):
 
 
 def is_layer(value):
-    """Whether `value` is a Keras layer or model of either family (a metric of tf_keras is a layer too, but not here)."""
+    """Whether `value` is a Keras layer or model of either family (tf_keras metrics, layers too, are not)."""
     return _is_a(value, "layers", "Layer") and not is_metric(value)
 
 

@@ -36,14 +36,14 @@ MODES = ("train", "eval", "train_and_eval", "continuous_eval")
 
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
 FLAGS = (
-    ("model_dir", flags.DEFINE_string, None, "The run directory: checkpoints, metrics.jsonl, run.json, TensorBoard events."),
+    ("model_dir", flags.DEFINE_string, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
     ("mode", flags.DEFINE_enum, "train_and_eval", "What to do.", MODES),
     ("train_steps", flags.DEFINE_integer, 1000, "The global step to train to; -1 trains to the end of the data."),
     ("global_batch_size", flags.DEFINE_integer, 64, "Examples of one step over all replicas."),
-    ("strategy", flags.DEFINE_enum, "auto", "How to use the devices; auto: a TPU, else all GPUs, else the CPU.", runtime.STRATEGIES),
+    ("strategy", flags.DEFINE_enum, "auto", "Devices; auto: a TPU, else all GPUs, else the CPU.", runtime.STRATEGIES),
     ("tpu", flags.DEFINE_string, None, "Name or address of a TPU."),
     ("num_virtual_devices", flags.DEFINE_integer, 1, "Replicas to make on one CPU."),
-    ("steps_per_loop", flags.DEFINE_integer, 100, "Steps of one call into the device; training metrics come at its multiples."),
+    ("steps_per_loop", flags.DEFINE_integer, 100, "Steps of one call into the device, and of one report."),
     ("loop", flags.DEFINE_enum, "graph", "The loop's engine; eager is for debugging.", tuple(ENGINES)),
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),

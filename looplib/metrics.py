@@ -165,8 +165,8 @@ class Reducer:
             self._slots, self._keras = slots, metrics
         elif self._slots != slots or self._keras != metrics:
             raise UsageError(
-                f"{self._who}.step_fn returned metrics {_names(slots, metrics)} after {_names(self._slots, self._keras)}"
-                "; expected the same names, kinds and shapes at every step"
+                f"{self._who}.step_fn returned metrics {_names(slots, metrics)} after "
+                f"{_names(self._slots, self._keras)}; expected the same names, kinds and shapes at every step"
             )
         return tf.concat([tf.reshape(part, [-1]) for part in parts] or [tf.zeros([0], tf.float64)], axis=0)
 

@@ -38,7 +38,8 @@ def setup(strategy="auto", *, tpu=None, num_virtual_devices=1, seed=0, determini
         raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
     if strategy in ("multi_worker", "parameter_server"):
         raise UsageError(
-            f"the strategy {strategy!r} is not supported by this version of looplib; use auto, one_device, mirrored or tpu"
+            f"the strategy {strategy!r} is not supported by this version of looplib; use auto, one_device, "
+            "mirrored or tpu"
         )
     if tpu and strategy not in ("auto", "tpu"):
         raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")

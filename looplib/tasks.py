@@ -38,6 +38,7 @@ class TaskLoop:
         self, split, task, *, strategy, engine, global_batch_size, seed, clock, start_step=0, counter=None
     ):  # fmt: skip
         self.task = task
+        self.who = type(task).__name__
         self._split = split
         self._strategy = strategy
         self._clock = clock
@@ -45,7 +46,7 @@ class TaskLoop:
         self._start_step = start_step
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
         self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
-        self.reducer = Reducer(strategy, type(task).__name__, count_examples=split != "train")
+        self.reducer = Reducer(strategy, self.who, count_examples=split != "train")
         with clock.phase("compile"):
             self._engine = ENGINES[engine](strategy, task.step_fn, self.reducer, self._stream, counter)
 
@@ -87,7 +88,7 @@ class TaskLoop:
     def read(self):
         """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
         metrics = self._engine.read()
-        return _as_numbers(type(self.task).__name__, self.task.loop_end(metrics))
+        return _as_numbers(self.who, self.task.loop_end(metrics))
 
 
 def check_tasks(trainer, evaluator):
@@ -163,8 +164,8 @@ def build_optimizers(trainer, strategy):
 def _check_unbuilt(what, strategy, engine):
     if engine != "graph" or strategy.num_replicas_in_sync > 1:
         raise UsageError(
-            f"{what} has no variables yet; on several replicas, and in the eager loop, a model must have them before the "
-            "first step: give it an Input layer, or call build(input_shape) in __init__"
+            f"{what} has no variables yet; on several replicas, and in the eager loop, a model must have them before "
+            "the first step: give it an Input layer, or call build(input_shape) in __init__"
         )
 
 

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -55,9 +56,10 @@ class TensorBoardWriter(Writer):
         if split not in self._writers:
             folder = split if split in ("train", "eval") else os.path.join("eval", split)
             self._writers[split] = tf.summary.create_file_writer(os.path.join(self._directory, folder))
-        with self._writers[split].as_default(step):
+        # As arrays: TensorFlow keeps every Python number that it makes a tensor of, for ever.
+        with self._writers[split].as_default(np.asarray(step, np.int64)):
             for name, value in metrics.items():
-                tf.summary.scalar(name, value)
+                tf.summary.scalar(name, np.asarray(value, np.float32))
 
     def flush(self):
         """Flushes the event files."""
@@ -74,8 +76,9 @@ class TensorBoardWriter(Writer):
 class JsonlWriter(Writer):
     """One JSON object a line: `{"step": 100, "split": "train", "loss": 0.25}`.
 
-    Each (step, split) stands once: a record written again, by an evaluation that is repeated, replaces the first one.
-    A number that is not finite is written as null, as JSON has no other word for it.
+    Each (step, split) stands once: a record written again with other numbers replaces the first one. A number that is
+    not finite is written as null, as JSON has no other word for it. The file is open only while a line is appended, so
+    that a training and an evaluation job may share it.
 
     Args:
       path: the file, appended to if it exists.
@@ -83,8 +86,7 @@ class JsonlWriter(Writer):
 
     def __init__(self, path):
         self._path = path
-        self._file = None
-        self._written = {(record["step"], record["split"]) for record in read_jsonl(path)}
+        self._written = {_key(record) for record in read_jsonl(path)}
         if _cut_short(path):
             self._keep(lambda record: True)
 
@@ -95,28 +97,26 @@ class JsonlWriter(Writer):
 
     def write(self, step, split, metrics):
         """Appends one line."""
-        if (step, split) in self._written:
-            self._keep(lambda record: (record["step"], record["split"]) != (step, split))
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        if self._file is None:
-            self._file = tf.io.gfile.GFile(self._path, "a")
-        self._file.write(json.dumps({"step": step, "split": split, **numbers}) + "\n")
-        self._file.flush()
+        record = {"step": step, "split": split, **numbers}
+        if (step, split) in self._written:
+            if record in read_jsonl(self._path):
+                return
+            self._keep(lambda record: _key(record) != (step, split))
+        with tf.io.gfile.GFile(self._path, "a") as file:
+            file.write(json.dumps(record) + "\n")
         self._written.add((step, split))
 
     def _keep(self, condition):
-        self.close()
         records = [record for record in read_jsonl(self._path) if condition(record)]
         with tf.io.gfile.GFile(self._path + ".new", "w") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
         tf.io.gfile.rename(self._path + ".new", self._path, overwrite=True)
-        self._written = {(record["step"], record["split"]) for record in records}
+        self._written = {_key(record) for record in records}
 
-    def close(self):
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+
+def _key(record):
+    return record["step"], record["split"]
 
 
 def _cut_short(path):

@@ -1,5 +1,6 @@
 """One trace per function and flat memory over 1,000 loops and 200 evaluations; the loop as a function."""
 
+import ctypes
 import gc
 
 import numpy as np
@@ -13,6 +14,7 @@ import looplib
 
 def resident_bytes():
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free but kept by the allocator comes and goes in steps of 10 MB
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
@@ -26,16 +28,19 @@ def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory
     trainer.step_fn = lambda inputs: traced.append(1) or step_fn(inputs)
     settings = dict(model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep_last=2))
     with toy.controller(strategy, trainer, evaluator, **settings) as controller:
-        controller.train_and_evaluate(500, 5)  # the allocator settles
-        trainer.order.clear()
-        memory = resident_bytes()
-        controller.train_and_evaluate(1500, 5)
-        trainer.order.clear()
-        grown = resident_bytes() - memory
+        controller.train_and_evaluate(500, 5)
+        memory = []
+        for step in range(500, 1501, 200):
+            controller.train_and_evaluate(step, 5)
+            trainer.order.clear()
+            memory.append(resident_bytes() / 2**20)
         assert controller.global_step == 1500
         assert (controller._training.traces, controller._evaluations["eval"].traces) == (1, 1)
         assert len(traced) == strategy.num_replicas_in_sync
-    assert grown < 12 * 2**20, f"{grown / 2**20:.1f} MB more after 1,000 loops and 200 evaluations"
+    # TensorFlow's pools grow by some MB now and then, so the median of five windows; making an iterator on several
+    # devices costs it 10 kB for ever, looplib or not.
+    grown = np.median(np.diff(memory))
+    assert grown < 1.0, f"{grown:.2f} MB more for 200 loops and 40 evaluations: {np.round(memory, 1)}"
 
 
 def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):

@@ -146,8 +146,8 @@ def make_optimizer(config, model):
     keras = sys.modules[type(model).__module__.split(".")[0]]
     if config.learning_rate <= 0 or config.decay_steps < 0:
         raise UsageError(
-            f"--config.learning_rate is {config.learning_rate} and --config.decay_steps {config.decay_steps}; expected a "
-            "positive rate and at least 0 steps"
+            f"--config.learning_rate is {config.learning_rate} and --config.decay_steps {config.decay_steps}; expected "
+            "a positive rate and at least 0 steps"
         )
     rate = config.learning_rate
     if config.decay_steps:

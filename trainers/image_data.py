@@ -94,8 +94,8 @@ def in_memory(name, train, test):
         splits.append((images, labels.astype(np.int64)))
     if splits[0][0].shape[1:] != splits[1][0].shape[1:]:
         raise UsageError(
-            f"{name} trains on images of shape {list(splits[0][0].shape[1:])} and tests on {list(splits[1][0].shape[1:])}; "
-            "expected one shape"
+            f"{name} trains on images of shape {list(splits[0][0].shape[1:])} and tests on "
+            f"{list(splits[1][0].shape[1:])}; expected one shape"
         )
 
     def source(images, labels):
@@ -226,8 +226,8 @@ def from_tfds(name, data_dir, image_size):
         builder = tfds.builder(name, data_dir=data_dir or None, try_gcs=False)
     except (tfds.core.registered.DatasetNotFoundError, ValueError, ImportError, OSError) as error:
         raise UsageError(
-            f"--config.dataset={name} is not known ({type(error).__name__}); expected digits, numpy, tfrecord or the name "
-            "of a tensorflow_datasets data set, such as mnist"
+            f"--config.dataset={name} is not known ({type(error).__name__}); expected digits, numpy, tfrecord or the "
+            "name of a tensorflow_datasets data set, such as mnist"
         ) from error
     if not builder.is_prepared():
         _download(builder, name)
@@ -235,8 +235,8 @@ def from_tfds(name, data_dir, image_size):
     test_split = next((split for split in ("test", "validation") if split in splits), None)
     if "image" not in features or "label" not in features or "train" not in splits or test_split is None:
         raise UsageError(
-            f"--config.dataset={name} has the features {sorted(features)} and the splits {sorted(splits)}; expected image "
-            "and label, with a train and a test or validation split"
+            f"--config.dataset={name} has the features {sorted(features)} and the splits {sorted(splits)}; expected "
+            "image and label, with a train and a test or validation split"
         )
     shape, num_classes = features["image"].shape, features["label"].num_classes
     size = sum(splits[split].num_examples for split in ("train", test_split)) * np.prod(
@@ -271,7 +271,8 @@ def _download(builder, name):
             socket.getaddrinfo("www.tensorflow.org", 443)
     except OSError as error:
         raise UsageError(
-            f"--config.dataset={name} is not in {builder.data_dir}, and there is no network to download it ({error}); {advice}"
+            f"--config.dataset={name} is not in {builder.data_dir}, and there is no network to download it "
+            f"({error}); {advice}"
         ) from error
     try:
         builder.download_and_prepare()

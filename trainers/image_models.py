@@ -7,8 +7,9 @@ def build(name, image_shape, num_classes):
     """Builds a model by name.
 
     Args:
-      name: "cnn" (two small convolutions, with dropout), "mlp" (128 hidden units: 784-128-10 on MNIST), "tpu_guide" (the 256-channel
-        network of TensorFlow's TPU guide), or "resnet18", "resnet34", "resnet50", ... from tf-models-official.
+      name: "cnn" (two small convolutions, with dropout), "mlp" (128 hidden units: 784-128-10 on MNIST), "tpu_guide"
+        (the 256-channel network of TensorFlow's TPU guide), or "resnet18", "resnet34", "resnet50", ... from
+        tf-models-official.
       image_shape: (height, width, channels).
       num_classes: size of the logits.
 

@@ -1,0 +1,90 @@
+"""The documents are true: their programs run as printed, their tables are the code's."""
+
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import tensorflow as tf
+
+import looplib
+from looplib import launch
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def programs(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+
+
+def run(program, folder, *arguments):
+    path = folder / "program.py"
+    path.write_text(program.replace("/tmp/", f"{folder}/"))
+    return subprocess.run(
+        [sys.executable, path, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_the_readmes_trainer_runs_as_printed_and_goes_on(tmp_path):
+    (program,) = programs("README.md")
+    assert len(program.strip().splitlines()) <= 35
+    first = run(program, tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "step     500  train" in first.stdout
+    accuracy = float(re.search(r"'accuracy': ([\d.]+)", first.stdout.splitlines()[-1])[1])
+    assert accuracy > 0.9
+    again = run(program.replace("steps=500", "steps=600"), tmp_path)
+    assert [line.split()[1] for line in again.stdout.splitlines() if line.startswith("step")] == ["600"]
+
+
+def test_the_guides_programs_run_as_printed(tmp_path):
+    program = "\n\n".join(programs("docs/guide.md"))
+    result = run(program, tmp_path, f"--model_dir={tmp_path}/binary", "--config.learning_rate=0.02")
+    assert result.returncode == 0, result.stderr
+    assert "stopped at step" in result.stdout and "done at step 400" in result.stdout
+    assert (tmp_path / "binary" / "run.json").exists()
+
+
+def test_the_readmes_table_has_every_flag_with_its_default():
+    rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [name for name, _, _ in rows] == [name for name, *_ in launch.FLAGS]
+    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, launch.FLAGS):
+        assert default == {None: "none", True: "true", False: "false"}.get(value, str(value)) or default == str(
+            value
+        ), name
+        assert text == help_text + (f" One of {', '.join(values[0])}." if values else ""), name
+
+
+def test_the_examples_in_docstrings_run():
+    namespace = {"looplib": looplib, "np": np, "tf": tf, "keras": __import__("keras")}
+    for kind in (looplib.Trainer, looplib.Evaluator):
+        exec(inspect.cleandoc(inspect.getdoc(kind).split("Example:")[1]), namespace)
+    trainer = namespace["Line"]()
+    controller = looplib.Controller(
+        trainer=trainer, evaluator=namespace["LineError"](trainer.model), global_batch_size=32, writers=[]
+    )
+    assert controller.train_and_evaluate(200, 100)["eval"]["error"] < 0.05
+
+
+def test_every_public_name_has_a_docstring():
+    for name in looplib.__all__:
+        value = getattr(looplib, name)
+        assert inspect.getdoc(value), name
+        if inspect.isclass(value):
+            for method, function in vars(value).items():
+                if not method.startswith("_") and callable(function):
+                    assert function.__doc__, f"{name}.{method}"
+
+
+def test_the_architecture_in_the_readme_names_every_room():
+    screen = (ROOT / "README.md").read_text().split("## On one screen")[1].split("##")[0]
+    for path in (ROOT / "looplib").glob("*.py"):
+        assert path.name in screen or path.name == "__init__.py", path.name
