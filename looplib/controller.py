@@ -6,12 +6,12 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import tasks
-from looplib import writers as writers_lib
 from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy, Checkpoints, RunState, check_writable, first_line, peek, positive
 from looplib.clock import Clock
 from looplib.errors import UsageError
 from looplib.loops import ENGINES
+from looplib.writers import default_writers
 
 
 class Controller:
@@ -76,7 +76,7 @@ class Controller:
 
         objects = tasks.collect_state(trainer, evaluators, self._strategy, loop)
         self._checkpoints = self._open_checkpoints(objects)
-        self._writers = self._default_writers() if writers is None else list(writers)
+        self._writers = default_writers(self._model_dir) if writers is None else list(writers)
         path = self.latest_checkpoint
         self._build_loops(trainer, evaluators, loop, start_step=peek(path)[0] if path else 0)
         if path:
@@ -95,13 +95,6 @@ class Controller:
             return None
         check_writable(self._model_dir)
         return Checkpoints(os.path.join(self._model_dir, "checkpoints"), {**objects, **own}, self._policy.keep_last)
-
-    def _default_writers(self):
-        console = [writers_lib.ConsoleWriter()]
-        if not self._model_dir:
-            return console
-        jsonl = writers_lib.JsonlWriter(os.path.join(self._model_dir, "metrics.jsonl"))
-        return [writers_lib.TensorBoardWriter(self._model_dir), jsonl, *console]
 
     def _build_loops(self, trainer, evaluators, engine, start_step):
         settings = dict(strategy=self._strategy, engine=engine, seed=self._seed, clock=self.clock)

@@ -74,7 +74,7 @@ def run(build, config, argv=None, **defaults):
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
     try:
-        parsed = config_flags.DEFINE_config_dataclass("config", config)  # reads the command line already
+        parsed = config_flags.DEFINE_config_dataclass("config", config, sys_argv=argv)  # reads the command line already
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         fields = ", ".join(field.name for field in dataclasses.fields(config))
         _fail(
@@ -133,12 +133,11 @@ def _main(build, parsed_config, argv):
         _fail(str(error), controller, report)
     except Exception as error:  # the boundary of the process: whatever went wrong, the last line says what to do
         traceback.print_exc()
-        message = str(error).strip().splitlines() or ["no message"]
+        lines = str(error).strip().splitlines() or ["no message"]
+        message = lines[-1 if lines[0] == "in user code:" else 0].strip()  # AutoGraph puts the code first
         kept = controller and controller.latest_checkpoint
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
-        _fail(
-            f"{type(error).__name__}: {message[0]}; mend what the trace above names, and {advice}", controller, report
-        )
+        _fail(f"{type(error).__name__}: {message}; mend what the trace above names, and {advice}", controller, report)
     sys.exit(EXIT_DONE)
 
 

@@ -42,7 +42,10 @@ class GraphLoop:
         try:
             self._step = step.get_concrete_function()
         except Exception as error:
-            raise _usage_error(error) or error from error  # AutoGraph hides the type of what is raised while it traces
+            usage_error = _usage_error(error)  # AutoGraph hides the type of what is raised while it traces
+            if usage_error is None:
+                raise
+            raise usage_error from None
         reducer.create()
         self._loop = tf.function(self._endless if stream.infinite else self._ending)
         self._read = tf.function(reducer.read)

@@ -197,6 +197,14 @@ class ConsoleWriter(Writer):
             self._bar = None
 
 
+def default_writers(model_dir):
+    """Returns the console's writer, and with a run directory TensorBoard's and that of `metrics.jsonl`."""
+    if not model_dir:
+        return [ConsoleWriter()]
+    jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
+    return [TensorBoardWriter(model_dir), jsonl, ConsoleWriter()]
+
+
 def format_number(value):
     """A number for a person: whole numbers as they are, others with four significant digits.
 
