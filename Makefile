@@ -15,7 +15,7 @@ $(VENV)/installed: setup.cfg pyproject.toml
 
 demo: env
 	rm -rf build/demo
-	$(RUN) -m trainers.image_classification --model_dir=build/demo
+	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 
 test: env
 	$(RUN) -m pytest

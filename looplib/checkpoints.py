@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import tempfile
 import time
 
@@ -65,17 +66,20 @@ def state_of(task):
 
     Returns:
       dict from attribute name to a trackable object, or a list of variables where TensorFlow cannot track the object
-      itself: a Keras 3 metric (its variables), and `<name>_seeds` for the seed state in a Keras 3 model.
+      itself: a Keras 3 metric or seed generator (its variables), and `<name>_untracked` for the seeds in a Keras 3
+      model and for what a list or dict holds of these.
     """
     state = {}
     for name, value in vars(task).items():
-        if keras_family.is_metric(value) and keras_family.family(value) == "keras":
-            state[name] = keras_family.untracked_variables(value)
-        elif _trackable(value):
+        if name == "global_step":
+            continue  # the controller's own
+        untracked = keras_family.untracked_variables(value)
+        if _trackable(value):
             state[name] = value
-            seeds = keras_family.untracked_variables(value)
-            if seeds:
-                state[f"{name}_seeds"] = seeds
+            if untracked:
+                state[f"{name}_untracked"] = untracked
+        elif untracked:
+            state[name] = untracked
     return state
 
 
@@ -118,7 +122,7 @@ class Checkpoints:
     @property
     def latest(self):
         """The path of the newest checkpoint, or None."""
-        return self._manager.latest_checkpoint
+        return latest_checkpoint(self.directory)
 
     def restore(self, path, partial=False):
         """Restores the state.
@@ -139,7 +143,7 @@ class Checkpoints:
                 status.assert_consumed()
         except (ValueError, AssertionError) as error:
             raise UsageError(self._mismatch(path, partial)) from error
-        except tf.errors.OpError as error:
+        except (tf.errors.OpError, IndexError) as error:
             raise UsageError(
                 f"the checkpoint {path} cannot be read ({first_line(error)}); name an older one that is "
                 "whole, or move it away"
@@ -156,11 +160,24 @@ class Checkpoints:
             f"{key} {theirs[key]} there, {ours[key]} here" for key in sorted(ours.keys() & theirs.keys())
             if theirs[key] != ours[key]
         ]  # fmt: skip
+        differences = (("only here", missing), ("only there", unused), ("other shapes", shapes))
         return (
-            f"the checkpoint {path} was made by another model or optimizer: "
-            f"{_listing('only here', missing)}; {_listing('only there', unused)}; {_listing('other shapes', shapes)}. "
-            "Give this run a model_dir of its own, or build the model that the checkpoint was made with"
+            f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
+            "build the model that the checkpoint was made with ("
+            + "; ".join(_listing(title, items) for title, items in differences if items)
+            + ")"
         )
+
+
+def latest_checkpoint(directory):
+    """Returns the path of the newest checkpoint in a directory, or None."""
+    latest = tf.train.latest_checkpoint(directory)
+    if latest:
+        return latest
+    # The file `checkpoint`, which names the newest, may be lost.
+    names = tf.io.gfile.glob(os.path.join(directory, "ckpt-*.index"))
+    steps = [int(match[1]) for match in (re.search(r"ckpt-(\d+)\.index$", name) for name in names) if match]
+    return os.path.join(directory, f"ckpt-{max(steps)}") if steps else None
 
 
 def peek(path):
@@ -179,7 +196,7 @@ def peek(path):
         reader = tf.train.load_checkpoint(path)
         step = int(reader.get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
         return step, json.loads(reader.get_tensor("run_state/.ATTRIBUTES/py_state"))
-    except (ValueError, tf.errors.OpError) as error:
+    except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
             f"{path} is not a checkpoint that looplib can read ({first_line(error)}); name a checkpoint "
             "such as <model_dir>/checkpoints/ckpt-1000"
@@ -207,14 +224,15 @@ def check_writable(directory):
 
 def first_line(error):
     """The first line of an exception's message, for a sentence of one line."""
-    return str(getattr(error, "message", error)).strip().splitlines()[0]
+    lines = re.sub(r"\{\{.*?\}\}", "", str(getattr(error, "message", error))).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
 
 
 def _keys(path):
     return {key.replace("/.ATTRIBUTES/VARIABLE_VALUE", ""): shape for key, shape in tf.train.list_variables(path)
-            if not key.startswith("_CHECKPOINTABLE") and not key.endswith("py_state")}  # fmt: skip
+            if not key.startswith(("_CHECKPOINTABLE", "save_counter")) and not key.endswith("py_state")}  # fmt: skip
 
 
-def _listing(title, items, most=12):
+def _listing(title, items, most=4):
     shown = ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
-    return f"{title}: {shown or 'nothing'}"
+    return f"{title}: {shown}"

@@ -7,11 +7,20 @@ from absl import logging
 
 from looplib import tasks
 from looplib.actions import Event
-from looplib.checkpoints import CheckpointPolicy, Checkpoints, RunState, check_writable, first_line, peek, positive
+from looplib.checkpoints import (
+    CheckpointPolicy,
+    Checkpoints,
+    RunState,
+    check_writable,
+    first_line,
+    latest_checkpoint,
+    peek,
+    positive,
+)
 from looplib.clock import Clock
 from looplib.errors import UsageError
 from looplib.loops import ENGINES
-from looplib.writers import default_writers
+from looplib.writers import Writer, default_writers
 
 
 class Controller:
@@ -58,6 +67,7 @@ class Controller:
     ):
         self.clock = Clock()
         self._strategy = strategy or tf.distribute.get_strategy()
+        _check_kinds(self._strategy, actions, writers)
         evaluators = tasks.check_tasks(trainer, evaluator)
         positive("steps_per_loop", steps_per_loop)
         if loop not in ENGINES:
@@ -74,11 +84,18 @@ class Controller:
         self._saved_step = None
         self.restored_from = None
 
-        objects = tasks.collect_state(trainer, evaluators, self._strategy, loop)
-        self._checkpoints = self._open_checkpoints(objects)
+        self._checkpoints = None
+        self._training_now = False
+        self._last_evaluation = {}
+
+        tasks.check_together(trainer, evaluators, self._strategy, loop)
+        path = None
+        if self._model_dir:
+            check_writable(self._model_dir)
+            path = latest_checkpoint(self._checkpoint_dir)
         self._writers = default_writers(self._model_dir) if writers is None else list(writers)
-        path = self.latest_checkpoint
         self._build_loops(trainer, evaluators, loop, start_step=peek(path)[0] if path else 0)
+        self._open_checkpoints(tasks.collect_state(trainer, evaluators))
         if path:
             self.restore_checkpoint(path)
         elif trainer:
@@ -87,14 +104,18 @@ class Controller:
 
     # Building.
 
+    @property
+    def _checkpoint_dir(self):
+        return os.path.join(self._model_dir, "checkpoints")
+
     def _open_checkpoints(self, objects):
         own = {"global_step": self._global_step, "run_state": self._run_state}
-        for name in own.keys() & objects.keys():
-            raise UsageError(f"the attribute {name!r} is the controller's own name in a checkpoint; rename yours")
-        if not self._model_dir:
-            return None
-        check_writable(self._model_dir)
-        return Checkpoints(os.path.join(self._model_dir, "checkpoints"), {**objects, **own}, self._policy.keep_last)
+        for name in objects.keys() & {*own, "save_counter"}:
+            raise UsageError(f"the attribute {name!r} has the name of something else in a checkpoint; rename it")
+        if self._training:
+            self._training.warn_of_what_is_not_saved(objects)
+        if self._model_dir:
+            self._checkpoints = Checkpoints(self._checkpoint_dir, {**objects, **own}, self._policy.keep_last)
 
     def _build_loops(self, trainer, evaluators, engine, start_step):
         settings = dict(strategy=self._strategy, engine=engine, seed=self._seed, clock=self.clock)
@@ -173,6 +194,11 @@ class Controller:
           UsageError: for bad input.
         """
         self._check_evaluation(steps)
+        if self._model_dir and not self._training and not self.restored_from:
+            raise UsageError(
+                f"there is no checkpoint in {self._model_dir} to evaluate; train first, or name the directory of a "
+                "training"
+            )
         step, results = self.global_step, {}
         for name, evaluation in self._evaluations.items():
             evaluation.rewind()
@@ -261,6 +287,7 @@ class Controller:
           UsageError: if the checkpoint cannot be read or belongs to another model.
         """
         own = self._need_checkpoints("restore_checkpoint")
+        self._refuse_while_training("restore_checkpoint")
         path = os.fspath(path) if path else own.latest
         if path is None:
             return None
@@ -305,8 +332,21 @@ class Controller:
     def _train(self, target, eval_interval, eval_steps):
         if self._training is None:
             raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
+        self._refuse_while_training("train")
         if target != -1:
             positive("the number of training steps", target)
+        elif self._training.endless:
+            raise UsageError(
+                f"{self._training.who}.dataset never ends, so training to its end would not either; give a number of "
+                "steps"
+            )
+        self._training_now = True
+        try:
+            return self._train_on(target, eval_interval, eval_steps)
+        finally:
+            self._training_now = False
+
+    def _train_on(self, target, eval_interval, eval_steps):
         step, reported = self.global_step, self._run_state.values.setdefault("reported", {})
         self._stopped, self._last_evaluation, metrics = False, {}, {}
         intervals = [self._steps_per_loop, self._policy.every_steps, *([eval_interval] if eval_interval else [])]
@@ -316,6 +356,7 @@ class Controller:
 
         if eval_interval and step and step % eval_interval == 0 and evaluation_due(step) and step != target:
             self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
+        self._training.resume(step)
         mark = self._mark(step)
         while not self._stopped and step != target:
             if target != -1 and step > target:
@@ -358,8 +399,8 @@ class Controller:
     def _note_end(self, step, target):
         if not step:
             raise UsageError(
-                f"the training data set is empty: {self._training.who}.dataset has no batch; check where the data "
-                "is read from, and that drop_remainder does not drop the only batch"
+                f"the training data set is empty: {self._training.who}.dataset has no batch, or not one for each "
+                "replica; check where the data is read from, and that drop_remainder does not drop the only batch"
             )
         if target != -1:
             logging.warning("the training data ended at step %d, before step %d; repeat() it to train on", step, target)
@@ -371,12 +412,13 @@ class Controller:
 
     def _report(self, step, mark):
         steps, seconds = step - mark[0], self.clock.of("train") - mark[1]
-        rate = {"steps_per_second": round(steps / seconds, 2)} if steps and seconds else {}
-        return self._publish("train", step, self._training, rate)
+        return self._publish("train", step, self._training, round(steps / seconds, 2) if steps and seconds else None)
 
-    def _publish(self, split, step, task_loop, extra=None):
+    def _publish(self, split, step, task_loop, steps_per_second=None):
         with self.clock.phase("report"):
-            metrics = {**task_loop.read(), **(extra or {})}
+            metrics = task_loop.read()
+            if steps_per_second is not None:
+                metrics.setdefault("steps_per_second", steps_per_second)
             for writer in self._writers:
                 writer.write(step, split, metrics)
             self._run_state.values.setdefault("reported", {})[split] = step
@@ -398,7 +440,24 @@ class Controller:
                     "so its evaluation would not either; leave out repeat(), or give a number of evaluation steps"
                 )
 
+    def _refuse_while_training(self, what):
+        if self._training_now:
+            raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
+
     def _need_checkpoints(self, what):
         if not self._checkpoints:
             raise UsageError(f"{what} needs a model_dir, and this controller has none; give Controller(model_dir=...)")
         return self._checkpoints
+
+
+def _check_kinds(strategy, actions, writers):
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise UsageError(
+            f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
+        )
+    for action in actions:
+        if not callable(action):
+            raise UsageError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
+    for writer in writers or ():
+        if not isinstance(writer, Writer):
+            raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")

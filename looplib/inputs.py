@@ -128,12 +128,14 @@ class Stream:
     Attributes:
       dataset: what `strategy.distribute_datasets_from_function` returned; iterate it as often as needed.
       infinite: whether it is known never to end.
+      unknown: whether it is not known how long it is.
       may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
       skipped: per-replica batches that the pipeline reads and drops to come to its position; 0 if it need not.
     """
 
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
     infinite: bool
+    unknown: bool
     may_be_empty: bool
     skipped: int
 
@@ -174,6 +176,8 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
             raise UsageError(
                 f"{who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
+        if training:
+            _check_batch_size(who, dataset, context.per_replica_batch_size)
         skip = 0 if context.positioned else start_step * context.replicas_per_pipeline
         if skip:
             dataset = dataset.skip(skip)
@@ -184,18 +188,37 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
             dataset = _forget_batch_size(dataset)
             if training:
                 dataset = _drop_incomplete_steps(dataset, context.replicas_per_pipeline)
+                cardinalities[-1] = cardinality // context.replicas_per_pipeline if cardinality > 0 else cardinality
         return dataset
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     if start_step == 0 and not any(cardinalities):
         raise UsageError(
-            f"the {'training' if training else 'evaluation'} data set is empty: {who}.dataset has no batch; check "
-            "where the data is read from, and that drop_remainder does not drop the only batch"
+            f"the {'training' if training else 'evaluation'} data set is empty: {who}.dataset has no batch, or not "
+            f"one for each of {replicas} replicas; check where the data is read from, and that drop_remainder does not "
+            "drop the only batch"
         )
     if any(skips):
         logging.info("%s.dataset: skipping %d batches to come to step %d", who, sum(skips), start_step)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    return Stream(dataset, infinite, not training and not infinite and replicas > 1, sum(skips))
+    return Stream(
+        dataset,
+        infinite=infinite,
+        unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
+        may_be_empty=not training and not infinite and replicas > 1,
+        skipped=sum(skips),
+    )
+
+
+def _check_batch_size(who, dataset, expected):
+    """Refuses batches of another size, such as the global one, as every mean and gradient would be scaled wrongly."""
+    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, tf.TensorSpec)]
+    sizes = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
+    if sizes and expected not in sizes:
+        raise UsageError(
+            f"{who}.dataset makes batches of {' or '.join(map(str, sorted(sizes)))} examples; expected "
+            f"context.per_replica_batch_size, which is {expected}"
+        )
 
 
 def _drop_incomplete_steps(dataset, replicas):

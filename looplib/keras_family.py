@@ -42,6 +42,16 @@ def is_layer(value):
     return _is_a(value, "layers", "Layer") and not is_metric(value)
 
 
+def is_model(value):
+    """Whether `value` is a Keras model of either family."""
+    return _is_a(value, "Model")
+
+
+def is_variable(value):
+    """Whether `value` is a variable of Keras 3; those of tf_keras are `tf.Variable`s."""
+    return family(value) == "keras" and _is_a(value, "Variable")
+
+
 def is_optimizer(value):
     """Whether `value` is a Keras optimizer of either family."""
     return _is_a(value, "optimizers", "Optimizer")
@@ -71,17 +81,18 @@ def check_one_family(objects):
         )
 
 
-def variables_of(value):
-    """The `tf.Variable`s of a Keras object of either family, seeds and metric state included."""
-    return [variable if isinstance(variable, tf.Variable) else variable.value for variable in value.variables]
-
-
 def untracked_variables(value):
-    """Variables that `tf.train.Checkpoint` would miss: a Keras 3 metric's, and the seeds of a Keras 3 layer."""
+    """Variables that `tf.train.Checkpoint` would miss: of Keras 3, a metric's, a seed generator's, a layer's seeds.
+
+    Lists, tuples and dicts are searched.
+    """
+    if isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return [variable for item in items for variable in untracked_variables(item)]
     if family(value) != "keras":
         return []
-    if is_metric(value):
-        return variables_of(value)
+    if is_metric(value) or _is_a(value, "random", "SeedGenerator"):
+        return [variable.value for variable in ([value.state] if hasattr(value, "state") else value.variables)]
     if is_layer(value):
         tracked = {id(variable) for variable in value.weights}
         return [variable.value for variable in value.variables if id(variable) not in tracked]
@@ -100,10 +111,10 @@ def check_placement(strategy, what, variables):
     for variable in variables:
         value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
         distributed = isinstance(value, tf.distribute.DistributedValues)
-        if distributed and replicas == 1:
+        if distributed and getattr(value, "distribute_strategy", strategy) is not strategy:
             raise UsageError(
-                f"{what} holds variables made under another strategy, but the controller runs "
-                f"{type(strategy).__name__} with 1 replica; pass the controller the strategy that they were made under"
+                f"{what} holds variables made under another strategy than the {type(strategy).__name__} of the "
+                "controller; pass the controller the strategy that they were made under"
             )
         if not distributed and replicas > 1:
             raise UsageError(

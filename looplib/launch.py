@@ -31,7 +31,7 @@ from looplib.controller import Controller
 from looplib.errors import UsageError
 from looplib.loops import ENGINES
 
-EXIT_DONE, EXIT_FAILED = 0, 1
+EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
 MODES = ("train", "eval", "train_and_eval", "continuous_eval")
 
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
@@ -80,13 +80,16 @@ def run(build, config, argv=None, **defaults):
         _fail(
             f"a --config flag is wrong: {error.args[0] if error.args else error}; expected one of the fields {fields}"
         )
+    for name in ("config", *(name for name, *_ in FLAGS)):  # so that --help shows them
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     app.run(lambda argv: _main(build, parsed, argv), argv=argv)
 
 
 def _main(build, parsed_config, argv):
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
-        # TensorFlow's own notes share absl's log; its warnings and errors stay.
+        # TensorFlow's own notes are left out; its warnings and errors stay.
+        tf.get_logger().setLevel("WARNING")
         logging.get_absl_handler().addFilter(
             lambda record: (
                 record.levelno >= logging.converter.ABSL_TO_STANDARD[logging.WARNING]
@@ -128,27 +131,42 @@ def _main(build, parsed_config, argv):
         controller.close()
         report.write("done", metrics)
         print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
+    except KeyboardInterrupt:
+        kept = controller and controller.latest_checkpoint
+        advice = f"the same command goes on from {kept}" if kept else "nothing had been saved yet"
+        _fail(f"interrupted; {advice}", controller, report, status="interrupted", code=EXIT_INTERRUPTED)
     except UsageError as error:
         logging.debug("where it was raised:", exc_info=True)
         _fail(str(error), controller, report)
     except Exception as error:  # the boundary of the process: whatever went wrong, the last line says what to do
         traceback.print_exc()
-        lines = str(error).strip().splitlines() or ["no message"]
-        message = lines[-1 if lines[0] == "in user code:" else 0].strip()  # AutoGraph puts the code first
         kept = controller and controller.latest_checkpoint
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
-        _fail(f"{type(error).__name__}: {message}; mend what the trace above names, and {advice}", controller, report)
+        _fail(
+            f"{type(error).__name__}: {_gist(error)}; mend what the trace above names, and {advice}", controller, report
+        )
     sys.exit(EXIT_DONE)
 
 
-def _fail(sentence, controller=None, report=None):
+def _gist(error):
+    """The line of a message that says what happened; TensorFlow's and AutoGraph's begin with where it happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    if lines[0] not in ("Graph execution error:", "in user code:"):
+        return lines[0][:300]
+    roots = [line.split(":", 1)[1].strip() for line in lines if line.startswith("(0) ") and ":" in line]
+    told = [line for line in lines if "[[" not in line and not line.startswith(("Detected at", "File ", "<stack"))]
+    return (roots or told[-1:] or lines)[0][:300]
+
+
+def _fail(sentence, controller=None, report=None, status="failed", code=EXIT_FAILED):
     if controller:
         controller.close()
     if report:
-        report.write("failed")
+        report.write(status)
+    tf.get_logger().setLevel("ERROR")  # its warnings as objects are deleted would come after the last line
     sys.stdout.flush()
     print(f"looplib: error: {sentence}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_FAILED)
+    sys.exit(code)
 
 
 def _check(values, argv):
@@ -171,11 +189,6 @@ def _run_mode(controller, values):
     if values["mode"] == "train_and_eval":
         return controller.train_and_evaluate(values["train_steps"], values["eval_interval"], values["eval_steps"])
     if values["mode"] == "eval":
-        if controller.restored_from is None:
-            raise UsageError(
-                f"there is no checkpoint in {values['model_dir']} to evaluate; train first, with --mode=train or "
-                "--mode=train_and_eval"
-            )
         return controller.evaluate(values["eval_steps"])
     until = values["train_steps"] if values["train_steps"] > 0 else None
     return controller.evaluate_continuously(values["eval_steps"], until_step=until)
@@ -196,7 +209,7 @@ class _RunReport:
             "strategy": runtime.describe(strategy),
             "num_replicas": strategy.num_replicas_in_sync,
             "loop": values["loop"],
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "restored_from": controller.restored_from,
             "restarts": self._earlier_starts(),
         }

@@ -43,9 +43,15 @@ class GraphLoop:
             self._step = step.get_concrete_function()
         except Exception as error:
             usage_error = _usage_error(error)  # AutoGraph hides the type of what is raised while it traces
-            if usage_error is None:
-                raise
-            raise usage_error from None
+            if usage_error is not None:
+                raise usage_error from None
+            if type(error).__name__ == "UnliftableError":  # has no public name
+                raise UsageError(
+                    "step_fn makes variables in its first call, and on several replicas they must exist before it; "
+                    "build models (an Input layer, or a call) and optimizers (optimizer.build(variables)) in __init__, "
+                    "under strategy.scope()"
+                ) from error
+            raise
         reducer.create()
         self._loop = tf.function(self._endless if stream.infinite else self._ending)
         self._read = tf.function(reducer.read)
@@ -59,15 +65,23 @@ class GraphLoop:
         """Returns the metrics since the last read, and starts anew."""
         return self._reducer.unpack(*self._read())
 
+    @property
+    def variables(self):
+        """The `tf.Variable`s that the step uses."""
+        return self._step.variables
+
     def trace(self, iterator):
         """Traces the loop for this iterator, so that no later call does."""
         self._loop.get_concrete_function(iterator, tf.TensorSpec([], tf.int64))
         self._read.get_concrete_function()
 
     def _one(self, inputs):
-        self._reducer.add(self._step(inputs))
+        contributions = self._step(inputs)
+        self._reducer.add(contributions)
         if self._counter is not None:
-            self._counter.assign_add(1)
+            # A step counts only once it had its data: without this, one that finds none is counted as it fails.
+            with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
+                self._counter.assign_add(1)
 
     def _endless(self, iterator, steps):
         self._note_trace()
@@ -136,6 +150,11 @@ class EagerLoop:
     def read(self):
         """Returns the metrics since the last read, and starts anew."""
         return self._reducer.unpack(*self._reducer.read())
+
+    @property
+    def variables(self):
+        """None are known without a trace."""
+        return []
 
     def trace(self, iterator):
         """Nothing to trace."""

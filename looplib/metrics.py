@@ -48,7 +48,7 @@ def mean(value, weight=None):
 
 
 def total(value):
-    """A sum over all steps and replicas, element by element.
+    """A sum over all steps and replicas, element by element, exact for whole numbers up to 2**53.
 
     Args:
       value: real tensor whose shape is fully known, often a scalar; an array reaches `loop_end` as numpy.
@@ -154,6 +154,7 @@ class Reducer:
         if self._count_examples and "examples" not in values and batch is not None:
             values["examples"] = total(batch[1])
         for name, value in sorted(values.items(), key=lambda item: str(item[0])):
+            check_metric_name(self._who, name)
             if keras_family.is_metric(value):
                 metrics[name] = value
                 continue
@@ -172,8 +173,6 @@ class Reducer:
 
     def _pack(self, name, value, batch, start):
         where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"{self._who}.step_fn returned a metric named {name!r}; expected a non-empty string")
         if not isinstance(value, Reduction):
             value = self._per_example(where, value, batch)
         for tensor in (value.value, value.weight):
@@ -191,7 +190,7 @@ class Reducer:
             return slot, [tf.reduce_sum(tf.math.multiply_no_nan(data, weight)), tf.reduce_sum(weight)]
         if not data.shape.is_fully_defined():
             raise UsageError(
-                f"{where} of shape {data.shape}, which is not fully known; sum over the batch first, "
+                f"{where}, and that shape is not fully known; sum over the batch first, "
                 f"as in looplib.{value.kind}(tf.reduce_sum(value))"
             )
         slot = _Slot(name, value.kind, tuple(data.shape), integer, start)
@@ -213,11 +212,11 @@ class Reducer:
                 f"{where} without a reduction; return one value per example, or say how a scalar reduces: "
                 "looplib.mean(value, weight=<examples>), looplib.total(value) or looplib.last(value)"
             )
-        size = batch and batch[0]
-        if batch and value.shape.rank and value.shape[0] is not None and value.shape[0] != size:
+        if batch and value.shape.rank and value.shape[0] is not None and value.shape[0] not in batch[0]:
+            sizes = " or ".join(map(str, sorted(batch[0]))) or "any size"
             raise UsageError(
-                f"{where}, whose first dimension is not the batch ({'any size' if size is None else size}); expected "
-                "one value per example, or looplib.mean, looplib.total or looplib.last to say how it reduces"
+                f"{where}, whose first dimension is not the batch ({sizes}); expected one value per example, or "
+                "looplib.mean, looplib.total or looplib.last to say how it reduces"
             )
         if value.shape.rank != 1 and _is_number(value):
             value = tf.cast(value, tf.float64)
@@ -241,7 +240,7 @@ class Reducer:
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )
-        self._sum_replicas_in_graph = tf.function(self._sum_replicas)
+        self._sum_replicas_in_graph = tf.function(self._sum_replicas).get_concrete_function()
         replaced = [slot.kind == "last" for slot in self._slots for _ in range(slot.size)]
         self._replaced = np.array(replaced, bool) if any(replaced) else None
         if self._pending is not None:
@@ -338,17 +337,30 @@ class Reducer:
         return self._keras
 
 
+def check_metric_name(who, name):
+    """Raises `UsageError` for a name that is no string, or that a record of `metrics.jsonl` needs itself."""
+    if not isinstance(name, str) or not name or name in ("step", "split"):
+        raise UsageError(f"{who} has a metric named {name!r}; expected a string other than '', 'step' and 'split'")
+
+
 def _batch_size(inputs):
-    """The batch's (static size or None, size as a tensor), by the first tensor that has one; else None."""
+    """The batch's (known first dimensions of the inputs, size by the first of them as a tensor), or None."""
+    known, size = set(), None
     for leaf in tf.nest.flatten(inputs):
         if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and leaf.shape.rank != 0:
-            static = None if leaf.shape.rank is None else leaf.shape[0]
-            if isinstance(leaf, tf.RaggedTensor):
-                return static, leaf.nrows()
-            if isinstance(leaf, tf.SparseTensor):
-                return static, leaf.dense_shape[0]
-            return static, tf.shape(leaf, tf.int64)[0]
-    return None
+            if leaf.shape.rank is not None and leaf.shape[0] is not None:
+                known.add(leaf.shape[0])
+            if size is None:
+                size = _rows(leaf)
+    return None if size is None else (known, size)
+
+
+def _rows(leaf):
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows()
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, tf.int64)[0]
 
 
 def _number(value):

@@ -112,7 +112,7 @@ def _tpu_strategy(tpu):
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu or "")
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
-    except (ValueError, RuntimeError, tf.errors.OpError) as error:
+    except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
         raise UsageError(
             f"the TPU {tpu or os.environ.get('TPU_NAME') or 'of this machine'} cannot be reached "
             f"({str(error).strip().splitlines()[0]}); check its name and state, or use --strategy=one_device"

@@ -6,13 +6,14 @@ import re
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib import inputs, keras_family
 from looplib.checkpoints import state_of
 from looplib.errors import UsageError
 from looplib.evaluator import Evaluator
 from looplib.loops import ENGINES
-from looplib.metrics import Reducer
+from looplib.metrics import Reducer, check_metric_name
 from looplib.trainer import Trainer
 
 
@@ -47,6 +48,15 @@ class TaskLoop:
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
         self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
         self.reducer = Reducer(strategy, self.who, count_examples=split != "train")
+        if (
+            split != "train"
+            and self._stream.unknown
+            and not iter(self._stream.dataset).get_next_as_optional().has_value()
+        ):
+            raise UsageError(
+                f"the evaluation data set {split!r} is empty: {self.who}.dataset has no batch; check where the data is "
+                "read from"
+            )
         with clock.phase("compile"):
             self._engine = ENGINES[engine](strategy, task.step_fn, self.reducer, self._stream, counter)
 
@@ -67,6 +77,32 @@ class TaskLoop:
             self._start_step = start_step
             self._stream = inputs.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
 
+    def resume(self, step):
+        """Goes on with the data after `step` global batches, where the last `run` failed or there was none."""
+        if self._iterator is None:
+            self.rewind(step)
+
+    def warn_of_what_is_not_saved(self, objects):
+        """Warns of variables that the step uses and `objects`, the state of a checkpoint, does not hold."""
+        root = tf.train.Checkpoint(**objects)
+        held = tf.train.TrackableView(root).descendants()
+        saved = {
+            id(component)
+            for value in held
+            if isinstance(value, tf.Variable) or keras_family.is_variable(value)
+            for component in self._strategy.experimental_local_results(
+                value if isinstance(value, tf.Variable) else value.value
+            )
+        }
+        names = [variable.name for variable in self._engine.variables if id(variable) not in saved]
+        if names:
+            logging.warning(
+                "%s.step_fn uses variables that no attribute of the trainer holds, so that they are not saved and a "
+                "resumed run starts them anew: %s",
+                self.who,
+                ", ".join(sorted(names)[:10]),
+            )
+
     def run(self, steps, phase):
         """Runs steps on the data that follows.
 
@@ -83,7 +119,16 @@ class TaskLoop:
                 if not self._engine.traces:
                     with self._clock.phase("compile"):
                         self._engine.trace(self._iterator)
-            return self._engine(self._iterator, steps)
+            try:
+                return self._engine(self._iterator, steps)
+            except Exception as error:
+                self._iterator = None  # it has moved on past what was not trained
+                if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
+                    raise
+                raise UsageError(
+                    f"the data of {self.who}.dataset ended, though it says it never does; check for repeat() of an "
+                    "empty data set, or of files without examples"
+                ) from error
 
     def read(self):
         """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
@@ -112,8 +157,8 @@ def check_tasks(trainer, evaluator):
     return dict(evaluators)
 
 
-def collect_state(trainer, evaluators, strategy, engine):
-    """Finds the whole state of a run, after checking that it can run together, on this strategy and engine.
+def check_together(trainer, evaluators, strategy, engine):
+    """Checks that what the tasks hold can run together, on this strategy and engine.
 
     Args:
       trainer: the `Trainer` or None.
@@ -121,40 +166,51 @@ def collect_state(trainer, evaluators, strategy, engine):
       strategy: `tf.distribute.Strategy`.
       engine: a name in `loops.ENGINES`.
 
-    Returns:
-      dict from attribute name to trackable object. An evaluator's attributes join the trainer's, but for its metrics.
-
     Raises:
       UsageError: for two Keras families, variables of another strategy, models without variables where they must have
-        them, or an evaluator with a model of its own.
+        them, or tasks with different models of one name.
     """
     tasks = [*([trainer] if trainer else []), *evaluators.values()]
     held = {f"{type(task).__name__}.{name}": value for task in tasks for name, value in vars(task).items()}
     keras_family.check_one_family(held)
-    objects = {}
+    for what, value in held.items():
+        if keras_family.is_model(value) and not value.built:
+            _check_unbuilt(what, strategy, engine)
+        elif not keras_family.is_layer(value) or value.built:
+            keras_family.check_placement(strategy, what, _variables(value))
+    owners = {}
     for task in tasks:
-        for name, value in state_of(task).items():
-            what = f"{type(task).__name__}.{name}"
-            if keras_family.is_layer(value) and not value.built:
-                _check_unbuilt(what, strategy, engine)
-            else:
-                keras_family.check_placement(strategy, what, _variables(value))
-            if task is not trainer and keras_family.is_metric(getattr(task, name, None)):
-                continue
-            if trainer and objects.setdefault(name, value) is not value and getattr(value, "trainable_variables", None):
+        for name, value in vars(task).items():
+            owner = owners.setdefault(name, task)
+            if getattr(owner, name) is not value and keras_family.is_layer(value) and value.built and value.variables:
                 raise UsageError(
-                    f"{what} is not the object that {type(trainer).__name__} holds under that name, so it would be "
-                    "evaluated untrained; give the evaluator the trainer's own model"
+                    f"{type(task).__name__}.{name} is not the object that {type(owner).__name__} holds under that "
+                    "name, and a checkpoint has one place for it; give an evaluator the trainer's own model, or "
+                    "another name"
                 )
-            objects.setdefault(name, value)
+
+
+def collect_state(trainer, evaluators):
+    """Finds the whole state of a run; after tracing, when all variables exist.
+
+    Returns:
+      dict from attribute name to trackable object. An evaluator's attributes join the trainer's, but for its metrics.
+    """
+    objects = state_of(trainer) if trainer else {}
+    for task in evaluators.values():
+        for name, value in state_of(task).items():
+            if not keras_family.is_metric(getattr(task, name, None)):
+                objects.setdefault(name, value)
     return objects
 
 
 def build_optimizers(trainer, strategy):
     """Makes the slots of an optimizer that has none yet, where it is plain whose they are, so that all state exists."""
     held = list(vars(trainer).values())
-    layers = [value for value in held if keras_family.is_layer(value)]
-    if len(layers) == 1 and layers[0].built:
+    layers = [value for value in held if keras_family.is_layer(value) and value.built and value.trainable_variables]
+    variables = [value for value in held if isinstance(value, tf.Variable) or keras_family.is_variable(value)]
+    loose = any(variable.trainable for variable in variables)  # the optimizer may be meant to train them too
+    if len(layers) == 1 and not loose:
         for optimizer in filter(keras_family.is_optimizer, held):
             if hasattr(optimizer, "build"):
                 with strategy.scope():
@@ -165,7 +221,7 @@ def _check_unbuilt(what, strategy, engine):
     if engine != "graph" or strategy.num_replicas_in_sync > 1:
         raise UsageError(
             f"{what} has no variables yet; on several replicas, and in the eager loop, a model must have them before "
-            "the first step: give it an Input layer, or call build(input_shape) in __init__"
+            "the first step: give it an Input layer, or call it once in __init__"
         )
 
 
@@ -174,8 +230,10 @@ def _variables(value):
         return [value]
     if isinstance(value, (list, tuple)):
         return [variable for item in value for variable in _variables(item)]
+    if keras_family.is_variable(value):
+        return [value]
     if isinstance(value, tf.Module) or keras_family.family(value):
-        found = value.variables
+        found = getattr(value, "variables", [])
         return list(found() if callable(found) else found)
     return []
 
@@ -185,6 +243,7 @@ def _as_numbers(who, metrics):
         raise UsageError(f"{who}.loop_end returned a {type(metrics).__name__}; expected the dict of metrics to report")
     converted = {}
     for name, value in metrics.items():
+        check_metric_name(who, name)
         array = np.asarray(value)
         if array.shape != () or not isinstance(array.item(), numbers.Real):
             raise UsageError(

@@ -2,10 +2,12 @@
 
 import keras as keras3
 import numpy as np
+import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
 
+import looplib
 from looplib.checkpoints import peek, state_of
 
 
@@ -83,7 +85,7 @@ def test_running_metrics_of_keras_are_in_the_checkpoint(keras, tmp_path):
 def test_the_seeds_of_keras_3_dropout_are_state():
     trainer = toy.Regression()
     trainer.model = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dropout(0.5), keras3.layers.Dense(3)])
-    assert [tuple(seed.shape) for seed in state_of(trainer)["model_seeds"]] == [(2,)]
+    assert [tuple(seed.shape) for seed in state_of(trainer)["model_untracked"]] == [(2,)]
 
 
 def test_a_checkpoint_tells_its_step_without_a_model(tmp_path):
@@ -95,11 +97,82 @@ def test_a_checkpoint_tells_its_step_without_a_model(tmp_path):
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
-    import looplib
-
     trainer = toy.Regression()
     policy = looplib.CheckpointPolicy(every_steps=2, keep_last=3)
     with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, checkpoints=policy) as controller:
         controller.train(11)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.index"))
     assert kept == ["ckpt-10.index", "ckpt-11.index", "ckpt-8.index"]
+
+
+class Contained(toy.Regression):
+    """Its model with dropout in a list, its Keras 3 metric in a dict, a seed generator of its own."""
+
+    def __init__(self):
+        super().__init__(optimizer="adam")
+        layers = keras3.layers
+        self.models = [keras3.Sequential([keras3.Input((5,)), layers.Dropout(0.5), layers.Dense(3)])]
+        self.metrics = {"accuracy": keras3.metrics.SparseCategoricalAccuracy()}
+        self.noise = keras3.random.SeedGenerator(7)
+        del self.model, self.accuracy
+
+    def step_fn(self, inputs):
+        _, x, y = inputs
+        with tf.GradientTape() as tape:
+            logits = self.models[0](x + keras3.random.normal(tf.shape(x), seed=self.noise), training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = self.global_mean(losses)
+        variables = self.models[0].trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        self.metrics["accuracy"].update_state(y, logits)
+        return {"loss": losses, **self.metrics}
+
+    def loop_end(self, metrics):
+        self.order.append(metrics)
+        return metrics
+
+
+def contained(steps, **settings):
+    keras3.utils.set_random_seed(3)
+    trainer = Contained()
+    with toy.controller(make_strategy("default"), trainer, steps_per_loop=4, **settings) as controller:
+        controller.train(steps)
+    return trainer
+
+
+def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, caplog):
+    whole = contained(12)
+    contained(6, model_dir=tmp_path)
+    parts = contained(12, model_dir=tmp_path)
+    for a, b in zip(whole.models[0].get_weights(), parts.models[0].get_weights()):
+        np.testing.assert_array_equal(a, b)
+    assert [r["accuracy"] for r in whole.order[1:]] == [r["accuracy"] for r in parts.order]
+    assert "not saved" not in caplog.text
+
+
+def test_variables_that_no_attribute_holds_are_named(caplog, keras):
+    hidden = tf.Variable(1.0, name="hidden_scale")
+
+    class Hiding(toy.Regression):
+        def step_fn(self, inputs):
+            hidden.assign_add(1.0)
+            return super().step_fn(inputs)
+
+    toy.controller(make_strategy("default"), toy.Regression(keras))
+    toy.controller(make_strategy("mirrored_x2"), toy.build(make_strategy("mirrored_x2"), keras)[0])
+    assert "not saved" not in caplog.text
+    toy.controller(make_strategy("default"), Hiding(keras))
+    assert "no attribute of the trainer holds, so that they are not saved" in caplog.text
+    assert "hidden_scale" in caplog.text
+
+
+def test_a_damaged_checkpoint_is_a_sentence_and_a_lost_index_file_is_no_loss(tmp_path):
+    trainer = toy.Regression()
+    with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
+        controller.train(3)
+    (tmp_path / "checkpoints" / "checkpoint").unlink()
+    assert toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path).global_step == 3
+    data = tmp_path / "checkpoints" / "ckpt-3.data-00000-of-00001"
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(looplib.UsageError, match="cannot be read|is not a checkpoint that looplib can read"):
+        toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path)

@@ -247,7 +247,7 @@ def test_the_checkpoints_of_another_model_are_refused_and_kept(tmp_path):
     ):
         with pytest.raises(looplib.UsageError, match=word) as error:
             run(tmp_path, 14, trainer_class=other)
-        assert "Give this run a model_dir of its own" in str(error.value)
+        assert "give this run a model_dir of its own" in str(error.value)
     after = {name: (tmp_path / "checkpoints" / name).read_bytes() for name in os.listdir(tmp_path / "checkpoints")}
     assert after == before
 
@@ -294,7 +294,7 @@ def test_a_model_without_variables_trains_where_tensorflow_can_and_else_is_a_sen
 def test_an_evaluators_own_copy_of_the_model_is_refused():
     trainer, _ = build()
     _, evaluator = build()
-    with pytest.raises(looplib.UsageError, match="would be evaluated untrained"):
+    with pytest.raises(looplib.UsageError, match="is not the object that .* holds under that name"):
         toy.controller(DEFAULT, trainer, evaluator)
 
 
@@ -368,3 +368,104 @@ def test_other_data_order_after_a_restart_is_told(tmp_path, caplog):
     run(tmp_path, 8, None)
     run(tmp_path, 12, None, seed=5)
     assert "made with seed 0 and this run has 5" in caplog.text
+
+
+def test_evaluators_with_different_models_of_one_name_are_refused():
+    first, second = build()[1], build()[1]
+    with pytest.raises(looplib.UsageError, match="is not the object that .* holds under that name"):
+        looplib.Controller(evaluator={"a": first, "b": second}, global_batch_size=8, writers=[])
+
+
+def test_an_evaluation_job_without_a_checkpoint_is_a_sentence(tmp_path):
+    with pytest.raises(looplib.UsageError, match="there is no checkpoint in .* to evaluate"):
+        looplib.Controller(evaluator=build()[1], global_batch_size=8, model_dir=tmp_path, writers=[]).evaluate()
+
+
+@pytest.mark.parametrize("call", [lambda c: c.train(20), lambda c: c.restore_checkpoint()])
+def test_an_action_cannot_train_or_restore_inside_a_training(call, tmp_path):
+    with pytest.raises(looplib.UsageError, match="called by an action inside a training"):
+        run(tmp_path, 8, None, actions=[lambda event: call(event.controller)])
+
+
+def test_training_goes_on_exactly_after_data_that_could_not_be_read():
+    failures = iter([True])
+
+    class Flaky(toy.Regression):
+        def dataset(self, context):
+            def check(ids):
+                if context.start_step == 0 and np.array_equal(ids, bad) and next(failures, False):
+                    raise OSError("the disk was away")
+                return ids
+
+            data = context.indices(37).map(lambda i: tf.ensure_shape(tf.numpy_function(check, [i], tf.int64), [8]))
+            return data.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+
+    whole = toy.Regression()
+    toy.controller(DEFAULT, whole).train(12)
+    bad = whole.order[8]
+    trainer = Flaky()
+    controller = toy.controller(DEFAULT, trainer)
+    with pytest.raises(tf.errors.OpError, match="the disk was away"):
+        controller.train(12)
+    assert controller.global_step == 8
+    controller.train(12)
+    np.testing.assert_array_equal(np.stack(trainer.order), np.stack(whole.order))
+    np.testing.assert_array_equal(trainer.weights()[0], whole.weights()[0])
+
+
+def test_two_controllers_may_follow_each_other_on_one_trainer():
+    trainer, _ = build()
+    for steps in (3, 2):
+        controller = toy.controller(DEFAULT, trainer)
+        controller.train(steps)
+        assert controller.global_step == steps == int(trainer.global_step)
+
+
+class TwoModels(Quiet):
+    """Two models that train together under one Adam, with a preprocessing layer beside them."""
+
+    build_optimizer = True
+
+    def __init__(self):
+        super().__init__(optimizer="adam")
+        layers = keras3.layers
+        self.other = keras3.Sequential([keras3.Input((5,)), layers.Dropout(0.5), layers.Dense(3)])
+        self.scale = layers.Rescaling(0.5)
+        if self.build_optimizer:
+            self.optimizer.build(self.model.trainable_variables + self.other.trainable_variables)
+
+    def step_fn(self, inputs):
+        _, x, y = inputs
+        with tf.GradientTape() as tape:
+            logits = self.model(self.scale(x)) + self.other(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = self.global_mean(losses)
+        variables = self.model.trainable_variables + self.other.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return {"loss": losses}
+
+
+def test_several_models_train_on_several_replicas_once_their_optimizer_is_built(tmp_path):
+    strategy = make_strategy("mirrored_x2")
+    _, controller, _ = run(tmp_path / "built", 4, None, strategy=strategy, trainer_class=TwoModels)
+    assert controller.global_step == 4
+    unbuilt = type("Unbuilt", (TwoModels,), {"build_optimizer": False})
+    run(tmp_path / "one", 4, None, trainer_class=unbuilt)  # on one replica the first trace builds it
+    with pytest.raises(looplib.UsageError, match="step_fn makes variables in its first call.*optimizer.build"):
+        run(tmp_path / "unbuilt", 4, None, strategy=strategy, trainer_class=unbuilt)
+
+
+def test_a_strategy_or_action_or_writer_of_another_kind_is_a_sentence():
+    trainer, _ = build()
+    for settings, message in (
+        ({"strategy": "mirrored"}, "strategy is 'mirrored'; expected a tf.distribute.Strategy"),
+        ({"actions": [3]}, "the action 3 is not callable"),
+        ({"writers": [print]}, "is not a looplib.Writer"),
+    ):
+        with pytest.raises(looplib.UsageError, match=message):
+            looplib.Controller(trainer=trainer, global_batch_size=8, **settings)
+
+
+def test_training_to_the_end_of_endless_data_is_refused():
+    with pytest.raises(looplib.UsageError, match="never ends, so training to its end would not either"):
+        toy.controller(DEFAULT, build()[0]).train(-1)

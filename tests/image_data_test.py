@@ -110,6 +110,20 @@ def prepare(folder, name, version, images):
     return folder
 
 
+def test_tfrecord_files_of_another_kind_are_a_sentence(records, tmp_path):
+    (tmp_path / "text.tfrecord").write_text("no records at all")
+    good = f"{records}/test-*.tfrecord"
+    for changes, message in (
+        (dict(train_files=str(tmp_path / "*.tfrecord")), "the first example of .* cannot be read .*corrupted record"),
+        (dict(num_classes=2, train_files=good), "a label is not in 0 to 1; set --config.num_classes"),
+        (dict(channels=2, train_files=good), "1 or 3 channels"),
+        (dict(image_size=0, train_files=good), "expected a positive size"),
+    ):
+        settings = {"image_size": 8, "channels": 1, "test_files": good, **changes}
+        with pytest.raises(looplib.UsageError, match=message):
+            image_data.load(config(dataset="tfrecord", **settings))
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("tfds"), "my_digits", "1.0.0", IMAGES[..., None])
@@ -144,6 +158,7 @@ def test_mnist_by_name(tmp_path):
 BAD = {
     "no file": (dict(dataset="numpy"), "needs --config.data_path"),
     "a missing file": (dict(dataset="numpy", data_path="/nowhere.npz"), "cannot be read as a .npz file"),
+    "a file of another kind": (dict(dataset="numpy", data_path=__file__), "cannot be read as a .npz file"),
     "no pattern": (dict(dataset="tfrecord"), "--config.train_files='' matches no file; give a pattern such as"),
     "no match": (dict(dataset="tfrecord", train_files="/nowhere/*"), "'/nowhere/.' matches no file"),
 }

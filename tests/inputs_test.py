@@ -190,6 +190,10 @@ def test_data_that_ends_before_train_steps_ends_the_run_cleanly(caplog):
     assert controller.global_step == 4 and "ended at step 4, before step 100" in caplog.text
 
 
+def none(i, x, y):
+    return i < 0
+
+
 def nothing(i, x, y):
     return i[0] < 0
 
@@ -199,6 +203,14 @@ def nothing(i, x, y):
     [
         (lambda c: examples(3).batch(8, drop_remainder=True), "training data set is empty"),
         (lambda c: examples(32).batch(8, drop_remainder=True).filter(nothing), "training data set is empty"),
+        (
+            lambda c: examples().filter(none).repeat().batch(8, drop_remainder=True),
+            "ended, though it says it never does",
+        ),
+        (
+            lambda c: examples().repeat().batch(16, drop_remainder=True),
+            "makes batches of 16 examples; expected .* is 8",
+        ),
         (lambda c: [1, 2, 3], "returned a list; expected a tf.data.Dataset"),
     ],
 )

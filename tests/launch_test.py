@@ -4,8 +4,10 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -91,6 +93,35 @@ def test_virtual_devices_do_not_change_the_weights(replicas):
     for n in (2, 4):
         for key, value in runs[1].items():
             np.testing.assert_allclose(runs[n][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy, name", [("mirrored", "MirroredStrategy"), ("one_device", "OneDeviceStrategy")])
+def test_strategies_of_one_device(strategy, name, replicas, tmp_path):
+    result = start(f"--model_dir={tmp_path}", f"--strategy={strategy}", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert f"{name}, 1 replica (asked for" in result.stderr
+    for key, value in weights(replicas[1][0]).items():
+        np.testing.assert_allclose(weights(tmp_path)[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_ctrl_c_ends_with_the_checkpoint_to_go_on_from(tmp_path):
+    command = [sys.executable, "-m", "trainers.image_classification", f"--model_dir={tmp_path}", *SMALL]
+    command += ["--train_steps=100000000", "--checkpoint_interval=200"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        while not list(tmp_path.glob("checkpoints/ckpt-*.index")):
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        last = process.communicate(timeout=60)[1].strip().splitlines()[-1]
+    assert process.returncode == 130
+    assert last.startswith(f"looplib: error: interrupted; the same command goes on from {tmp_path}/checkpoints/ckpt-")
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_help_shows_the_flags():
+    result = start("--help")
+    assert result.returncode == 1  # as absl does
+    for text in ("--model_dir", "--eval_interval", "--config"):
+        assert text in result.stdout
 
 
 def test_the_same_command_goes_on_and_evaluates(replicas, tmp_path):

@@ -81,11 +81,11 @@ def test_a_loop_of_many_steps_is_one_call():
 def test_the_global_step_is_a_tensor_that_the_step_can_read():
     class Scheduled(toy.Regression):
         def step_fn(self, inputs):
-            return {**super().step_fn(inputs), "step": looplib.last(self.global_step)}
+            return {**super().step_fn(inputs), "now": looplib.last(self.global_step)}
 
     steps = []
     trainer = Scheduled()
-    with toy.controller(None, trainer, actions=[lambda event: steps.append(event.metrics["step"])]) as controller:
+    with toy.controller(None, trainer, actions=[lambda event: steps.append(event.metrics["now"])]) as controller:
         controller.train(5)
     assert steps == [0, 1, 2, 3, 4]
 

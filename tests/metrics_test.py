@@ -144,6 +144,19 @@ def test_evaluation_of_some_steps_of_endless_data(strategy):
     assert found["examples"] == 3 * size and found["id"] == pytest.approx(np.arange(3 * size).mean())
 
 
+def test_ragged_features_beside_dense_labels_are_counted_by_row():
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [], [4.0]])
+    data = lambda context: tf.data.Dataset.from_tensor_slices((ragged, [0.0, 1.0, 2.0, 3.0])).batch(2)
+    found = evaluate(None, Values(4, lambda r, y: {"sum": looplib.total(tf.reduce_sum(r)), "y": y}, data), 2)
+    assert found == {"examples": 4, "sum": 10.0, "y": 1.5}
+
+
+def test_an_evaluation_set_found_empty_only_by_reading_is_told_when_the_controller_is_built():
+    data = lambda context: tf.data.Dataset.range(8).filter(lambda i: i < 0).batch(4).map(lambda i: (i,))
+    with pytest.raises(looplib.UsageError, match="the evaluation data set 'eval' is empty"):
+        looplib.Controller(evaluator=Values(0, lambda i: {"i": i}, data), global_batch_size=4, writers=[])
+
+
 def test_several_evaluators_report_under_their_names():
     short, long = Values(3, lambda i, v: {"v": v}), Values(9, lambda i, v: {"v": v})
     controller = looplib.Controller(evaluator={"short": short, "long": long}, global_batch_size=4, writers=[])
@@ -196,6 +209,7 @@ BAD_OUTPUTS = {
     "a vector that is not the batch": (lambda i, v: {"w": tf.zeros([10])}, "first dimension is not the batch"),
     "a total of unknown shape": (lambda i, v: {"v": looplib.total(v)}, "sum over the batch first"),
     "a name that is not a string": (lambda i, v: {3: v}, "metric named 3"),
+    "a name that a record needs": (lambda i, v: {"step": v}, "metric named 'step'"),
 }
 
 

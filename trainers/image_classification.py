@@ -5,6 +5,7 @@ download. `--helpfull` lists all flags.
 """
 
 import dataclasses
+import math
 import sys
 
 import tensorflow as tf
@@ -42,7 +43,7 @@ class Config:
     model: str = "cnn"
     optimizer: str = "adam"
     learning_rate: float = 1e-3
-    decay_steps: int = 2000
+    decay_steps: int = 0
 
 
 class ImageClassifier(looplib.Trainer):
@@ -144,7 +145,7 @@ def make_optimizer(config, model):
       looplib.UsageError: for an unknown name or a learning rate that is not positive.
     """
     keras = sys.modules[type(model).__module__.split(".")[0]]
-    if config.learning_rate <= 0 or config.decay_steps < 0:
+    if not 0 < config.learning_rate < math.inf or config.decay_steps < 0:
         raise UsageError(
             f"--config.learning_rate is {config.learning_rate} and --config.decay_steps {config.decay_steps}; expected "
             "a positive rate and at least 0 steps"

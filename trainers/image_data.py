@@ -3,12 +3,14 @@
 import dataclasses
 import socket
 import urllib.request
+import zipfile
 from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 from looplib import InputContext, UsageError
+from looplib.checkpoints import first_line
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
 _IN_MEMORY_BYTES = 1 << 30
@@ -156,7 +158,7 @@ def numpy_file(path):
             x_train, y_train, x_test, y_test = (file[name] for name in names)
     except UsageError:
         raise
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise UsageError(
             f"--config.data_path={path} cannot be read as a .npz file ({error}); expected one with the arrays "
             f"{', '.join(names)}"
@@ -179,6 +181,11 @@ def tfrecords(train_files, test_files, image_shape, num_classes):
     Raises:
       UsageError: if a pattern matches no file.
     """
+    if min(*image_shape, num_classes) < 1 or image_shape[2] not in (1, 3):
+        raise UsageError(
+            f"--config.image_size is {image_shape[0]}, --config.channels {image_shape[2]} and --config.num_classes "
+            f"{num_classes}; expected a positive size, 1 or 3 channels and at least 1 class"
+        )
     splits = []
     for flag, pattern in (("train_files", train_files), ("test_files", test_files)):
         files = sorted(tf.io.gfile.glob(pattern)) if pattern else []
@@ -198,7 +205,19 @@ def tfrecords(train_files, test_files, image_shape, num_classes):
             },
         )
         image = tf.io.decode_image(example["image/encoded"], channels=channels, expand_animations=False)
-        return _resized(image, (height, width)), example["image/class/label"]
+        label = example["image/class/label"]
+        message = f"a label is not in 0 to {num_classes - 1}; set --config.num_classes"
+        with tf.control_dependencies([tf.debugging.Assert((label >= 0) & (label < num_classes), [message, label])]):
+            return _resized(image, (height, width)), tf.identity(label)
+
+    for files in splits:
+        try:
+            next(iter(tf.data.TFRecordDataset(files).map(decode)), None)
+        except tf.errors.OpError as error:
+            raise UsageError(
+                f"the first example of {files[0]} cannot be read ({first_line(error)}); expected TFRecord files of "
+                "tf.train.Examples with image/encoded (JPEG or PNG) and image/class/label (int64 from 0)"
+            ) from error
 
     def source(files):
         return lambda context: _pipeline(context, tf.data.TFRecordDataset(files), decode)
