@@ -76,11 +76,10 @@ class GraphLoop:
         self._read.get_concrete_function()
 
     def _one(self, inputs):
-        contributions = self._step(inputs)
-        self._reducer.add(contributions)
+        self._reducer.add(self._step(inputs))
         if self._counter is not None:
             # A step counts only once it had its data: without this, one that finds none is counted as it fails.
-            with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
+            with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)[:1]):
                 self._counter.assign_add(1)
 
     def _endless(self, iterator, steps):
