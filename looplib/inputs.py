@@ -130,14 +130,12 @@ class Stream:
       infinite: whether it is known never to end.
       unknown: whether it is not known how long it is.
       may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
-      skipped: per-replica batches that the pipeline reads and drops to come to its position; 0 if it need not.
     """
 
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
     infinite: bool
     unknown: bool
     may_be_empty: bool
-    skipped: int
 
 
 def distribute(strategy, task, *, global_batch_size, seed, training, start_step=0):
@@ -206,7 +204,6 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         infinite=infinite,
         unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
         may_be_empty=not training and not infinite and replicas > 1,
-        skipped=sum(skips),
     )
 
 

@@ -331,11 +331,6 @@ class Reducer:
 
         tf.function(lambda: self._strategy.run(load_local))()
 
-    @property
-    def keras_metrics(self):
-        """Dict from name to the Keras metric objects that `step_fn` returned."""
-        return self._keras
-
 
 def check_metric_name(who, name):
     """Raises `UsageError` for a name that is no string, or that a record of `metrics.jsonl` needs itself."""

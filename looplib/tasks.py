@@ -40,7 +40,6 @@ class TaskLoop:
     ):  # fmt: skip
         self.task = task
         self.who = type(task).__name__
-        self._split = split
         self._strategy = strategy
         self._clock = clock
         self._iterator = None
