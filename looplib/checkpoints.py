@@ -13,7 +13,7 @@ from absl import logging
 from looplib import commits
 from looplib.commits import first_line
 from looplib.errors import UsageError, positive
-from looplib.guards import Guards
+from looplib.guards import Guards, listing
 from looplib.snapshots import Snapshots
 
 
@@ -195,9 +195,10 @@ class Checkpoints:
     def _commit(self, path, step):
         commits.commit(path, step)
         self._prune()
-        # For tf.train.latest_checkpoint and other tools.
-        paths = [done.path for _, done, _ in reversed(commits.listing(self.directory)) if done]
-        tf.compat.v1.train.update_checkpoint_state(self.directory, path, all_model_checkpoint_paths=paths)
+        # For tf.train.latest_checkpoint and other tools, TensorFlow's text file of what there is.
+        names = [os.path.basename(done.path) for _, done, _ in reversed(commits.listing(self.directory)) if done]
+        lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
+        commits.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
 
     def _failure(self, path, error):
         return UsageError(
@@ -291,7 +292,7 @@ class Checkpoints:
             f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
             "build the model that the checkpoint was made with, or ask for a partial restore "
             "(CheckpointPolicy(partial=True), --partial_restore) ("
-            + "; ".join(_listing(title, items) for title, items in differences if items)
+            + "; ".join(f"{title}: {listing(items, most=4)}" for title, items in differences if items)
             + ")"
         )
 
@@ -347,8 +348,3 @@ def check_writable(directory):
 def _keys(path):
     return {key.replace("/.ATTRIBUTES/VARIABLE_VALUE", ""): shape for key, shape in tf.train.list_variables(path)
             if not key.startswith(("_CHECKPOINTABLE", "save_counter")) and not key.endswith("py_state")}  # fmt: skip
-
-
-def _listing(title, items, most=4):
-    shown = ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
-    return f"{title}: {shown}"

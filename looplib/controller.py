@@ -7,19 +7,15 @@ from absl import logging
 
 from looplib import tasks
 from looplib.actions import Event
-from looplib.checkpoints import CheckpointPolicy, peek
+from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
 from looplib.errors import DivergenceError, UsageError, positive
-from looplib.guards import StateCheck, Trouble, spike
+from looplib.guards import Trouble, spike
 from looplib.loops import ENGINES
 from looplib.preemption import Preempted, notice
-from looplib.state import variables_of
 from looplib.store import Store, warm_start
 from looplib.watchdog import Watchdog
 from looplib.writers import Writer, default_writers
-
-# The state is looked at for values that are not finite before each save, and else after at least this many steps.
-_CHECK_STEPS = 20
 
 
 class Controller:
@@ -76,12 +72,10 @@ class Controller:
         self._steps_per_loop = steps_per_loop
         self._seed = seed
         self._policy = checkpoints
-        self._guards = checkpoints.guards
         self._actions = list(actions)
         self._model_dir = os.fspath(model_dir) if model_dir else None
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._stopped = self._training_now = False
-        self._saved_step = self._checked_step = None
         self._window_start = 0
         self._last_evaluation = {}
         self.restored_from = None
@@ -89,7 +83,9 @@ class Controller:
         self._store = Store(self._model_dir, checkpoints, writes=trainer is not None)
         self._writers = list(default_writers(self._store.writable and self._model_dir) if writers is None else writers)
         self._build_loops(trainer, evaluators, loop, self._store.start_position())
-        self._watchdog = Watchdog(self.clock, self._progress, lambda: self._store.latest, self._guards.stall_limit)
+        self._watchdog = Watchdog(
+            self.clock, self._progress, lambda: self._store.latest, self._policy.guards.stall_limit
+        )
         objects = tasks.collect_state(trainer, evaluators)
         if self._training:
             self._training.warn_of_what_is_not_saved(objects)
@@ -101,7 +97,7 @@ class Controller:
                 trainer.initialize()
             if checkpoints.warm_start:
                 warm_start(objects, checkpoints.warm_start)
-        self._state_check = StateCheck(variables_of(objects)) if trainer else None
+        self._store.guard(objects)
 
     # Building.
 
@@ -117,7 +113,7 @@ class Controller:
                 global_batch_size=batch,
                 start_step=start_step,
                 counter=self._global_step,
-                non_finite=self._guards.non_finite,
+                non_finite=self._policy.guards.non_finite,
                 **settings,
             )
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
@@ -212,12 +208,8 @@ class Controller:
                         "check where the data is read from"
                     )
                 results[name] = self._publish(name, step, evaluation)
-        if self._training and self._saved_step == step:
-            scores = {
-                f"{name}/{metric}": value for name, metrics in results.items() for metric, value in metrics.items()
-            }
-            with self.clock.phase("save"):
-                self._store.checkpoints("evaluate").add_scores(step, scores)
+        with self.clock.phase("save"):
+            self._store.add_scores(step, results)
         self._last_evaluation = results
         return results
 
@@ -237,7 +229,7 @@ class Controller:
         """
         self._check_evaluation(steps)
         results = None
-        directory = self._store.checkpoints("evaluate_continuously").directory
+        self._store.need("evaluate_continuously")
         with notice.listening():
             while path := self._store.wait_for_newer(self.restored_from if results is not None else None, timeout):
                 try:
@@ -251,7 +243,7 @@ class Controller:
                     break
         if results is None:
             raise UsageError(
-                f"no checkpoint came in {directory} within {timeout} s; check that the training writes there"
+                f"no checkpoint came in {self._store.directory} within {timeout} s; check that the training writes there"
             )
         return results
 
@@ -265,31 +257,23 @@ class Controller:
           UsageError: without a `model_dir`, or if it cannot be written.
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
-        checkpoints = self._store.checkpoints("save_checkpoint")
+        self._store.need("save_checkpoint")
         try:
             self._save(wait=True)
         except Trouble as trouble:
             raise DivergenceError(f"{trouble.what}; it is not saved") from None
-        return checkpoints.latest
+        return self._store.latest
 
     def _save(self, wait):
         """Saves, unless this step is saved; returns when it is committed, or at once if `wait` is not set."""
-        step, checkpoints = self.global_step, self._store.checkpoints("a save")
         with self.clock.phase("save"):
-            if self._saved_step != step:
-                if not self._check_state(step, leave_out=self._guards.non_finite == "off"):
-                    return
-                self._store.values.update(
-                    running=self._training.reducer.state() if self._training else {},
-                    seed=self._seed,
-                    global_batch_size=self._global_batch_size,
-                )
-                for writer in self._writers:
-                    writer.flush()  # what the checkpoint calls reported is on disk before it is
-                checkpoints.save(step, wait)
-                self._saved_step = step
-            elif wait:
-                checkpoints.wait()
+            for writer in self._writers:
+                writer.flush()  # what the checkpoint calls reported is on disk before it is
+            self._store.save(self.global_step, self._own_state, wait)
+
+    def _own_state(self):
+        running = self._training.reducer.state() if self._training else {}
+        return {"running": running, "seed": self._seed, "global_batch_size": self._global_batch_size}
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included.
@@ -303,22 +287,16 @@ class Controller:
         Raises:
           UsageError: if the checkpoint cannot be read or belongs to another model.
         """
-        own = self._store.checkpoints("restore_checkpoint")
+        self._store.need("restore_checkpoint")
         self._refuse_while_training("restore_checkpoint")
-        path = os.fspath(path) if path else own.latest
-        if path is None:
-            return None
-        self._restore(path)
-        return path
+        return self._restore(path)
 
     def _restore(self, path, changes=None):
-        """Restores; `changes` to the controller's own state are made before anything is started from it."""
-        own = self._store.checkpoints("a restore")
-        step, _ = peek(path)
         with self.clock.phase("restore"):
-            own.restore(path, partial="both" if self._policy.partial else self._training is None)
+            path, step = self._store.restore(path, changes)
+        if path is None:
+            return None
         values = self._store.values
-        values.update(changes or {})
         for name, ours in (("seed", self._seed), ("global_batch_size", self._global_batch_size)):
             if self._training and values.get(name, ours) != ours:
                 logging.warning(
@@ -326,15 +304,15 @@ class Controller:
                     "another order than in an uninterrupted run", name, values[name], ours, step
                 )  # fmt: skip
         self.restored_from = path
-        self._saved_step = step if os.path.dirname(path) == own.directory else None
         logging.info("restored step %d from %s", step, path)
         if self._training:
-            self._training.rewind(step + values.get("input_offset", 0))
+            self._training.rewind(step + self._store.input_offset)
             self._training.reducer.load(values.get("running", {}))
             self._window_start = step
             reported = {**dict.fromkeys(["train", *self._evaluations], 0), **values.get("reported", {})}
             for writer in self._writers:
                 writer.resume(step, reported)
+        return path
 
     def stop(self):
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
@@ -372,13 +350,13 @@ class Controller:
         self._training_now = True
         try:
             with notice.listening(), notice.deferred(self._busy), self._watchdog.watching():
-                if self._guards.may_roll_back and self._store and self._store.latest is None:
+                if self._policy.guards.may_roll_back and self._store and self._store.latest is None:
                     self._save(wait=True)  # to have where to go back to
                 while True:
                     try:
                         return self._train_on(target, eval_interval, eval_steps)
                     except Trouble as trouble:
-                        self._roll_back(trouble)
+                        self._restore(*self._store.go_back(trouble))
         finally:
             self._training_now = False
 
@@ -392,7 +370,7 @@ class Controller:
 
         if eval_interval and step and step % eval_interval == 0 and evaluation_due(step) and step != target:
             self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
-        self._training.resume(step + self._offset)
+        self._training.resume(step + self._store.input_offset)
         mark = self._mark(step)
         while not self._stopped and step != target:
             if target != -1 and step > target:
@@ -404,7 +382,10 @@ class Controller:
             boundary = boundary if target == -1 else min(boundary, target)
             done, finite = self._training.run(boundary - step, phase="train")
             step, ended = step + done, step + done < boundary and not notice.requested
-            self._look(step, done, finite)
+            if not finite:
+                after, names = self._training.reducer.first_bad()
+                raise self._store.trouble_in_step(self._window_start + after, names)
+            self._store.look(step)
             if step % self._steps_per_loop == 0 and done:
                 metrics = self._report(step, mark)
                 mark = self._mark(step)
@@ -420,8 +401,9 @@ class Controller:
                 self._note_end(step, target)
                 break
         # Saved before an unfinished window of metrics is reported: a longer run goes on with the window whole.
-        if self._store and (step or self._saved_step is not None):
+        if self._store and (step or self._store.saved_step is not None):
             self._save(wait=True)
+        self._store.check(step)
         if step > reported.get("train", 0):
             metrics = self._report(step, mark)
         if evaluation_due(step):
@@ -429,66 +411,6 @@ class Controller:
         for writer in self._writers:
             writer.flush()
         return metrics
-
-    @property
-    def _offset(self):
-        """Global batches that rollbacks have left out: the position in the data is the step plus these."""
-        return self._store.values.get("input_offset", 0)
-
-    # What can go wrong.
-
-    def _look(self, step, done, finite):
-        """Raises what a background save or the guards have found in the last steps."""
-        if self._store:
-            self._store.checkpoints("training").check()
-        if not finite:
-            after, names = self._training.reducer.first_bad()
-            bad = self._window_start + after
-            others = self._state_check.bad()
-            what = f"at step {bad}, {_listing(names)} {'is' if len(names) == 1 else 'are'} not finite"
-            what += f" (and now {_listing(others)})" if others else ""
-            raise Trouble(what, self._guards.non_finite, good_before=bad - 1, resume_after=bad)
-        if self._guards.non_finite in ("halt", "rollback") and step - (self._checked_step or 0) >= _CHECK_STEPS:
-            self._check_state(step)
-
-    def _check_state(self, step, leave_out=False):
-        """Raises `Trouble` if a variable is not finite (or says so and returns False, to leave the save out)."""
-        if self._state_check is None or self._checked_step == step:
-            return True
-        names = self._state_check.bad()
-        if not names:
-            self._checked_step = step
-            return True
-        what = f"after step {step}, {_listing(names)} {'is' if len(names) == 1 else 'are'} not finite"
-        if leave_out:
-            logging.error("%s; the checkpoint of this step is left out", what)
-            return False
-        policy = "rollback" if self._guards.non_finite == "rollback" else "halt"
-        raise Trouble(what, policy, good_before=step - 1, resume_after=step)
-
-    def _roll_back(self, trouble):
-        """Goes back to the newest good checkpoint and past the data that led to the trouble, or raises."""
-        kept = self._store.latest
-        advice = f"the newest checkpoint, {kept}, is good" if kept else "nothing was saved"
-        if trouble.policy == "halt":
-            raise DivergenceError(
-                f"{trouble.what}; {advice}; look at the data and the learning rate, or let the run go on by itself with "
-                "the policy skip or rollback (--non_finite)"
-            ) from None
-        if self.rollbacks >= self._guards.rollbacks:
-            raise DivergenceError(
-                f"{trouble.what}, and the run has already gone back {self.rollbacks} times, as often as it may; {advice}"
-            ) from None
-        done = self._store.newest_up_to(trouble.good_before) if self._store else None
-        if done is None:
-            raise DivergenceError(f"{trouble.what}, and there is no checkpoint to go back to; {advice}") from None
-        position = trouble.resume_after + self._offset
-        logging.warning(
-            "%s: going back to step %d and on with the data after step %d (rollback %d of %d)",
-            trouble.what, done.step, trouble.resume_after, self.rollbacks + 1, self._guards.rollbacks
-        )  # fmt: skip
-        self._checked_step = None
-        self._restore(done.path, {"rollbacks": self.rollbacks + 1, "input_offset": position - done.step})
 
     def _busy(self):
         return self.clock.current[0] == "save" or self._store.saving
@@ -512,7 +434,7 @@ class Controller:
             self.evaluate(eval_steps)
         finally:
             with self.clock.phase("save"):
-                self._store.checkpoints("an evaluation").wait()
+                self._store.wait()
 
     def _note_end(self, step, target):
         if not step:
@@ -549,20 +471,20 @@ class Controller:
 
     def _look_for_a_spike(self, step, metrics):
         loss = metrics.get("loss")
-        if loss is None or not self._guards.spike_score:
+        if loss is None or not self._policy.guards.spike_score:
             return
         history = self._store.values.setdefault("losses", [])
-        score = spike(history, loss, self._guards)
+        score = spike(history, loss, self._policy.guards)
         if score is not None:
             raise Trouble(
                 f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the last "
                 f"{len(history)}",
-                self._guards.on_spike,
+                self._policy.guards.on_spike,
                 good_before=step - self._steps_per_loop,
                 resume_after=step,
             )
         history.append(loss)
-        del history[: -self._guards.spike_window]
+        del history[: -self._policy.guards.spike_window]
 
     # Checks.
 
@@ -581,10 +503,6 @@ class Controller:
     def _refuse_while_training(self, what):
         if self._training_now:
             raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
-
-
-def _listing(names, most=3):
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _check_kinds(strategy, actions, writers):

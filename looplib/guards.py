@@ -183,3 +183,8 @@ def spike(history, loss, guards):
     deviation = statistics.median(abs(value - median) for value in history)
     score = 0.6745 * (loss - median) / max(deviation, 1e-12 + 1e-6 * abs(median))
     return score if score > guards.spike_score else None
+
+
+def listing(names, most=3):
+    """Joins names for a sentence; the first few and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
