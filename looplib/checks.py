@@ -37,6 +37,10 @@ _RESUME_HINT = (
     "dropout, a Python counter, an array in an attribute (docs/guide.md: What is state, Randomness). --baseline=2 "
     "tells whether two uninterrupted runs agree at all"
 )
+_REPORT_HINT = (
+    "what both have is the same, so the training is right and its report is not: a loop_end or step_fn that names "
+    "metrics by chance, or else a fault of looplib's own, to report"
+)
 _BASELINE_HINT = (
     "no kill is needed to make a difference, so begin there: add --deterministic to the command, and seed whatever is "
     "random from its --seed"
@@ -146,8 +150,12 @@ def _verdict(comparison, hint, one, other, folder, keep):
     _say(f"DIFFERENT, {one} and {other}: {len(c.differences)} values of {what}; the first:")
     for where, left, right in c.differences[:_SHOWN]:
         _say(f"  {where}: {left} {one}, {right} {other}")
-    data = any(where.endswith(checksums.METRIC) for where, *_ in c.differences)
-    _say(f"what to look at: {_DATA_HINT if data and hint is not _BASELINE_HINT else hint}; all is in {folder}")
+    both = [where for where, *texts in c.differences if "nothing" not in texts and not where.endswith(": records")]
+    if not both:
+        hint = _REPORT_HINT
+    elif hint is not _BASELINE_HINT and any(where.endswith(checksums.METRIC) for where in both):
+        hint = _DATA_HINT
+    _say(f"what to look at: {hint}; all is in {folder}")
     return EXIT_DIFFERENT
 
 

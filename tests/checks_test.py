@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from looplib import __main__ as tools
+from looplib import checks
 from looplib.comparisons import compare
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -126,6 +127,16 @@ def test_records_twice_and_tensors_of_another_checkpoint_are_differences(results
     assert found["tensor global_step"] == ["120", "90"]
     one, two = found["tensor optimizer/_trainable_variables/1"]
     assert one.startswith("[0] ") and re.search(r", \d+ of 128 elements differ$", two)
+
+
+def test_a_missing_record_is_no_matter_of_the_training(results, folder, tmp_path, capsys):
+    whole = folder / "replicas" / "replicas_1"
+    other = shutil.copytree(whole, tmp_path / "other")
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(lines[1:]))
+    assert checks._verdict(compare(whole, other), "the hint", "one", "other", tmp_path, True) == 1
+    text = capsys.readouterr().out
+    assert "step 20 train: records: 1 one, nothing other" in text and "the training is right and its report is" in text
 
 
 COMMAND = ["--", "python", "-m", "trainers.image_classification"]
