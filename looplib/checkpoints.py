@@ -53,8 +53,8 @@ class KeepBest:
         positive("KeepBest.number", self.number)
         if self.mode not in ("max", "min") or "/" not in self.metric:
             raise UsageError(
-                f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, such "
-                'as "eval/accuracy", and "max" or "min"'
+                f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, "
+                'such as "eval/accuracy", and "max" or "min"'
             )
 
     def select(self, kept):
@@ -89,8 +89,8 @@ class CheckpointPolicy:
 
     Attributes:
       every_steps: save at exact multiples of this many steps; default 1000.
-      keep: what to keep, a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or anything with their `select`; a checkpoint is
-        kept if one of them wants it. The newest always is.
+      keep: what to keep, a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or anything with their `select`; a checkpoint
+        is kept if one of them wants it. The newest always is.
       in_background: writes while the training goes on; default True.
       partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
         default False, which refuses a checkpoint of another model.
@@ -131,7 +131,7 @@ class Checkpoints:
         self.directory = directory
         self._policy = policy
         self._checkpoint = tf.train.Checkpoint(**objects)
-        self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
+        _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
         self._snapshots = None
         self._thread = None
         self._error = None
@@ -202,8 +202,8 @@ class Checkpoints:
 
     def _failure(self, path, error):
         return UsageError(
-            f"the checkpoint {path} could not be saved ({first_line(error)}); free space or mend the permissions and run "
-            "the same command again"
+            f"the checkpoint {path} could not be saved ({first_line(error)}); free space or mend the permissions and "
+            "run the same command again"
         )
 
     @property

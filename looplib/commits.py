@@ -1,8 +1,8 @@
 """Committed checkpoints: the marker written last, what it proves, and what is set aside.
 
-A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker `ckpt-<step>.commit`,
-which is written after them and holds their sizes and SHA-256 checksums. A checkpoint without a whole marker does not
-count, whatever else is there.
+A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
+`ckpt-<step>.commit`, which is written after them and holds their sizes and SHA-256 checksums. A checkpoint without a
+whole marker does not count, whatever else is there.
 """
 
 import dataclasses

@@ -243,7 +243,8 @@ class Controller:
                     break
         if results is None:
             raise UsageError(
-                f"no checkpoint came in {self._store.directory} within {timeout} s; check that the training writes there"
+                f"no checkpoint came in {self._store.directory} within {timeout} s; check that the training writes "
+                "there"
             )
         return results
 
@@ -477,8 +478,8 @@ class Controller:
         score = spike(history, loss, self._policy.guards)
         if score is not None:
             raise Trouble(
-                f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the last "
-                f"{len(history)}",
+                f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the "
+                f"last {len(history)}",
                 self._policy.guards.on_spike,
                 good_before=step - self._steps_per_loop,
                 resume_after=step,

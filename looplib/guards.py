@@ -1,7 +1,8 @@
 """Guards against values that are not finite, and against a loss that jumps.
 
-What is watched in a step, on the device: the metrics whose name has "loss" in it, and every gradient that goes through a
-Keras optimizer. What is watched between steps, before anything is committed: every floating-point variable of the state.
+What is watched in a step, on the device: the metrics whose name has "loss" in it, and every gradient that goes through
+a Keras optimizer. What is watched between steps, before anything is committed: every floating-point variable of the
+state.
 """
 
 import dataclasses

@@ -52,7 +52,7 @@ FLAGS = (
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
     ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
     ("keep_last", flags.DEFINE_integer, 5, "How many of the newest checkpoints to keep."),
-    ("keep_best", flags.DEFINE_string, None, "Keeps the best checkpoint too, such as max:eval/accuracy or min:eval/loss."),
+    ("keep_best", flags.DEFINE_string, None, "Keeps the best checkpoint too: max:eval/accuracy, min:eval/loss."),
     ("keep_every", flags.DEFINE_integer, None, "Keeps the checkpoints at multiples of this many steps too."),
     ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel that a new run takes its weights from."),
     ("partial_restore", flags.DEFINE_boolean, False, "Resumes with what a checkpoint and the model have in common."),

@@ -78,6 +78,7 @@ def acquire(directory):
 def _describe(text):
     try:
         holder = json.loads(text)
-        return f"process {holder['pid']} on {holder['host']}, since {holder['since']} ({' '.join(holder['command'])[:200]})"
+        command = " ".join(holder["command"])[:200]
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']} ({command})"
     except (ValueError, KeyError, TypeError):
         return "another process"

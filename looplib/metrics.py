@@ -284,7 +284,7 @@ class Reducer:
             self._totals.assign(kept + contribution)
 
     def finite(self):
-        """Whether all that is watched was finite on all replicas so far: boolean scalar; across replicas, in a graph."""
+        """Whether all that is watched was finite on all replicas so far: boolean scalar; across replicas."""
         if not self._watched:
             return tf.constant(True)
         local = self._strategy.run(lambda: self._totals.read_value()[self._size + 1])

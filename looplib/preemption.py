@@ -145,8 +145,9 @@ class Notice:
             if deadline is not None and time.monotonic() > deadline and not self._busy():
                 _leave(
                     EXIT_PREEMPTED,
-                    "the current step did not end in time (its input may have stalled), so the run ends without another "
-                    "save; the same command goes on from the newest checkpoint, and does the steps since then again",
+                    "the current step did not end in time (its input may have stalled), so the run ends "
+                    "without another save; the same command goes on from the newest checkpoint, and does "
+                    "the steps since then again",
                 )
 
 

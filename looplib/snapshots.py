@@ -37,8 +37,8 @@ class Snapshots:
     def take(self):
         """Returns a dict from checkpoint key to a tensor in host memory.
 
-        It costs no copy on a CPU: TensorFlow copies a variable's buffer when the variable is next updated while somebody
-        still holds its value.
+        It costs no copy on a CPU: TensorFlow copies a variable's buffer when the variable is next updated while
+        somebody still holds its value.
         """
         with tf.device("/cpu:0"):
             return {_GRAPH: tf.constant(self._graph), **{key: read() for key, read in self._readers.items()}}

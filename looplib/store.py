@@ -98,7 +98,7 @@ class Store:
             self._checkpoints = Checkpoints(self.directory, {**objects, **own}, self._policy)
 
     def guard(self, objects):
-        """Lets `check` look at the variables of these objects from now on; those that are not finite now are meant so."""
+        """Lets `check` look at the variables of these objects; those that are not finite now are meant so."""
         if self._writes:
             self._state_check = StateCheck(variables_of(objects))
 
@@ -216,8 +216,8 @@ class Store:
         advice = f"the newest checkpoint, {kept}, is good" if kept else "nothing was saved"
         if trouble.policy == "halt":
             raise DivergenceError(
-                f"{trouble.what}; {advice}; look at the data and the learning rate, or let the run go on by itself with "
-                "the policy skip or rollback (--non_finite)"
+                f"{trouble.what}; {advice}; look at the data and the learning rate, or let the run go on by itself "
+                "with the policy skip or rollback (--non_finite)"
             ) from None
         if done >= self._guards.rollbacks:
             raise DivergenceError(
@@ -309,7 +309,7 @@ def warm_start(objects, path):
         target.read(prefix).assert_nontrivial_match().expect_partial()
     except (AssertionError, ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
-            f"nothing could be taken from {path} to start from ({commits.first_line(error)}); expected a checkpoint with "
-            f"weights under {', '.join(sorted(models)) or 'the name of a model'}, or a SavedModel of the same model"
+            f"nothing could be taken from {path} to start from ({commits.first_line(error)}); expected a checkpoint "
+            f"with weights under {', '.join(sorted(models)) or 'a model'}, or a SavedModel of the same model"
         ) from error
     logging.info("started from the weights in %s", path)

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import guards, inputs, keras_family
+from looplib import checksums, guards, inputs, keras_family
 from looplib.errors import UsageError
 from looplib.evaluator import Evaluator
 from looplib.loops import ENGINES
@@ -50,6 +50,7 @@ class TaskLoop:
         self._strategy = strategy
         self._clock = clock
         self._iterator = None
+        self._counter = counter
         self._start_step = start_step
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
         self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
@@ -69,8 +70,11 @@ class TaskLoop:
                 f"the evaluation data set {split!r} is empty: {self.who}.dataset has no batch; check where the data is "
                 "read from"
             )
+        step_fn = task.step_fn
+        if split == "train" and checksums.enabled():
+            step_fn = checksums.add_to(step_fn, counter)
         with clock.phase("compile"):
-            self._engine = ENGINES[engine](strategy, task.step_fn, self.reducer, self._stream, counter, skips)
+            self._engine = ENGINES[engine](strategy, step_fn, self.reducer, self._stream, counter, skips)
 
     @property
     def endless(self):
@@ -101,6 +105,7 @@ class TaskLoop:
             for _, variable in variables_of(objects)
             for component in self._strategy.experimental_local_results(variable)
         }
+        saved.add(id(self._counter))  # the controller's own
         names = [variable.name for variable in self._engine.variables if id(variable) not in saved]
         if names:
             logging.warning(
@@ -118,8 +123,8 @@ class TaskLoop:
           phase: the clock's phase for the time that it takes, without tracing.
 
         Returns:
-          `(done, finite)`: int, the steps done, fewer than asked for if the data ended, a signal came or a value was not
-          finite; and whether all losses and gradients were.
+          `(done, finite)`: int, the steps done, fewer than asked for if the data ended, a signal came or a value was
+          not finite; and whether all losses and gradients were.
         """
         with self._clock.phase(phase):
             if self._iterator is None:
@@ -147,7 +152,10 @@ class TaskLoop:
     def read(self):
         """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
         metrics = self._engine.read()
-        return _as_numbers(self.who, self.task.loop_end(metrics))
+        checksum = {
+            name: metrics.pop(name) for name in [checksums.METRIC] if name in metrics
+        }  # no matter of the user's
+        return {**_as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
 
 
 def check_tasks(trainer, evaluator):

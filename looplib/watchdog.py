@@ -15,21 +15,22 @@ _GENEROUS_ELSE = 3600.0
 
 
 class Watchdog:
-    """Ends the process when neither the phase nor the global step changes for too long.
+    """Ends the process when neither the phase nor the steps change for too long.
 
     How long is learned: 20 times the longest pause seen in that phase of this run, and at least 15 minutes in training
     and evaluation, 30 in a save, an hour in tracing and all else.
 
     Args:
       clock: the run's `Clock`, for the phase.
-      step: function without arguments that returns the global step; called from another thread.
+      steps: function without arguments that returns the steps done in training and in evaluation; called from another
+        thread.
       checkpoint: function without arguments that returns the newest checkpoint's path, or None.
       limit: seconds without progress in any phase, instead of what is learned; None learns, 0 never ends the process.
     """
 
-    def __init__(self, clock, step, checkpoint, limit=None):
+    def __init__(self, clock, steps, checkpoint, limit=None):
         self._clock = clock
-        self._step = step
+        self._steps = steps
         self._checkpoint = checkpoint
         self._limit = limit
         self._longest = {}
@@ -62,7 +63,7 @@ class Watchdog:
         seen, since = None, time.monotonic()
         while not ended.wait(min(1.0, (self._limit or 4.0) / 4)):
             phase, entered = self._clock.current
-            now, progress = time.monotonic(), (phase, entered, self._step())
+            now, progress = time.monotonic(), (phase, entered, self._steps())
             if progress != seen:
                 if seen is not None:
                     self._longest[seen[0]] = max(self._longest.get(seen[0], 0.0), now - since)
@@ -70,15 +71,15 @@ class Watchdog:
             elif now - since > self.allowed(phase):
                 self._end(phase, progress[-1], now - since)
 
-    def _end(self, phase, step, seconds):
+    def _end(self, phase, steps, seconds):
         sys.stdout.flush()
         print("looplib: where every thread is:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
         kept = self._checkpoint()
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
         print(
-            f"looplib: error: no progress for {seconds:.0f} s in the phase {phase!r} at step {step}; the stacks above say "
-            f"where; {advice} (--stall_limit sets how long to wait)",
+            f"looplib: error: no progress for {seconds:.0f} s in the phase {phase!r} at steps {steps}; the stacks "
+            f"above say where; {advice} (--stall_limit sets how long to wait)",
             file=sys.stderr,
             flush=True,
         )

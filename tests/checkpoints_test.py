@@ -2,7 +2,6 @@
 
 import keras as keras3
 import numpy as np
-import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy

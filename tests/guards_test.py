@@ -147,7 +147,9 @@ def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, name, t
     """The weights are those of steps 1 to 5 on the first five batches and of the others on those after the bad one."""
     caplog.set_level(logging.WARNING)
     strategy = make_strategy(name)
-    trainer, controller = run(strategy, where, model_dir=tmp_path, guards=looplib.Guards(non_finite="rollback"), writers=None)
+    trainer, controller = run(
+        strategy, where, model_dir=tmp_path, guards=looplib.Guards(non_finite="rollback"), writers=None
+    )
     assert controller.global_step == 20 and controller.rollbacks == 1 and "going back to step 5" in caplog.text
     bad = BAD_STEP + 1 if where == "weight" else BAD_STEP
 

@@ -1,0 +1,104 @@
+"""The tools: `python -m looplib check resume -- COMMAND ...`."""
+
+import argparse
+import sys
+
+from looplib import checks
+from looplib.errors import UsageError
+from looplib.inspection import inspect
+
+_CHECK = """\
+The command is what you type, without --model_dir, such as
+  python -m looplib check {name} -- python -m trainers.image_classification --train_steps=200 --checkpoint_interval=50
+
+exit codes: 0 equal; 1 different; 2 the command failed, or could not be checked
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """Says it as the binaries do."""
+        self.exit(checks.EXIT_FAILED, f"looplib: error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv=None):
+    """Runs a tool.
+
+    Args:
+      argv: the arguments; default those of the process. What follows `--` is the command to check.
+
+    Returns:
+      int, the exit code.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = _Parser(prog="python -m looplib", description="Tools for looplib's binaries and run directories.")
+    tools = parser.add_subparsers(required=True, metavar="TOOL")
+    _add_inspect(tools)
+    _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
+    options = parser.parse_args(argv[:split])
+    options.command = argv[split + 1 :]
+    try:
+        return options.run(options)
+    except UsageError as error:
+        print(f"looplib: error: {error}", file=sys.stderr)
+        return checks.EXIT_FAILED
+    except KeyboardInterrupt:
+        print("looplib: error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _add_inspect(tools):
+    parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
+    parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument("--verify", action="store_true", help="read the files through and compare checksums")
+    parser.set_defaults(run=lambda options: inspect(options.directory, options.verify))
+
+
+def _add_check(tools):
+    kinds = tools.add_parser(
+        "check", help="check that a trainer resumes, and runs on replicas, exactly"
+    ).add_subparsers(required=True, metavar="WHAT")
+    resume = _add_kind(kinds, "resume", "kill a run at random moments and compare it with one that was not", _resume)
+    resume.add_argument("--kills", type=int, default=3, help="how often to kill (default %(default)s)")
+    resume.add_argument("--seed", type=int, default=0, help="decides the moments (default %(default)s)")
+    resume.add_argument(
+        "--baseline", type=int, default=1, help="uninterrupted runs, compared first (default %(default)s)"
+    )
+    counts = _add_kind(kinds, "replicas", "compare runs on several numbers of replicas", _replicas)
+    counts.add_argument("--counts", type=_counts, default=(1, 2, 4), help="numbers of replicas (default 1,2,4)")
+    counts.add_argument("--rtol", type=float, default=1e-4, help="relative tolerance (default %(default)s)")
+    counts.add_argument("--atol", type=float, default=1e-5, help="absolute tolerance (default %(default)s)")
+
+
+def _add_kind(kinds, name, text, run):
+    parser = kinds.add_parser(
+        name,
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}.",
+        usage=f"python -m looplib check {name} [options] -- COMMAND ...",
+        epilog=_CHECK.format(name=name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--dir", help="keep the run directories here (default: a temporary place, kept if they differ)")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run (default %(default)s)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _counts(text):
+    return tuple(int(number) for number in text.split(","))
+
+
+def _resume(options):
+    settings = dict(kills=options.kills, seed=options.seed, baseline=options.baseline, timeout=options.timeout)
+    return checks.resume(options.command, options.dir, **settings)
+
+
+def _replicas(options):
+    settings = dict(counts=options.counts, rtol=options.rtol, atol=options.atol, timeout=options.timeout)
+    return checks.replicas(options.command, options.dir, **settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

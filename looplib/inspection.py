@@ -1,0 +1,64 @@
+"""`python -m looplib inspect DIR`: what checkpoints a run directory holds, and what they are worth."""
+
+import os
+import time
+
+import tensorflow as tf
+
+from looplib import commits
+from looplib.errors import UsageError
+
+
+def inspect(directory, verify=False):
+    """Prints a table of the checkpoints of a run, newest first.
+
+    Args:
+      directory: a run directory, or one that holds checkpoints.
+      verify: reads the files through; otherwise only their sizes are compared with the marker.
+
+    Returns:
+      int, the exit code: 0 if there is a checkpoint to go on from and none is damaged, else 1.
+
+    Raises:
+      UsageError: if there is no such directory.
+    """
+    if not tf.io.gfile.isdir(directory):
+        raise UsageError(f"{directory} is no directory; name a run directory, as --model_dir does")
+    inner = os.path.join(directory, "checkpoints")
+    folder = inner if tf.io.gfile.isdir(inner) else directory
+    rows, damaged, good = [("step", "size", "age", "verdict", "scores")], 0, 0
+    for step, done, reason in commits.listing(folder):
+        if done is None:
+            rows.append((str(step), "", "", f"does not count: {reason}", ""))
+            continue
+        reason = commits.verify(done, thorough=verify)
+        damaged, good = damaged + bool(reason), good + (not reason)
+        verdict = f"damaged: {reason}" if reason else "intact" if verify else "committed"
+        scores = "  ".join(f"{name} {value:.4g}" for name, value in sorted(done.scores.items()))
+        rows.append((str(step), _size(done.bytes), _age(time.time() - done.time), verdict, scores))
+    if len(rows) == 1:
+        print(f"there is no checkpoint in {folder}")
+    else:
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+    aside = os.path.join(folder, commits.SET_ASIDE)
+    if tf.io.gfile.isdir(aside) and (names := sorted(tf.io.gfile.listdir(aside))):
+        print(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}")
+    return 0 if good and not damaged else 1
+
+
+def _size(size):
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _age(seconds):
+    for unit, limit in (("s", 120), ("min", 120), ("h", 48)):
+        if seconds < limit:
+            return f"{seconds:.0f} {unit}"
+        seconds /= 60 if unit != "h" else 24
+    return f"{seconds:.0f} days"

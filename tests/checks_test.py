@@ -1,0 +1,172 @@
+"""`python -m looplib check`: true binaries that pass, and faults that are found and named."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from looplib import __main__ as tools
+from looplib import checks
+from looplib.comparisons import compare
+
+ROOT = pathlib.Path(__file__).parents[1]
+MLP = [
+    *("trainers.image_classification", "--config.model=mlp", "--train_steps=120", "--eval_interval=40"),
+    *("--steps_per_loop=20", "--checkpoint_interval=30"),
+]
+CASES = {
+    "resume": (["resume", "--kills=3"], MLP),
+    "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step"]),
+    "data": (["resume", "--kills=1"], ["unreliable", "--config.fault=data"]),
+    "unseeded": (["resume", "--baseline=2"], ["unreliable", "--config.fault=unseeded"]),
+    "crash": (["resume"], ["unreliable", "--config.fault=crash"]),
+    "slow": (["resume", "--timeout=2"], MLP),
+    "replicas": (["replicas", "--counts=1,2"], MLP),
+    "loss": (["replicas", "--counts=1,2"], ["unreliable", "--config.fault=loss", "--train_steps=100"]),
+}
+
+
+def check(arguments, binary, folder):
+    return subprocess.run(
+        [sys.executable, "-m", "looplib", "check", *arguments, f"--dir={folder}", "--", sys.executable, "-m", *binary],
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checks")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    """All cases, two at a time, as many as the smallest machine has cores."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        run = lambda case: check(*CASES[case], folder / case)
+        return dict(zip(CASES, pool.map(run, CASES)))
+
+
+def test_a_run_that_resumes_exactly_is_equal(results):
+    result = results["resume"]
+    assert result.returncode == 0, result.stdout + result.stderr
+    verdict = result.stdout.splitlines()[-1]
+    assert re.match(r"EQUAL, uninterrupted and after [23] kills: ", verdict)
+    assert "9 records of metrics.jsonl (with the examples trained on), 15 tensors" in verdict and "(115,340 " in verdict
+    assert "it had saved step" in result.stdout and "little was checked" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "fault, first", [("step", r"train accuracy|train keras_accuracy"), ("data", "train examples_checksum")]
+)
+def test_a_run_that_does_not_is_told_by_its_first_difference(fault, first, results):
+    result = results[fault]
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("DIFFERENT, uninterrupted and after 1 kill: "))
+    step = int(re.search(r"went on from the steps (\d+)$", lines[at - 1])[1])
+    match = re.match(rf"  step (\d+) ({first}): \S+ uninterrupted, \S+ after 1 kill", lines[at + 1])
+    assert match and step < int(match[1]) <= step + 20, lines[at + 1]
+    told = "the data comes first" if fault == "data" else "the examples are the same, so the step uses"
+    assert lines[-1].startswith(f"what to look at: {told}")
+
+
+def test_two_uninterrupted_runs_that_differ(results):
+    result = results["unseeded"]
+    assert result.returncode == 1, result.stderr
+    assert "two uninterrupted runs differ already" in result.stdout
+    assert "step 20 train examples_checksum" in result.stdout and "no kill is needed" in result.stdout
+
+
+def test_a_command_that_fails_is_code_2_with_its_last_line(results):
+    result = results["crash"]
+    assert result.returncode == 2 and "Traceback" in result.stderr
+    assert "  | looplib: error: RuntimeError: the printer is on fire" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("looplib: error: the command failed with code 1; its last lines")
+
+
+def test_a_command_that_takes_too_long_is_ended(results):
+    result = results["slow"]
+    assert result.returncode == 2
+    assert "looplib: error: the command did not end within 2 s (--timeout)" in result.stderr
+
+
+def test_replicas_that_agree(results, folder):
+    result = results["replicas"]
+    assert result.returncode == 0, result.stdout + result.stderr
+    for split in ("train", "eval", "final checkpoint"):
+        assert re.search(rf"2 replicas against 1, {split}: largest relative difference \S+e-\d\d \(\S+ ", result.stdout)
+    runs = [json.loads((folder / "replicas" / name / "run.json").read_text()) for name in ("replicas_1", "replicas_2")]
+    assert [run["num_replicas"] for run in runs] == [1, 2]
+
+
+def test_replicas_that_do_not(results):
+    result = results["loss"]
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "what to look at: the examples are the same, so the step depends on how they are divided" in result.stdout
+
+
+def test_records_twice_and_tensors_of_another_checkpoint_are_differences(results, folder, tmp_path):
+    whole = folder / "replicas" / "replicas_1"
+    assert compare(whole, whole).differences == []
+    other = shutil.copytree(whole, tmp_path / "other")
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join([*lines[:-1], lines[0]]))
+    found = [where for where, _, _ in compare(whole, other).differences]
+    assert found[:2] == ["step 20 train: records", "step 120 eval: records"]
+    for path in other.glob("checkpoints/ckpt-120*"):
+        path.unlink()
+    (other / "checkpoints" / "checkpoint").unlink()
+    found = {where: texts for where, *texts in compare(whole, other).differences}
+    assert found["tensor global_step"] == ["120", "90"]
+    one, two = found["tensor optimizer/_trainable_variables/1"]
+    assert one.startswith("[0] ") and re.search(r", \d+ of 128 elements differ$", two)
+
+
+def test_a_missing_record_is_no_matter_of_the_training(results, folder, tmp_path, capsys):
+    whole = folder / "replicas" / "replicas_1"
+    other = shutil.copytree(whole, tmp_path / "other")
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (other / "metrics.jsonl").write_text("".join(lines[1:]))
+    assert checks._verdict(compare(whole, other), "the hint", "one", "other", tmp_path, True) == 1
+    text = capsys.readouterr().out
+    assert "step 20 train: records: 1 one, nothing other" in text and "the training is right and its report is" in text
+
+
+COMMAND = ["--", "python", "-m", "trainers.image_classification"]
+BAD = {
+    "no command": (["check", "resume"], "there is no command to check"),
+    "the check's own flag": (["check", "resume", *COMMAND, "--model_dir=/tmp/x"], "has --model_dir, which the check sets itself"),
+    "the other": (["check", "replicas", *COMMAND, "--num_virtual_devices", "2"], "has --num_virtual_devices, which"),
+    "one count": (["check", "replicas", "--counts=2", *COMMAND], "--counts is 2; expected two or more numbers"),
+    "no kills": (["check", "resume", "--kills=0", *COMMAND], "--kills is 0; expected at least 1"),
+    "no tolerance": (["check", "replicas", "--rtol=0", *COMMAND], "--rtol is 0.0 and --atol 1e-05; expected positive numbers"),
+    "used directory": (["check", "resume", f"--dir={ROOT}", *COMMAND], f"--dir {ROOT} is not empty"),
+    "no such program": (["check", "resume", "--", "/no/such"], "'/no/such' cannot be started: No such file"),
+    "bad number": (["check", "resume", "--kills=x", *COMMAND], "argument --kills: invalid int value: 'x'"),
+    "unknown tool": (["chekc"], "invalid choice: 'chekc'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_a_sentence_and_code_2(case, capsys):
+    arguments, sentence = BAD[case]
+    try:
+        code = tools.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    error = capsys.readouterr().err
+    assert code == 2 and error.startswith("looplib: error: ") and sentence in error
+
+
+def test_help_says_what_to_type(capsys):
+    with pytest.raises(SystemExit) as end:
+        tools.main(["check", "resume", "--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and "-- python -m trainers" in text and "exit codes: 0 equal; 1 different" in text

@@ -1,0 +1,87 @@
+"""The checksum of examples: of their content and step alone."""
+
+import json
+
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib.checksums import examples_checksum
+
+BATCHES = {
+    "numbers": tf.reshape(tf.range(8.0), [4, 2]),
+    "strings": tf.constant([["a", "bc"], ["", "x"], ["a", "bc"], ["y", "y"]]),
+    "no columns": tf.zeros([4, 0]),
+    "no strings": tf.zeros([4, 0], tf.string),
+    "ragged": tf.ragged.constant([[1, 2], [], [3, 4, 5], [6]]),
+    "twice ragged": tf.ragged.constant([[["a"], ["b", "c"]], [], [["d"]], [[]]]),
+    "sparse": tf.sparse.from_dense([[1, 0], [0, 2], [0, 0], [3, 4]]),
+}
+BATCHES["all"] = (dict(BATCHES), tf.constant(3))
+
+
+def part(value, start, end):
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.slice(value, [start, 0], [end - start, value.shape[1]])
+    return value[start:end] if value.shape.rank else value
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_parts_of_a_batch_sum_to_the_whole(kind):
+    whole = examples_checksum(BATCHES[kind], 5)
+    for cuts in ([0, 1, 4], [0, 2, 4], [0, 4, 4]):
+        parts = [tf.nest.map_structure(lambda v: part(v, a, b), BATCHES[kind]) for a, b in zip(cuts, cuts[1:])]
+        assert sum(int(examples_checksum(p, 5)) for p in parts) == int(whole)
+    assert int(examples_checksum(BATCHES[kind], 6)) != int(whole)
+    assert int(tf.function(examples_checksum)(BATCHES[kind], tf.constant(5))) == int(whole)
+
+
+def test_what_belongs_together_counts():
+    x, y = tf.range(4), tf.range(4) * 10
+    assert int(examples_checksum((x, y), 0)) != int(examples_checksum((x, y[::-1]), 0))
+    assert int(examples_checksum((x, y), 0)) == int(examples_checksum((x[::-1], y[::-1]), 0))
+    assert int(examples_checksum((x, y, tf.constant([1, 2, 3])), 0)) == int(
+        examples_checksum((x, y, tf.constant([1, 2, 4])), 0)
+    )  # no examples, so left out
+    assert examples_checksum(tf.constant(1), 0) is None
+
+
+class Quiet(toy.Regression):
+    """Reports nothing of what it is given."""
+
+    def loop_end(self, metrics):
+        assert "examples_checksum" not in metrics
+        return {"loss": metrics["loss"]}
+
+
+def run(name, folder, steps, engine="graph"):
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = Quiet()
+    settings = dict(model_dir=folder, steps_per_loop=10, loop=engine, writers=[looplib.JsonlWriter(f"{folder}/m")])
+    toy.controller(strategy, trainer, **settings).train(steps)
+    return [json.loads(line) for line in (folder / "m").read_text().splitlines()]
+
+
+def test_one_number_on_any_strategy_engine_and_across_a_resume(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", "1")
+    whole = [record["examples_checksum"] for record in run("default", tmp_path / "whole", 20)]
+    assert len(set(whole)) == 2 and all(0 < number < 80 * 2**24 for number in whole)
+    others = [run("mirrored_x2", tmp_path / "2", 20), run("mirrored_x4", tmp_path / "4", 20)]
+    others.append(run("default", tmp_path / "eager", 20, "eager"))
+    run("default", tmp_path / "stopped", 15)
+    others.append(run("mirrored_x2", tmp_path / "stopped", 20))
+    for records in others:
+        assert [record["examples_checksum"] for record in records] == whole
+    assert "not saved" not in caplog.text  # the step reads the counter, which is the controller's own
+
+
+@pytest.mark.parametrize("value", [None, "0"])
+def test_nothing_is_added_unasked(value, monkeypatch, tmp_path):
+    monkeypatch.delenv("LOOPLIB_EXAMPLE_CHECKSUMS", raising=False)
+    if value:
+        monkeypatch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", value)
+    (record,) = run("default", tmp_path, 10)
+    assert record.keys() == {"step", "split", "loss", "steps_per_second"}
