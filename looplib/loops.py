@@ -11,6 +11,10 @@ from absl import logging
 from looplib.errors import UsageError
 from looplib.preemption import notice
 
+_RANDOM_OPS = {
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+}  # fmt: skip
 _TO_THE_END = np.iinfo(np.int64).max
 
 
@@ -83,6 +87,13 @@ class GraphLoop:
     def variables(self):
         """The `tf.Variable`s that the step uses."""
         return self._step.variables
+
+    @property
+    def random_ops(self):
+        """The names of the ops in the step that draw random numbers from a state which nobody can save."""
+        graph = self._step.graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return [node.name for node in nodes if node.op in _RANDOM_OPS]
 
     def trace(self, iterator):
         """Traces the loop for this iterator, so that no later call does."""
@@ -196,6 +207,8 @@ class EagerLoop:
     def variables(self):
         """None are known without a trace."""
         return []
+
+    random_ops = variables
 
     def trace(self, iterator):
         """Nothing to trace."""

@@ -114,6 +114,15 @@ class TaskLoop:
                 self.who,
                 ", ".join(sorted(names)[:10]),
             )
+        if random := self._engine.random_ops:
+            logging.warning(
+                "%s.step_fn draws random numbers whose state nobody can save (%s), so that a resumed run draws others; "
+                "use tf.random.stateless_* with seed=self.step_seed(), a tf.random.Generator attribute, or layers of "
+                "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
+                "layers",
+                self.who,
+                guards.listing(random),
+            )
 
     def run(self, steps, phase):
         """Runs steps on the data that follows.
