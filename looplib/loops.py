@@ -23,7 +23,7 @@ class GraphLoop:
       strategy: `tf.distribute.Strategy`.
       step_fn: one step on one replica.
       reducer: `metrics.Reducer` for what it returns.
-      stream: `inputs.Stream`, for the structure of its elements and whether it ends.
+      stream: `feeds.Stream`, which reads the iterators that the loop is called with.
       counter: int64 `tf.Variable` that counts finished steps, or None.
     """
 
@@ -31,11 +31,12 @@ class GraphLoop:
         self.traces = 0
         self._counter = counter
         self._reducer = reducer
+        self._stream = stream
 
         def replica_step(inputs):
             return reducer.run_step(step_fn, inputs, stream.may_be_empty)
 
-        @tf.function(input_signature=[stream.dataset.element_spec])
+        @tf.function(input_signature=[stream.element_spec])
         def step(inputs):
             return strategy.run(replica_step, args=(inputs,))
 
@@ -85,7 +86,7 @@ class GraphLoop:
     def _endless(self, iterator, steps):
         self._note_trace()
         for _ in tf.range(steps):
-            self._one(next(iterator))
+            self._one(self._stream.next(iterator))
         return steps
 
     def _ending(self, iterator, steps):
@@ -93,13 +94,13 @@ class GraphLoop:
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
         self._note_trace()
         done = tf.constant(0, tf.int64)
-        batch = iterator.get_next_as_optional()
-        while done < steps - 1 and batch.has_value():
-            self._one(batch.get_value())
+        batch = self._stream.next_as_optional(iterator)
+        while done < steps - 1 and self._stream.has_value(batch):
+            self._one(self._stream.get_value(batch))
             done += 1
-            batch = iterator.get_next_as_optional()
-        while done < steps and batch.has_value():
-            self._one(batch.get_value())
+            batch = self._stream.next_as_optional(iterator)
+        while done < steps and self._stream.has_value(batch):
+            self._one(self._stream.get_value(batch))
             done += 1
         return done
 
@@ -121,7 +122,7 @@ class EagerLoop:
 
     def __init__(self, strategy, step_fn, reducer, stream, counter=None):
         self.traces = 0
-        self._may_be_empty = stream.may_be_empty
+        self._stream = stream
         self._strategy = strategy
         self._counter = counter
         self._reducer = reducer
@@ -131,10 +132,10 @@ class EagerLoop:
         """Runs `steps` steps (-1: to the end of the data); returns how many it did."""
         done = 0
         while done != steps:
-            batch = iterator.get_next_as_optional()
-            if not batch.has_value():
+            batch = self._stream.next_as_optional(iterator)
+            if not self._stream.has_value(batch):
                 break
-            contributions = self._strategy.run(self._replica_step, args=(batch.get_value(),))
+            contributions = self._strategy.run(self._replica_step, args=(self._stream.get_value(batch),))
             if not self._reducer.created:
                 self._reducer.create()
             self._reducer.add(contributions)
@@ -144,7 +145,7 @@ class EagerLoop:
         return done
 
     def _replica_step(self, inputs):
-        return self._reducer.run_step(self._step_fn, inputs, self._may_be_empty)
+        return self._reducer.run_step(self._step_fn, inputs, self._stream.may_be_empty)
 
     def read(self):
         """Returns the metrics since the last read, and starts anew."""

@@ -26,7 +26,7 @@ def test_no_room_imports_a_higher_one():
     import ast
     import pathlib
 
-    order = ["errors", "keras_family", "clock", "trainer", "evaluator", "metrics", "inputs", "loops", "checkpoints", "tasks",
+    order = ["errors", "keras_family", "clock", "trainer", "evaluator", "metrics", "feeds", "inputs", "loops", "checkpoints", "tasks",
              "actions", "writers", "controller", "runtime", "launch"]  # fmt: skip
     folder = pathlib.Path(__file__).parents[1] / "looplib"
     assert sorted(order) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
