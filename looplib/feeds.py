@@ -1,7 +1,9 @@
 """How batches come to the replicas step by step, and how the place in the data is saved and found again."""
 
+import collections.abc
 import dataclasses
 import hashlib
+import re
 import time
 
 import tensorflow as tf
@@ -22,6 +24,7 @@ class Stream:
     Attributes:
       strategy: `tf.distribute.Strategy`.
       dataset: what `strategy.distribute_datasets_from_function` returned.
+      renew: makes `dataset` anew; None if it may be iterated again, as an evaluation does.
       who: the class name of the user's trainer or evaluator, for messages.
       infinite: whether it is known never to end.
       unknown: whether it is not known how long it is.
@@ -33,6 +36,7 @@ class Stream:
 
     strategy: tf.distribute.Strategy
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
+    renew: collections.abc.Callable | None
     who: str
     infinite: bool
     unknown: bool
@@ -40,6 +44,7 @@ class Stream:
     start_step: int
     positioned: bool
     skipped: int
+    _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property
     def element_spec(self):
@@ -58,6 +63,12 @@ class Stream:
         if self.start_step:
             how = "its position" if self.positioned else f"skipping {self.skipped} batches"
             self._note(f"goes on after step {self.start_step} by {how}")
+        return self._iter()
+
+    def _iter(self):
+        if self._iterated and self.renew:
+            self.dataset = self.renew()  # the shuffles of one that was iterated go on with the order of a next epoch
+        self._iterated = True
         return iter(self.dataset)
 
     def next(self, iterator):
@@ -93,10 +104,9 @@ class HostStream(Stream):
 
     def __init__(self, *, batch_size, **attributes):
         super().__init__(**attributes)
-        self._savable = not self.positioned
-        # What of a changed pipeline neither restoring nor the first batch shows.
-        kind = (self.dataset.element_spec, batch_size, int(self.dataset.cardinality()))
-        self._digest = hashlib.sha256(repr(kind).encode()).digest()[:_DIGEST_BYTES]
+        self._savable = self.renew is not None and not self.positioned
+        self._batch_size = batch_size
+        self._digest = None
         self._spec = None
 
     @property
@@ -114,25 +124,25 @@ class HostStream(Stream):
     def iterate(self, position=None):
         """See `Stream`."""
         start = time.perf_counter()
-        iterator = iter(self.dataset)
+        iterator = self._iter()
+        if self._savable:
+            self._digest = self._digest_of(iterator)
         if position is not None and self._savable:
             try:
                 self._restore(iterator, position)
+                ms = 1000 * (time.perf_counter() - start)
+                size = len(position)
+                self._note(f"goes on after step {self.start_step} by its saved state ({size} bytes, {ms:.0f} ms)")
+                return iterator
             except (tf.errors.OpError, ValueError) as error:
                 logging.warning(
-                    "%s.dataset is not the pipeline whose state was saved, so that it is read from its start to step "
-                    "%d (%s)",
+                    "%s.dataset is not the pipeline whose state was saved (%s); the batches up to step %d are read "
+                    "again and skipped",
                     self.who,
-                    self.start_step,
                     str(error).partition("\n")[0][:200],
+                    self.start_step,
                 )
-                iterator = iter(self.dataset)
-            else:
-                ms = 1000 * (time.perf_counter() - start)
-                self._note(
-                    f"goes on after step {self.start_step} by its saved state ({len(position)} bytes, {ms:.0f} ms)"
-                )
-                return iterator
+                iterator = self._iter()
         if self.skipped:
             self._skip(iterator)
             seconds = time.perf_counter() - start
@@ -184,12 +194,9 @@ class HostStream(Stream):
 
     def position(self, iterator):
         """See `Stream`."""
-        if not self._savable:
+        state = self._state(iterator) if self._savable else None
+        if state is None:
             return None
-        try:
-            state = tf.raw_ops.SerializeIterator(resource_handle=_handle(iterator), external_state_policy=_FAIL)
-        except tf.errors.OpError as error:
-            return self._give_up(error.message.partition("}} ")[2].partition(" [Op")[0] or error.message)
         pieces, size = _pack(state, _MOST_BYTES)
         if size > _MOST_BYTES:
             return self._give_up(f"its buffers take more than {_MOST_BYTES // 2**20} MB")
@@ -199,6 +206,22 @@ class HostStream(Stream):
             return self._give_up("it caches in files")
         return packed
 
+    def _state(self, iterator):
+        """The state of an iterator, variant `[n]`, one for each stage and each buffered element; or None."""
+        try:
+            return tf.raw_ops.SerializeIterator(resource_handle=_handle(iterator), external_state_policy=_FAIL)
+        except tf.errors.OpError as error:
+            return self._give_up(error.message.partition("}} ")[2].partition(" [Op")[0] or error.message)
+
+    def _digest_of(self, iterator):
+        """A hash of a new iterator's stages, buffer sizes and elements; a state restored into others fails late."""
+        state = self._state(iterator)
+        if state is None:
+            return None
+        keys = [re.findall(rb"metadata: (\S*)", text) for text in tf.strings.as_string(state).numpy()]
+        kind = (self.dataset.element_spec, self._batch_size, int(self.dataset.cardinality()), keys)
+        return hashlib.sha256(repr(kind).encode()).digest()[:_DIGEST_BYTES]
+
     def _give_up(self, why):
         """Says so once, and does not try again, as each try may take seconds."""
         self._savable = False
@@ -206,11 +229,9 @@ class HostStream(Stream):
 
     def _restore(self, iterator, position):
         if position[:_DIGEST_BYTES] != self._digest:
-            raise ValueError("its elements, batch size or length changed")
+            raise ValueError("its stages, buffers, elements, batch size or length changed")
         pieces = tf.io.parse_tensor(position[_DIGEST_BYTES:], tf.string)
-        state = tf.concat([tf.io.parse_tensor(piece, tf.variant) for piece in pieces], axis=0)
-        tf.raw_ops.DeserializeIterator(resource_handle=_handle(iterator), serialized=state)
-        iterator.get_next_as_optional()  # only here a shuffle buffer of another size fails
+        state = tf.stack([part for piece in pieces for part in tf.unstack(tf.io.parse_tensor(piece, tf.variant))])
         tf.raw_ops.DeserializeIterator(resource_handle=_handle(iterator), serialized=state)
 
 

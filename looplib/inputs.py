@@ -207,10 +207,12 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
                 dataset = _drop_incomplete_steps(dataset, context.replicas_per_pipeline) if training else dataset
         return dataset
 
-    if on_host:
-        dataset = dataset_fn(tf.distribute.InputContext(num_replicas_in_sync=replicas))
-    else:
-        dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    def make():
+        if on_host:
+            return dataset_fn(tf.distribute.InputContext(num_replicas_in_sync=replicas))
+        return strategy.distribute_datasets_from_function(dataset_fn)
+
+    dataset = make()
     if start_step == 0 and not any(cardinalities):
         raise UsageError(
             f"the {'training' if training else 'evaluation'} data set is empty: {who}.dataset has no batch, or not "
@@ -221,6 +223,7 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
     attributes = dict(
         strategy=strategy,
         dataset=dataset,
+        renew=make if training else None,
         who=who,
         infinite=infinite,
         unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
