@@ -2,6 +2,7 @@
 
 import collections.abc
 import dataclasses
+import functools
 import hashlib
 import re
 import time
@@ -175,7 +176,7 @@ class HostStream(Stream):
         """See `Stream`."""
         # A replica that trains on no example has a batch normalization of NaN, which the other replicas would share.
         needed = optionals[:1] if self.may_be_empty else optionals
-        return tf.reduce_all([optional.has_value() for optional in needed])
+        return functools.reduce(tf.logical_and, [optional.has_value() for optional in needed])
 
     def get_value(self, optionals):
         """See `Stream`."""

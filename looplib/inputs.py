@@ -1,4 +1,4 @@
-"""Input: batch math, the keyed permutation, distribution over pipelines and replicas, and the position in the data."""
+"""Input: batch math, the keyed permutation, and a pipeline for each worker."""
 
 import tensorflow as tf
 
