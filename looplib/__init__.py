@@ -4,12 +4,14 @@ Subclass `Trainer` (and `Evaluator`), write one `step_fn` for one replica, and a
 """
 
 from looplib.actions import Event
-from looplib.checkpoints import CheckpointPolicy
+from looplib.checkpoints import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.controller import Controller
-from looplib.errors import UsageError
+from looplib.errors import DivergenceError, UsageError
 from looplib.evaluator import Evaluator
+from looplib.guards import Guards
 from looplib.inputs import InputContext
 from looplib.metrics import last, mean, total
+from looplib.preemption import Preempted
 from looplib.trainer import Trainer
 from looplib.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
 
@@ -19,10 +21,16 @@ __all__ = [
     "CheckpointPolicy",
     "ConsoleWriter",
     "Controller",
+    "DivergenceError",
     "Evaluator",
     "Event",
+    "Guards",
     "InputContext",
     "JsonlWriter",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "Preempted",
     "TensorBoardWriter",
     "Trainer",
     "UsageError",

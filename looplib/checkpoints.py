@@ -1,143 +1,270 @@
-"""Checkpoints: what is saved, when, and how it is restored strictly."""
+"""Checkpoints: when to save, in the background, what to keep, and how state is restored strictly."""
 
 import dataclasses
 import json
 import os
-import re
 import tempfile
+import threading
 import time
 
 import tensorflow as tf
+from absl import logging
 
-from looplib import keras_family
-from looplib.errors import UsageError
+from looplib import commits
+from looplib.commits import first_line
+from looplib.errors import UsageError, positive
+from looplib.guards import Guards, listing
+from looplib.snapshots import Snapshots
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepLast:
+    """Keeps the newest checkpoints.
+
+    Attributes:
+      number: how many; default 5.
+    """
+
+    number: int = 5
+
+    def __post_init__(self):
+        positive("KeepLast.number", self.number)
+
+    def select(self, kept):
+        """Returns those of a list of `Commit`, newest first, to keep."""
+        return kept[: self.number]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepBest:
+    """Keeps the checkpoints with the best values of a metric.
+
+    Attributes:
+      metric: evaluator and metric, such as "eval/accuracy".
+      mode: "max" or "min", which is better.
+      number: how many; default 1.
+    """
+
+    metric: str
+    mode: str = "max"
+    number: int = 1
+
+    def __post_init__(self):
+        positive("KeepBest.number", self.number)
+        if self.mode not in ("max", "min") or "/" not in self.metric:
+            raise UsageError(
+                f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, such "
+                'as "eval/accuracy", and "max" or "min"'
+            )
+
+    def select(self, kept):
+        """Returns those of a list of `Commit`, newest first, to keep; of equal ones the newer."""
+        scored = [done for done in kept if done.scores.get(self.metric) is not None]
+        return sorted(scored, key=lambda done: done.scores[self.metric], reverse=self.mode == "max")[: self.number]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepEvery:
+    """Keeps the checkpoints at multiples of a number of steps, for ever.
+
+    Attributes:
+      steps: the number.
+    """
+
+    steps: int
+
+    def __post_init__(self):
+        positive("KeepEvery.steps", self.steps)
+
+    def select(self, kept):
+        """Returns those of a list of `Commit` to keep."""
+        return [done for done in kept if done.step % self.steps == 0]
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """When to save and what to keep.
+    """When to save, what to keep, and what a run may start from.
 
     A save before each evaluation inside a training run, and one at the end, happen whatever the interval is.
 
     Attributes:
       every_steps: save at exact multiples of this many steps; default 1000.
-      keep_last: how many of the newest checkpoints to keep; default 5.
+      keep: what to keep, a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or anything with their `select`; a checkpoint is
+        kept if one of them wants it. The newest always is.
+      in_background: writes while the training goes on; default True.
+      partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
+        default False, which refuses a checkpoint of another model.
+      guards: `Guards`, what may be committed, and when to go back to a checkpoint.
+      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, or a SavedModel's directory,
+        from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
     """
 
     every_steps: int = 1000
-    keep_last: int = 5
+    keep: tuple = (KeepLast(),)
+    in_background: bool = True
+    partial: bool = False
+    guards: Guards = Guards()
+    warm_start: str = ""
 
     def __post_init__(self):
-        for name in ("every_steps", "keep_last"):
-            positive(name, getattr(self, name))
-
-
-def positive(name, value):
-    """Raises `UsageError` unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}; expected a whole number of at least 1")
-
-
-class RunState(tf.train.experimental.PythonState):
-    """The controller's own state, kept in the checkpoint as JSON.
-
-    Attributes:
-      values: dict of what JSON can hold.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.values = {}
-
-    def serialize(self):
-        """Returns the JSON text to save."""
-        return json.dumps(self.values)
-
-    def deserialize(self, string_value):
-        """Takes the JSON text that was saved."""
-        self.values = json.loads(string_value)
-
-
-def state_of(task):
-    """Finds what a trainer or evaluator holds that a checkpoint must.
-
-    Args:
-      task: a `Trainer` or `Evaluator`.
-
-    Returns:
-      dict from attribute name to a trackable object, or a list of variables where TensorFlow cannot track the object
-      itself: a Keras 3 metric or seed generator (its variables), and `<name>_untracked` for the seeds in a Keras 3
-      model and for what a list or dict holds of these.
-    """
-    state = {}
-    for name, value in vars(task).items():
-        if name == "global_step":
-            continue  # the controller's own
-        untracked = keras_family.untracked_variables(value)
-        if _trackable(value):
-            state[name] = value
-            if untracked:
-                state[f"{name}_untracked"] = untracked
-        elif untracked:
-            state[name] = untracked
-    return state
-
-
-def _trackable(value):
-    if isinstance(value, (list, tuple, dict)):
-        return any(_trackable(item) for item in (value.values() if isinstance(value, dict) else value))
-    if value is None or isinstance(value, (bool, int, float, str, bytes, tf.Tensor, tf.data.Dataset)):
-        return False
-    try:  # TensorFlow has no public name for the class, but says what it takes
-        tf.train.Checkpoint(value=value)
-    except ValueError:
-        return False
-    return True
+        positive("every_steps", self.every_steps)
+        keep = self.keep if isinstance(self.keep, (tuple, list)) else (self.keep,)
+        if not keep or not all(hasattr(rule, "select") for rule in keep):
+            raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
+        object.__setattr__(self, "keep", tuple(keep))
 
 
 class Checkpoints:
-    """The checkpoints of one run directory.
+    """The checkpoints of one run directory, written by one process.
+
+    A save takes a snapshot of the state and hands it to a thread that writes, commits and tidies; there is one save at
+    a time. The first save of a process, from which the keys are learned, and every save of state that only TensorFlow
+    can write (a lookup table, say), let the caller wait.
 
     Args:
       directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
       objects: dict from name to trackable object: the whole state.
-      keep_last: how many to keep.
+      policy: `CheckpointPolicy`.
     """
 
-    def __init__(self, directory, objects, keep_last=5):
+    def __init__(self, directory, objects, policy=CheckpointPolicy()):
         self.directory = directory
+        self._policy = policy
         self._checkpoint = tf.train.Checkpoint(**objects)
-        self._manager = tf.train.CheckpointManager(
-            self._checkpoint, directory, max_to_keep=keep_last, checkpoint_name="ckpt"
-        )
-
-    def save(self, step):
-        """Saves the state as `ckpt-<step>`; returns its path.
-
-        Raises:
-          OSError, tf.errors.OpError: where it cannot be written.
-        """
-        return self._manager.save(checkpoint_number=step)
+        self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
+        self._snapshots = None
+        self._thread = None
+        self._error = None
 
     @property
     def latest(self):
-        """The path of the newest checkpoint, or None."""
+        """The path of the newest committed checkpoint, or None."""
         return latest_checkpoint(self.directory)
+
+    def save(self, step, wait):
+        """Saves the state as `ckpt-<step>`.
+
+        Args:
+          step: the global step.
+          wait: returns only when it is committed.
+
+        Returns:
+          str, its path.
+
+        Raises:
+          UsageError: if it, or the save before it, could not be written.
+        """
+        self.wait()
+        path = commits.path_of(self.directory, step)
+        try:
+            self._save(path, step)
+        except (OSError, tf.errors.OpError) as error:
+            raise self._failure(path, error) from error
+        if wait:
+            self.wait()
+        return path
+
+    def _save(self, path, step):
+        tf.io.gfile.makedirs(self.directory)
+        for _, done, _ in commits.listing(self.directory):
+            if done and done.step == step:
+                commits.remove(done)  # made by a run that went on otherwise and was rolled back
+        if not self._policy.in_background or self._snapshots is None:
+            self._checkpoint.write(path)
+            self._commit(path, step)
+            if self._policy.in_background and self._snapshots is None:
+                try:
+                    self._snapshots = Snapshots(self._checkpoint, path)
+                except NotImplementedError as error:
+                    self._policy = dataclasses.replace(self._policy, in_background=False)
+                    logging.info("only TensorFlow can save %s, so the training waits for each save", error)
+            return
+        snapshot = self._snapshots.take()
+
+        def write():
+            try:
+                self._snapshots.write(path, snapshot)
+                snapshot.clear()
+                self._commit(path, step)
+            except Exception as error:  # whatever it is, it belongs to whoever waits for this save
+                self._error = self._failure(path, error)
+
+        self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
+        self._thread.start()
+
+    def _commit(self, path, step):
+        commits.commit(path, step)
+        self._prune()
+        # For tf.train.latest_checkpoint and other tools, TensorFlow's text file of what there is.
+        names = [os.path.basename(done.path) for _, done, _ in reversed(commits.listing(self.directory)) if done]
+        lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
+        commits.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
+
+    def _failure(self, path, error):
+        return UsageError(
+            f"the checkpoint {path} could not be saved ({first_line(error)}); free space or mend the permissions and run "
+            "the same command again"
+        )
+
+    @property
+    def saving(self):
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self):
+        """Waits for a save under way.
+
+        Raises:
+          UsageError: if it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self):
+        """Raises the `UsageError` of a save that has failed meanwhile; does not wait."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def add_scores(self, step, scores):
+        """Notes the metrics of an evaluation with the checkpoint of its step, if there is one, and tidies.
+
+        Args:
+          step: the global step.
+          scores: dict from "<evaluator>/<metric>" to number.
+        """
+        self.wait()
+        for _, done, _ in commits.listing(self.directory):
+            if done and done.step == step:
+                commits.add_scores(done, scores)
+        self._prune()
+
+    def _prune(self):
+        kept = [done for _, done, _ in commits.listing(self.directory) if done]
+        wanted = {done.step for rule in self._policy.keep for done in rule.select(kept)}
+        for done in kept[1:]:
+            if done.step not in wanted:
+                commits.remove(done)
 
     def restore(self, path, partial=False):
         """Restores the state.
 
         Args:
           path: a checkpoint's path, `.../ckpt-<step>`.
-          partial: lets the checkpoint hold more than the objects here, as an evaluation needs.
+          partial: lets the checkpoint hold more than the objects here, as an evaluation needs; "both" lets also the
+            objects here be more than it holds.
 
         Raises:
           UsageError: if the checkpoint is not one of this model; it lists the keys of both sides. The variables may
             then be partly restored.
         """
+        self.wait()
         try:
-            status = self._checkpoint.restore(path)  # read() would not know the manager's save counter
-            if partial:
+            status = self._checkpoint.restore(path)
+            if partial == "both":
+                status.assert_nontrivial_match().expect_partial()
+            elif partial:
                 status.assert_existing_objects_matched().expect_partial()
             else:
                 status.assert_consumed()
@@ -163,21 +290,17 @@ class Checkpoints:
         differences = (("only here", missing), ("only there", unused), ("other shapes", shapes))
         return (
             f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
-            "build the model that the checkpoint was made with ("
-            + "; ".join(_listing(title, items) for title, items in differences if items)
+            "build the model that the checkpoint was made with, or ask for a partial restore "
+            "(CheckpointPolicy(partial=True), --partial_restore) ("
+            + "; ".join(f"{title}: {listing(items, most=4)}" for title, items in differences if items)
             + ")"
         )
 
 
 def latest_checkpoint(directory):
-    """Returns the path of the newest checkpoint in a directory, or None."""
-    latest = tf.train.latest_checkpoint(directory)
-    if latest:
-        return latest
-    # The file `checkpoint`, which names the newest, may be lost.
-    names = tf.io.gfile.glob(os.path.join(directory, "ckpt-*.index"))
-    steps = [int(match[1]) for match in (re.search(r"ckpt-(\d+)\.index$", name) for name in names) if match]
-    return os.path.join(directory, f"ckpt-{max(steps)}") if steps else None
+    """Returns the path of the newest committed checkpoint in a directory, or None."""
+    done = commits.newest(directory)
+    return done.path if done else None
 
 
 def peek(path):
@@ -222,17 +345,6 @@ def check_writable(directory):
         ) from error
 
 
-def first_line(error):
-    """The first line of an exception's message, for a sentence of one line."""
-    lines = re.sub(r"\{\{.*?\}\}", "", str(getattr(error, "message", error))).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
-
-
 def _keys(path):
     return {key.replace("/.ATTRIBUTES/VARIABLE_VALUE", ""): shape for key, shape in tf.train.list_variables(path)
             if not key.startswith(("_CHECKPOINTABLE", "save_counter")) and not key.endswith("py_state")}  # fmt: skip
-
-
-def _listing(title, items, most=4):
-    shown = ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
-    return f"{title}: {shown}"

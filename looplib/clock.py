@@ -20,17 +20,25 @@ class Clock:
         self._started = self._mark = now()
         self._stack = ["other"]
         self._seconds = {"other": 0.0}
+        self._entered = 0
 
     @contextlib.contextmanager
     def phase(self, name):
         """Counts the time of a `with` block for the phase `name`."""
         self._close_span()
         self._stack.append(name)
+        self._entered += 1
         try:
             yield
         finally:
             self._close_span()
             self._stack.pop()
+            self._entered += 1
+
+    @property
+    def current(self):
+        """The phase of this moment, and how often it has changed: `(name, count)`; may be read by another thread."""
+        return self._stack[-1], self._entered
 
     def seconds(self):
         """Returns a dict from phase to seconds; `other` is what no phase took, `wall` the sum of all."""

@@ -7,19 +7,14 @@ from absl import logging
 
 from looplib import tasks
 from looplib.actions import Event
-from looplib.checkpoints import (
-    CheckpointPolicy,
-    Checkpoints,
-    RunState,
-    check_writable,
-    first_line,
-    latest_checkpoint,
-    peek,
-    positive,
-)
+from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
-from looplib.errors import UsageError
+from looplib.errors import DivergenceError, UsageError, positive
+from looplib.guards import Trouble, spike
 from looplib.loops import ENGINES
+from looplib.preemption import Preempted, notice
+from looplib.store import Store, warm_start
+from looplib.watchdog import Watchdog
 from looplib.writers import Writer, default_writers
 
 
@@ -72,50 +67,39 @@ class Controller:
         positive("steps_per_loop", steps_per_loop)
         if loop not in ENGINES:
             raise UsageError(f"loop is {loop!r}; expected one of {', '.join(ENGINES)}")
+        tasks.check_together(trainer, evaluators, self._strategy, loop)
         self._global_batch_size = global_batch_size
         self._steps_per_loop = steps_per_loop
         self._seed = seed
         self._policy = checkpoints
-        self._model_dir = os.fspath(model_dir) if model_dir else None
         self._actions = list(actions)
-        self._stopped = False
+        self._model_dir = os.fspath(model_dir) if model_dir else None
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
-        self._run_state = RunState()
-        self._saved_step = None
+        self._stopped = self._training_now = False
+        self._window_start = 0
+        self._last_evaluation = {}
         self.restored_from = None
 
-        self._checkpoints = None
-        self._training_now = False
-        self._last_evaluation = {}
-
-        tasks.check_together(trainer, evaluators, self._strategy, loop)
-        path = None
-        if self._model_dir:
-            check_writable(self._model_dir)
-            path = latest_checkpoint(self._checkpoint_dir)
-        self._writers = default_writers(self._model_dir) if writers is None else list(writers)
-        self._build_loops(trainer, evaluators, loop, start_step=peek(path)[0] if path else 0)
-        self._open_checkpoints(tasks.collect_state(trainer, evaluators))
-        if path:
-            self.restore_checkpoint(path)
+        self._store = Store(self._model_dir, checkpoints, writes=trainer is not None)
+        self._writers = list(default_writers(self._store.writable and self._model_dir) if writers is None else writers)
+        self._build_loops(trainer, evaluators, loop, self._store.start_position())
+        self._watchdog = Watchdog(
+            self.clock, self._progress, lambda: self._store.latest, self._policy.guards.stall_limit
+        )
+        objects = tasks.collect_state(trainer, evaluators)
+        if self._training:
+            self._training.warn_of_what_is_not_saved(objects)
+        self._store.open(objects, self._global_step)
+        if self._store.start:
+            self.restore_checkpoint(self._store.start.path)
         elif trainer:
             with self._strategy.scope():
                 trainer.initialize()
+            if checkpoints.warm_start:
+                warm_start(objects, checkpoints.warm_start)
+        self._store.guard(objects)
 
     # Building.
-
-    @property
-    def _checkpoint_dir(self):
-        return os.path.join(self._model_dir, "checkpoints")
-
-    def _open_checkpoints(self, objects):
-        own = {"global_step": self._global_step, "run_state": self._run_state}
-        for name in objects.keys() & {*own, "save_counter"}:
-            raise UsageError(f"the attribute {name!r} has the name of something else in a checkpoint; rename it")
-        if self._training:
-            self._training.warn_of_what_is_not_saved(objects)
-        if self._model_dir:
-            self._checkpoints = Checkpoints(self._checkpoint_dir, {**objects, **own}, self._policy.keep_last)
 
     def _build_loops(self, trainer, evaluators, engine, start_step):
         settings = dict(strategy=self._strategy, engine=engine, seed=self._seed, clock=self.clock)
@@ -129,12 +113,19 @@ class Controller:
                 global_batch_size=batch,
                 start_step=start_step,
                 counter=self._global_step,
+                non_finite=self._policy.guards.non_finite,
                 **settings,
             )
+        self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
         self._evaluations = {
-            name: tasks.TaskLoop(name, task, global_batch_size=task.global_batch_size or batch, **settings)
+            name: tasks.TaskLoop(
+                name, task, global_batch_size=task.global_batch_size or batch, counter=self._evaluated, **settings
+            )
             for name, task in evaluators.items()
         }
+
+    def _progress(self):
+        return int(self._global_step), int(self._evaluated)
 
     # What a user calls.
 
@@ -145,8 +136,13 @@ class Controller:
 
     @property
     def latest_checkpoint(self):
-        """The path of the newest checkpoint in `model_dir`, or None."""
-        return self._checkpoints.latest if self._checkpoints else None
+        """The path of the newest committed checkpoint in `model_dir`, or None."""
+        return self._store.latest
+
+    @property
+    def rollbacks(self):
+        """How often the run went back to a checkpoint, over all its restarts."""
+        return self._store.values.get("rollbacks", 0)
 
     def train(self, steps):
         """Trains.
@@ -200,14 +196,20 @@ class Controller:
                 "training"
             )
         step, results = self.global_step, {}
-        for name, evaluation in self._evaluations.items():
-            evaluation.rewind()
-            if not evaluation.run(steps, phase="evaluate"):
-                raise UsageError(
-                    f"the evaluation data set {name!r} is empty: {evaluation.who}.dataset has no batch; "
-                    "check where the data is read from"
-                )
-            results[name] = self._publish(name, step, evaluation)
+        with notice.listening(), self._watchdog.watching():
+            for name, evaluation in self._evaluations.items():
+                evaluation.rewind()
+                done, _ = evaluation.run(steps, phase="evaluate")
+                if notice.requested:
+                    self._leave(step)
+                if not done:
+                    raise UsageError(
+                        f"the evaluation data set {name!r} is empty: {evaluation.who}.dataset has no batch; "
+                        "check where the data is read from"
+                    )
+                results[name] = self._publish(name, step, evaluation)
+        with self.clock.phase("save"):
+            self._store.add_scores(step, results)
         self._last_evaluation = results
         return results
 
@@ -227,52 +229,51 @@ class Controller:
         """
         self._check_evaluation(steps)
         results = None
-        directory = self._need_checkpoints("evaluate_continuously").directory
-        for path in tf.train.checkpoints_iterator(directory, timeout=timeout):
-            if self.restored_from != path or results is None:
+        self._store.need("evaluate_continuously")
+        with notice.listening():
+            while path := self._store.wait_for_newer(self.restored_from if results is not None else None, timeout):
                 try:
                     self.restore_checkpoint(path)
                 except UsageError:
-                    if tf.io.gfile.exists(path + ".index"):
+                    if tf.io.gfile.exists(path + ".commit"):
                         raise
                     continue  # the training has meanwhile deleted it, having newer ones
                 results = self.evaluate(steps)
-            if until_step is not None and self.global_step >= until_step:
-                break
+                if until_step is not None and self.global_step >= until_step:
+                    break
         if results is None:
             raise UsageError(
-                f"no checkpoint came in {directory} within {timeout} s; check that the training writes there"
+                f"no checkpoint came in {self._store.directory} within {timeout} s; check that the training writes there"
             )
         return results
 
     def save_checkpoint(self):
-        """Saves the whole state now, unless this step is already saved.
+        """Saves the whole state now, unless this step is already saved, and waits until it is committed.
 
         Returns:
           str, the path of the checkpoint.
 
         Raises:
           UsageError: without a `model_dir`, or if it cannot be written.
+          DivergenceError: if a variable is not finite; nothing is saved then.
         """
-        checkpoints = self._need_checkpoints("save_checkpoint")
-        step = self.global_step
-        if self._saved_step != step:
-            with self.clock.phase("save"):
-                running = self._training.reducer.state() if self._training else {}
-                self._run_state.values.update(
-                    running=running, seed=self._seed, global_batch_size=self._global_batch_size
-                )
-                for writer in self._writers:
-                    writer.flush()
-                try:
-                    checkpoints.save(step)
-                except (OSError, tf.errors.OpError) as error:
-                    raise UsageError(
-                        f"the checkpoint of step {step} could not be saved in {checkpoints.directory} "
-                        f"({first_line(error)}); free space or mend the permissions and run the same command again"
-                    ) from error
-            self._saved_step = step
-        return checkpoints.latest
+        self._store.need("save_checkpoint")
+        try:
+            self._save(wait=True)
+        except Trouble as trouble:
+            raise DivergenceError(f"{trouble.what}; it is not saved") from None
+        return self._store.latest
+
+    def _save(self, wait):
+        """Saves, unless this step is saved; returns when it is committed, or at once if `wait` is not set."""
+        with self.clock.phase("save"):
+            for writer in self._writers:
+                writer.flush()  # what the checkpoint calls reported is on disk before it is
+            self._store.save(self.global_step, self._own_state, wait)
+
+    def _own_state(self):
+        running = self._training.reducer.state() if self._training else {}
+        return {"running": running, "seed": self._seed, "global_batch_size": self._global_batch_size}
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included.
@@ -286,15 +287,16 @@ class Controller:
         Raises:
           UsageError: if the checkpoint cannot be read or belongs to another model.
         """
-        own = self._need_checkpoints("restore_checkpoint")
+        self._store.need("restore_checkpoint")
         self._refuse_while_training("restore_checkpoint")
-        path = os.fspath(path) if path else own.latest
+        return self._restore(path)
+
+    def _restore(self, path, changes=None):
+        with self.clock.phase("restore"):
+            path, step = self._store.restore(path, changes)
         if path is None:
             return None
-        step, _ = peek(path)
-        with self.clock.phase("restore"):
-            own.restore(path, partial=self._training is None)
-        values = self._run_state.values
+        values = self._store.values
         for name, ours in (("seed", self._seed), ("global_batch_size", self._global_batch_size)):
             if self._training and values.get(name, ours) != ours:
                 logging.warning(
@@ -302,11 +304,11 @@ class Controller:
                     "another order than in an uninterrupted run", name, values[name], ours, step
                 )  # fmt: skip
         self.restored_from = path
-        self._saved_step = step if os.path.dirname(path) == own.directory else None
         logging.info("restored step %d from %s", step, path)
         if self._training:
-            self._training.rewind(step)
+            self._training.rewind(step + self._store.input_offset)
             self._training.reducer.load(values.get("running", {}))
+            self._window_start = step
             reported = {**dict.fromkeys(["train", *self._evaluations], 0), **values.get("reported", {})}
             for writer in self._writers:
                 writer.resume(step, reported)
@@ -317,9 +319,14 @@ class Controller:
         self._stopped = True
 
     def close(self):
-        """Closes the writers."""
+        """Waits for a save under way, closes the writers, and lets go of the run directory.
+
+        Raises:
+          UsageError: if that save failed.
+        """
         for writer in self._writers:
             writer.close()
+        self._store.close()
 
     def __enter__(self):
         return self
@@ -342,12 +349,19 @@ class Controller:
             )
         self._training_now = True
         try:
-            return self._train_on(target, eval_interval, eval_steps)
+            with notice.listening(), notice.deferred(self._busy), self._watchdog.watching():
+                if self._policy.guards.may_roll_back and self._store and self._store.latest is None:
+                    self._save(wait=True)  # to have where to go back to
+                while True:
+                    try:
+                        return self._train_on(target, eval_interval, eval_steps)
+                    except Trouble as trouble:
+                        self._restore(*self._store.go_back(trouble))
         finally:
             self._training_now = False
 
     def _train_on(self, target, eval_interval, eval_steps):
-        step, reported = self.global_step, self._run_state.values.setdefault("reported", {})
+        step, reported = self.global_step, self._store.values.setdefault("reported", {})
         self._stopped, self._last_evaluation, metrics = False, {}, {}
         intervals = [self._steps_per_loop, self._policy.every_steps, *([eval_interval] if eval_interval else [])]
 
@@ -356,7 +370,7 @@ class Controller:
 
         if eval_interval and step and step % eval_interval == 0 and evaluation_due(step) and step != target:
             self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
-        self._training.resume(step)
+        self._training.resume(step + self._store.input_offset)
         mark = self._mark(step)
         while not self._stopped and step != target:
             if target != -1 and step > target:
@@ -366,13 +380,19 @@ class Controller:
                 break
             boundary = min(step - step % interval + interval for interval in intervals)
             boundary = boundary if target == -1 else min(boundary, target)
-            done = self._training.run(boundary - step, phase="train")
-            step, ended = step + done, step + done < boundary
+            done, finite = self._training.run(boundary - step, phase="train")
+            step, ended = step + done, step + done < boundary and not notice.requested
+            if not finite:
+                after, names = self._training.reducer.first_bad()
+                raise self._store.trouble_in_step(self._window_start + after, names)
+            self._store.look(step)
             if step % self._steps_per_loop == 0 and done:
                 metrics = self._report(step, mark)
                 mark = self._mark(step)
-            if step % self._policy.every_steps == 0 and done and self._checkpoints:
-                self.save_checkpoint()
+            if step % self._policy.every_steps == 0 and done and self._store:
+                self._save(wait=False)
+            if notice.requested:
+                self._leave(step)
             if eval_interval and step % eval_interval == 0 and done and step != target:
                 self._evaluate_saved(eval_steps)
             for writer in self._writers:
@@ -381,8 +401,9 @@ class Controller:
                 self._note_end(step, target)
                 break
         # Saved before an unfinished window of metrics is reported: a longer run goes on with the window whole.
-        if self._checkpoints and (step or self._saved_step is not None):
-            self.save_checkpoint()
+        if self._store and (step or self._store.saved_step is not None):
+            self._save(wait=True)
+        self._store.check(step)
         if step > reported.get("train", 0):
             metrics = self._report(step, mark)
         if evaluation_due(step):
@@ -391,10 +412,29 @@ class Controller:
             writer.flush()
         return metrics
 
+    def _busy(self):
+        return self.clock.current[0] == "save" or self._store.saving
+
+    def _leave(self, step):
+        """Ends the run for a signal: saves, flushes, raises `Preempted`."""
+        if self._training_now and self._store:
+            self._save(wait=True)
+        for writer in self._writers:
+            writer.flush()
+        kept = self._store.latest
+        saved = f"saved in {kept}; the same command goes on from there" if kept else "without a model_dir to save to"
+        raise Preempted(f"ended by {notice.requested} at step {step}, {saved}")
+
     def _evaluate_saved(self, eval_steps):
-        if self._checkpoints:
-            self.save_checkpoint()  # so that a failing evaluation loses nothing
-        self.evaluate(eval_steps)
+        if not self._store:
+            self.evaluate(eval_steps)
+            return
+        self._save(wait=False)  # so that a failing evaluation loses nothing
+        try:
+            self.evaluate(eval_steps)
+        finally:
+            with self.clock.phase("save"):
+                self._store.wait()
 
     def _note_end(self, step, target):
         if not step:
@@ -417,14 +457,34 @@ class Controller:
     def _publish(self, split, step, task_loop, steps_per_second=None):
         with self.clock.phase("report"):
             metrics = task_loop.read()
+            if split == "train":
+                self._window_start = step
+                self._look_for_a_spike(step, metrics)
             if steps_per_second is not None:
                 metrics.setdefault("steps_per_second", steps_per_second)
             for writer in self._writers:
                 writer.write(step, split, metrics)
-            self._run_state.values.setdefault("reported", {})[split] = step
+            self._store.values.setdefault("reported", {})[split] = step
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self))
         return metrics
+
+    def _look_for_a_spike(self, step, metrics):
+        loss = metrics.get("loss")
+        if loss is None or not self._policy.guards.spike_score:
+            return
+        history = self._store.values.setdefault("losses", [])
+        score = spike(history, loss, self._policy.guards)
+        if score is not None:
+            raise Trouble(
+                f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the last "
+                f"{len(history)}",
+                self._policy.guards.on_spike,
+                good_before=step - self._steps_per_loop,
+                resume_after=step,
+            )
+        history.append(loss)
+        del history[: -self._policy.guards.spike_window]
 
     # Checks.
 
@@ -443,11 +503,6 @@ class Controller:
     def _refuse_while_training(self, what):
         if self._training_now:
             raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
-
-    def _need_checkpoints(self, what):
-        if not self._checkpoints:
-            raise UsageError(f"{what} needs a model_dir, and this controller has none; give Controller(model_dir=...)")
-        return self._checkpoints
 
 
 def _check_kinds(strategy, actions, writers):

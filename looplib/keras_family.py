@@ -57,6 +57,20 @@ def is_optimizer(value):
     return _is_a(value, "optimizers", "Optimizer")
 
 
+def optimizers(task):
+    """The Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models."""
+    found, todo = [], list(vars(task).values())
+    while todo:
+        value = todo.pop()
+        if isinstance(value, (list, tuple, dict)):
+            todo += value.values() if isinstance(value, dict) else value
+        elif is_model(value):
+            todo.append(getattr(value, "optimizer", None))
+        elif is_optimizer(value) and all(value is not other for other in found):
+            found.append(value)
+    return found
+
+
 def check_one_family(objects):
     """Raises `UsageError` if objects of both families, or Keras 3 on another backend, would train together.
 

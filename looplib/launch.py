@@ -25,13 +25,16 @@ import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from looplib import runtime
-from looplib.checkpoints import CheckpointPolicy
+from looplib import guards, runtime
+from looplib.checkpoints import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.commits import write_whole
 from looplib.controller import Controller
 from looplib.errors import UsageError
+from looplib.guards import Guards
 from looplib.loops import ENGINES
+from looplib.preemption import EXIT_PREEMPTED, Preempted, notice
 
-EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED = 0, 1, 130
+EXIT_DONE, EXIT_FAILED = 0, 1
 MODES = ("train", "eval", "train_and_eval", "continuous_eval")
 
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
@@ -48,6 +51,15 @@ FLAGS = (
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
     ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
+    ("keep_last", flags.DEFINE_integer, 5, "How many of the newest checkpoints to keep."),
+    ("keep_best", flags.DEFINE_string, None, "Keeps the best checkpoint too, such as max:eval/accuracy or min:eval/loss."),
+    ("keep_every", flags.DEFINE_integer, None, "Keeps the checkpoints at multiples of this many steps too."),
+    ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel that a new run takes its weights from."),
+    ("partial_restore", flags.DEFINE_boolean, False, "Resumes with what a checkpoint and the model have in common."),
+    ("non_finite", flags.DEFINE_enum, "halt", "What a NaN or infinite loss, gradient or weight does.", guards.POLICIES),
+    ("spike_score", flags.DEFINE_float, 0.0, "Robust z-score of the loss that leads to a rollback; 0 looks at none."),
+    ("rollbacks", flags.DEFINE_integer, 3, "How often a run may go back to a checkpoint."),
+    ("stall_limit", flags.DEFINE_float, None, "Seconds without progress that end the run; 0 never, none learns them."),
     ("seed", flags.DEFINE_integer, 0, "Seeds initial weights, data order and everything else."),
     ("deterministic", flags.DEFINE_boolean, False, "Makes every op deterministic, at a cost in speed."),
     ("mixed_precision", flags.DEFINE_enum, "float32", "The Keras precision policy.", runtime.PRECISIONS),
@@ -57,7 +69,8 @@ FLAGS = (
 def run(build, config, argv=None, **defaults):
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
-    Exit codes: 0 done, 1 failed; a failure's last line on standard error says what to do.
+    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM or SIGINT and saved, to be run again; 76 ended by the watchdog. A
+    failure's last line on standard error says what to do.
 
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
@@ -96,6 +109,11 @@ def _main(build, parsed_config, argv):
                 or os.path.dirname(tf.__file__) not in record.pathname
             )
         )
+    with notice.listening():
+        _run_experiment(build, parsed_config, argv)
+
+
+def _run_experiment(build, parsed_config, argv):
     controller = report = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
     try:
@@ -123,7 +141,7 @@ def _main(build, parsed_config, argv):
             steps_per_loop=values["steps_per_loop"],
             loop=values["loop"],
             seed=values["seed"],
-            checkpoints=CheckpointPolicy(every_steps=values["checkpoint_interval"]),
+            checkpoints=_policy(values),
         )
         report = _RunReport(values, config, strategy, controller)
         report.write("running")
@@ -131,10 +149,13 @@ def _main(build, parsed_config, argv):
         controller.close()
         report.write("done", metrics)
         print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
-    except KeyboardInterrupt:
-        kept = controller and controller.latest_checkpoint
-        advice = f"the same command goes on from {kept}" if kept else "nothing had been saved yet"
-        _fail(f"interrupted; {advice}", controller, report, status="interrupted", code=EXIT_INTERRUPTED)
+    except Preempted as preempted:
+        if controller:
+            controller.close()
+        if report:
+            report.write("preempted")
+        print(f"looplib: {preempted}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_PREEMPTED)
     except UsageError as error:
         logging.debug("where it was raised:", exc_info=True)
         _fail(str(error), controller, report)
@@ -158,15 +179,37 @@ def _gist(error):
     return (roots or told[-1:] or lines)[0][:300]
 
 
-def _fail(sentence, controller=None, report=None, status="failed", code=EXIT_FAILED):
-    if controller:
-        controller.close()
-    if report:
-        report.write(status)
+def _fail(sentence, controller=None, report=None):
+    for finish in (controller and controller.close, report and (lambda: report.write("failed"))):
+        try:
+            finish and finish()
+        except Exception as error:  # the disk may be full, and the sentence must come out all the same
+            logging.error("%s", error)
     tf.get_logger().setLevel("ERROR")  # its warnings as objects are deleted would come after the last line
     sys.stdout.flush()
     print(f"looplib: error: {sentence}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    sys.exit(EXIT_FAILED)
+
+
+def _policy(values):
+    keep = [KeepLast(values["keep_last"])]
+    if values["keep_best"]:
+        mode, _, metric = values["keep_best"].partition(":")
+        keep.append(KeepBest(metric, mode))
+    if values["keep_every"]:
+        keep.append(KeepEvery(values["keep_every"]))
+    return CheckpointPolicy(
+        every_steps=values["checkpoint_interval"],
+        keep=tuple(keep),
+        partial=values["partial_restore"],
+        warm_start=values["warm_start"] or "",
+        guards=Guards(
+            non_finite=values["non_finite"],
+            spike_score=values["spike_score"],
+            rollbacks=values["rollbacks"],
+            stall_limit=values["stall_limit"],
+        ),
+    )
 
 
 def _check(values, argv):
@@ -222,16 +265,18 @@ class _RunReport:
             return 0
 
     def write(self, status, metrics=None):
-        """Replaces the file in one move, so that no reader sees half of it."""
+        """Replaces the file in one move; a report that cannot be written does not end a run."""
         self._content.update(
             status=status,
             step=self._controller.global_step,
             metrics=metrics or {},
+            rollbacks=self._controller.rollbacks,
             seconds=self._controller.clock.seconds(),
         )
-        with tf.io.gfile.GFile(self._path + ".new", "w") as file:
-            file.write(json.dumps(self._content, indent=2, default=str) + "\n")
-        tf.io.gfile.rename(self._path + ".new", self._path, overwrite=True)
+        try:
+            write_whole(self._path, json.dumps(self._content, indent=2, default=str) + "\n")
+        except (OSError, tf.errors.OpError) as error:
+            logging.warning("%s cannot be written (%s)", self._path, error)
 
 
 def _versions():

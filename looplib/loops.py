@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.errors import UsageError
+from looplib.preemption import notice
 
 _TO_THE_END = np.iinfo(np.int64).max
 
@@ -25,13 +26,16 @@ class GraphLoop:
       reducer: `metrics.Reducer` for what it returns.
       stream: `feeds.Stream`, which reads the iterators that the loop is called with.
       counter: int64 `tf.Variable` that counts finished steps, or None.
+      skip_bad: undoes a step in which a value is not finite.
     """
 
-    def __init__(self, strategy, step_fn, reducer, stream, counter=None):
+    def __init__(self, strategy, step_fn, reducer, stream, counter=None, skip_bad=False):
         self.traces = 0
         self._counter = counter
         self._reducer = reducer
         self._stream = stream
+        self._skip_bad = skip_bad
+        self._stop = notice.flag
 
         def replica_step(inputs):
             return reducer.run_step(step_fn, inputs, stream.may_be_empty)
@@ -57,10 +61,20 @@ class GraphLoop:
         self._loop = tf.function(self._endless if stream.infinite else self._ending)
         self._read = tf.function(reducer.read)
 
-    def __call__(self, iterator, steps):
-        """Runs `steps` steps (-1: to the end of the data); returns how many it did, as an int."""
+    def __call__(self, iterator, steps, stride):
+        """Runs steps until a signal asks to stop or a value is not finite.
+
+        Args:
+          iterator: of the stream's data set.
+          steps: how many; -1 runs to the end of the data.
+          stride: after how many steps to look whether to go on.
+
+        Returns:
+          `(done, finite)`: int, and whether all that the reducer watches was finite.
+        """
         steps = _TO_THE_END if steps < 0 else steps
-        return int(self._loop(iterator, tf.constant(steps, tf.int64)))
+        done, finite = self._loop(iterator, tf.constant(steps, tf.int64), tf.constant(stride, tf.int64))
+        return int(done), bool(finite)
 
     def read(self):
         """Returns the metrics since the last read, and starts anew."""
@@ -73,36 +87,59 @@ class GraphLoop:
 
     def trace(self, iterator):
         """Traces the loop for this iterator, so that no later call does."""
-        self._loop.get_concrete_function(iterator, tf.TensorSpec([], tf.int64))
+        self._loop.get_concrete_function(iterator, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64))
         self._read.get_concrete_function()
 
     def _one(self, inputs):
-        self._reducer.add(self._step(inputs))
+        contributions = self._undone_if_bad(inputs) if self._skip_bad else self._step(inputs)
+        self._reducer.add(contributions)
         if self._counter is not None:
             # A step counts only once it had its data: without this, one that finds none is counted as it fails.
             with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)[:1]):
                 self._counter.assign_add(1)
 
-    def _endless(self, iterator, steps):
-        self._note_trace()
-        for _ in tf.range(steps):
-            self._one(self._stream.next(iterator))
-        return steps
+    def _undone_if_bad(self, inputs):
+        """One step; if a value in it is not finite, every variable is as before it, and it contributes nothing."""
+        before = [variable.read_value() for variable in self._step.variables]
+        contributions = self._step(inputs)
+        with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
+            after = [variable.read_value() for variable in self._step.variables]
+        finite = self._reducer.all_finite(contributions)
+        for value in after:
+            if value.dtype.is_floating:
+                finite = tf.logical_and(finite, tf.reduce_all(tf.math.is_finite(value)))
+        for variable, old, new in zip(self._step.variables, before, after):
+            variable.assign(tf.where(finite, new, old))
+        return self._reducer.skip_unless(finite, contributions)
 
-    def _ending(self, iterator, steps):
+    def _endless(self, iterator, steps, stride):
+        self._note_trace()
+        done = tf.constant(0, tf.int64)
+        while done < steps and not self._stop and self._reducer.finite():
+            until = tf.minimum(done + stride, steps)
+            while done < until:
+                self._one(self._stream.next(iterator))
+                done += 1
+        return done, self._reducer.finite()
+
+    def _ending(self, iterator, steps, stride):
         # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
         self._note_trace()
         done = tf.constant(0, tf.int64)
         batch = self._stream.next_as_optional(iterator)
-        while done < steps - 1 and self._stream.has_value(batch):
+        while done < steps - 1 and self._stream.has_value(batch) and not self._stop and self._reducer.finite():
+            until = tf.minimum(done + stride, steps - 1)
+            while done < until and self._stream.has_value(batch):
+                self._one(self._stream.get_value(batch))
+                done += 1
+                batch = self._stream.next_as_optional(iterator)
+        finite = self._reducer.finite()
+        until = done + 1 if finite else done  # a batch that was fetched is trained on, also when asked to stop
+        while done < tf.minimum(steps, until) and self._stream.has_value(batch):
             self._one(self._stream.get_value(batch))
             done += 1
-            batch = self._stream.next_as_optional(iterator)
-        while done < steps and self._stream.has_value(batch):
-            self._one(self._stream.get_value(batch))
-            done += 1
-        return done
+        return done, self._reducer.finite()
 
     def _note_trace(self):
         self.traces += 1  # runs when tf.function traces, not when it runs
@@ -120,18 +157,20 @@ class EagerLoop:
     Takes the arguments of `GraphLoop`. The structure of the step's outputs is known only after the first step.
     """
 
-    def __init__(self, strategy, step_fn, reducer, stream, counter=None):
+    def __init__(self, strategy, step_fn, reducer, stream, counter=None, skip_bad=False):
         self.traces = 0
+        if skip_bad:
+            raise UsageError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
         self._stream = stream
         self._strategy = strategy
         self._counter = counter
         self._reducer = reducer
         self._step_fn = step_fn
 
-    def __call__(self, iterator, steps):
-        """Runs `steps` steps (-1: to the end of the data); returns how many it did."""
+    def __call__(self, iterator, steps, stride):
+        """Runs steps; see `GraphLoop`. It looks after each step whether to go on."""
         done = 0
-        while done != steps:
+        while done != steps and not notice.requested and self._finite():
             batch = self._stream.next_as_optional(iterator)
             if not self._stream.has_value(batch):
                 break
@@ -142,7 +181,10 @@ class EagerLoop:
             if self._counter is not None:
                 self._counter.assign_add(1)
             done += 1
-        return done
+        return done, self._finite()
+
+    def _finite(self):
+        return not self._reducer.created or bool(self._reducer.finite())
 
     def _replica_step(self, inputs):
         return self._reducer.run_step(self._step_fn, inputs, self._stream.may_be_empty)

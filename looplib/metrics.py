@@ -11,7 +11,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from looplib import keras_family
+from looplib import guards, keras_family
 from looplib.errors import UsageError
 
 
@@ -96,12 +96,18 @@ class Reducer:
       strategy: the `tf.distribute.Strategy`.
       who: the class name of the user's trainer or evaluator, for messages.
       count_examples: adds the total `examples`, from the first dimension of the inputs.
+      guarded: watches losses and gradients for values that are not finite. From the first such step on nothing more is
+        added, so that what stands there tells which step and which value it was.
+      skips: counts steps that were undone, as `skipped_steps`.
     """
 
-    def __init__(self, strategy, who, count_examples):
+    def __init__(self, strategy, who, count_examples, guarded=False, skips=False):
         self._strategy = strategy
         self._who = who
         self._count_examples = count_examples
+        self._guarded = guarded
+        self._skips = skips
+        self._watched = []  # names of what is watched
         self._slots = None
         self._keras = {}
         self._totals = None
@@ -120,6 +126,8 @@ class Reducer:
           float64 tensor `[n]` as `contribution` makes it, zeros for an empty batch.
         """
         batch = _batch_size(inputs)
+        if self._guarded:
+            return self._watch(*guards.watched(step_fn, inputs), inputs)
         if not may_be_empty or batch is None:
             return self.contribution(step_fn(inputs), inputs)
         return tf.cond(
@@ -129,6 +137,19 @@ class Reducer:
     @property
     def _size(self):
         return sum(slot.size for slot in self._slots)
+
+    def _watch(self, outputs, norms, inputs):
+        """Adds to a contribution [1 (steps), the sum of all that is watched, each of it]."""
+        contribution = self.contribution(outputs, inputs)
+        losses = [slot for slot in self._slots if "loss" in slot.name.lower() and slot.kind != "last"]
+        self._watched = [slot.name for slot in losses] + [name for name, _ in norms]
+        if not self._watched:
+            return tf.concat([contribution, tf.constant([1.0, 0.0], tf.float64)], axis=0)
+        each = [contribution[slot.start] for slot in losses]
+        each += tf.unstack(tf.cast(tf.stack([norm for _, norm in norms]), tf.float64)) if norms else []
+        each = tf.stack(each)
+        watch = tf.concat([tf.ones([1], tf.float64), tf.reduce_sum(each)[None], each], axis=0)
+        return tf.concat([contribution, watch], axis=0)
 
     def contribution(self, outputs, inputs):
         """Packs one step's outputs; in replica context.
@@ -153,6 +174,8 @@ class Reducer:
         values = dict(outputs)
         if self._count_examples and "examples" not in values and batch is not None:
             values["examples"] = total(batch[1])
+        if self._skips:
+            values["skipped_steps"] = total(tf.constant(0, tf.int64))
         for name, value in sorted(values.items(), key=lambda item: str(item[0])):
             check_metric_name(self._who, name)
             if keras_family.is_metric(value):
@@ -232,17 +255,17 @@ class Reducer:
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self._keras.items():
             keras_family.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
+        size = self._size + (2 + len(self._watched) if self._guarded else 0)
         with self._strategy.scope():
             self._totals = tf.Variable(
-                tf.zeros([self._size], tf.float64),
+                tf.zeros([size], tf.float64),
                 trainable=False,
                 name=f"{self._who}_totals",
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )
-        self._sum_replicas_in_graph = tf.function(self._sum_replicas).get_concrete_function()
         replaced = [slot.kind == "last" for slot in self._slots for _ in range(slot.size)]
-        self._replaced = np.array(replaced, bool) if any(replaced) else None
+        self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
         if self._pending is not None:
             self.load(self._pending)
 
@@ -251,11 +274,56 @@ class Reducer:
         self._strategy.run(self._add_local, args=(contributions,))
 
     def _add_local(self, contribution):
-        if self._replaced is None:
+        totals = self._totals.read_value()
+        kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
+        if self._watched:
+            self._totals.assign(tf.where(tf.math.is_finite(totals[self._size + 1]), kept + contribution, totals))
+        elif self._replaced is None:
             self._totals.assign_add(contribution)
         else:
-            kept = tf.where(self._replaced, tf.zeros_like(contribution), self._totals.read_value())
             self._totals.assign(kept + contribution)
+
+    def finite(self):
+        """Whether all that is watched was finite on all replicas so far: boolean scalar; across replicas, in a graph."""
+        if not self._watched:
+            return tf.constant(True)
+        local = self._strategy.run(lambda: self._totals.read_value()[self._size + 1])
+        return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
+
+    def all_finite(self, contributions):
+        """Whether all that is watched is finite in one step's contributions of all replicas; across replicas."""
+        if not self._watched:
+            return tf.constant(True)
+        local = self._strategy.run(lambda part: part[self._size + 1], args=(contributions,))
+        return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
+
+    def skip_unless(self, counted, contributions):
+        """Leaves contributions as they are, or makes them one `skipped_steps` and nothing else; across replicas."""
+        skipped = np.zeros([self._totals.shape[0]])
+        skipped[next(slot.start for slot in self._slots if slot.name == "skipped_steps")] = 1
+
+        def on_replica(part):
+            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+            return tf.where(counted, part, tf.where(first, skipped, tf.zeros_like(part)))
+
+        return self._strategy.run(on_replica, args=(contributions,))
+
+    def first_bad(self):
+        """What was not finite, and when.
+
+        Returns:
+          `(steps, names)`: the number of steps after the first since the last `read`, `reset` or `load`, of those that
+          are done; and the names of the losses and gradients that were not finite in that step, of the replicas that
+          were the first.
+        """
+        found = []
+        for totals in self._strategy.experimental_local_results(self._totals):
+            watch = totals.numpy()[self._size :]
+            names = [name for name, value in zip(self._watched, watch[2:]) if not np.isfinite(value)]
+            if names:
+                found.append((int(watch[0]), names))
+        steps = min(steps for steps, _ in found)
+        return steps, list(dict.fromkeys(name for first, names in found if first == steps for name in names))
 
     def read(self):
         """Reduces over replicas in one sum and starts anew; across replicas, in a `tf.function` or not.
@@ -306,30 +374,51 @@ class Reducer:
         return metrics
 
     def state(self):
-        """What has been accumulated since the last `read`, for a checkpoint: `{"names": [...], "totals": [...]}`."""
+        """What has been accumulated since the last `read`, for a checkpoint.
+
+        Returns:
+          dict of what JSON can hold: `names`, and `totals`, a list for each replica. On several replicas also `keras`,
+          the values of Keras metrics on each: a checkpoint itself holds only their sum, and float32 sums depend on the
+          order of the terms.
+        """
         if not self.created:
             return self._pending or {}
-        totals = self._sum_replicas_in_graph()
-        return {"names": [slot.name for slot in self._slots], "totals": np.asarray(totals).tolist()}
+        local = self._local(self._totals)
+        if len(local) < self._strategy.num_replicas_in_sync:  # other workers have the rest
+            local = [tf.function(self._sum_replicas)()]
+        state = {
+            "names": [slot.name for slot in self._slots],
+            "totals": [total.numpy()[: self._size].tolist() for total in local],
+        }
+        if len(local) > 1:
+            state["keras"] = {
+                name: [[part.numpy().tolist() for part in self._local(variable)] for variable in metric.variables]
+                for name, metric in self._keras.items()
+            }
+        return state
 
     def load(self, state):
-        """Goes on from a `state()`; one of other metrics is dropped, as it belongs to an earlier program."""
+        """Goes on from a `state()`; anew from one of other metrics, which belongs to an earlier program."""
         if not self.created:
             self._pending = state
             return
-        if (
-            not state
-            or state["names"] != [slot.name for slot in self._slots]
-            or len(state["totals"]) != self._totals.shape[0]
-        ):
-            return
-        totals = tf.constant(state["totals"], tf.float64)
+        local = self._local(self._totals)
+        fits = state and state["names"] == [slot.name for slot in self._slots] and len(state["totals"][0]) == self._size
+        totals = np.asarray(state["totals"] if fits else np.zeros([1, self._size]), np.float64)
+        same = len(totals) == len(local) == self._strategy.num_replicas_in_sync
+        if not same:
+            totals = np.stack([totals.sum(axis=0)] + [np.zeros_like(totals[0])] * (len(local) - 1))
+        for part, values in zip(local, totals):
+            part.assign(np.pad(values, [0, int(part.shape[0]) - self._size]))
+        for name, metric in self._keras.items() if same else ():
+            for variable, parts in zip(metric.variables, state.get("keras", {}).get(name, [])):
+                for part, value in zip(self._local(variable), parts):
+                    part.assign(tf.constant(value, part.dtype))
 
-        def load_local():
-            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
-            self._totals.assign(tf.where(first, totals, tf.zeros_like(totals)))
-
-        tf.function(lambda: self._strategy.run(load_local))()
+    def _local(self, variable):
+        """The variables of this worker's replicas behind a distributed one."""
+        value = variable if isinstance(variable, tf.Variable) else variable.value
+        return self._strategy.experimental_local_results(value)
 
 
 def check_metric_name(who, name):

@@ -3,18 +3,23 @@
 import math
 import numbers
 import re
+import time
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import inputs, keras_family
-from looplib.checkpoints import state_of
+from looplib import guards, inputs, keras_family
 from looplib.errors import UsageError
 from looplib.evaluator import Evaluator
 from looplib.loops import ENGINES
 from looplib.metrics import Reducer, check_metric_name
+from looplib.preemption import notice
+from looplib.state import state_of, variables_of
 from looplib.trainer import Trainer
+
+# How long the device may go on without looking at the stop flag: looking after each of many small steps costs 3%.
+_STRIDE_SECONDS = 0.02
 
 
 class TaskLoop:
@@ -33,10 +38,12 @@ class TaskLoop:
       clock: `Clock` that gets the time of tracing as "compile".
       start_step: global batches that were consumed before.
       counter: int64 `tf.Variable` of finished steps, or None.
+      non_finite: the policy of `guards.Guards`, for training.
     """
 
     def __init__(
-        self, split, task, *, strategy, engine, global_batch_size, seed, clock, start_step=0, counter=None
+        self, split, task, *, strategy, engine, global_batch_size, seed, clock, start_step=0, counter=None,
+        non_finite="off",
     ):  # fmt: skip
         self.task = task
         self.who = type(task).__name__
@@ -47,7 +54,13 @@ class TaskLoop:
         self._start_step = start_step
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
         self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
-        self.reducer = Reducer(strategy, self.who, count_examples=split != "train")
+        skips = non_finite == "skip"
+        self.reducer = Reducer(
+            strategy, self.who, count_examples=split != "train", guarded=non_finite != "off", skips=skips
+        )
+        if non_finite != "off":
+            guards.watch_gradients(task)
+        self._stride = 1
         if (
             split != "train"
             and self._stream.unknown
@@ -58,7 +71,7 @@ class TaskLoop:
                 "read from"
             )
         with clock.phase("compile"):
-            self._engine = ENGINES[engine](strategy, task.step_fn, self.reducer, self._stream, counter)
+            self._engine = ENGINES[engine](strategy, task.step_fn, self.reducer, self._stream, counter, skips)
 
     @property
     def endless(self):
@@ -93,15 +106,10 @@ class TaskLoop:
 
     def warn_of_what_is_not_saved(self, objects):
         """Warns of variables that the step uses and `objects`, the state of a checkpoint, does not hold."""
-        root = tf.train.Checkpoint(**objects)
-        held = tf.train.TrackableView(root).descendants()
         saved = {
             id(component)
-            for value in held
-            if isinstance(value, tf.Variable) or keras_family.is_variable(value)
-            for component in self._strategy.experimental_local_results(
-                value if isinstance(value, tf.Variable) else value.value
-            )
+            for _, variable in variables_of(objects)
+            for component in self._strategy.experimental_local_results(variable)
         }
         names = [variable.name for variable in self._engine.variables if id(variable) not in saved]
         if names:
@@ -120,7 +128,8 @@ class TaskLoop:
           phase: the clock's phase for the time that it takes, without tracing.
 
         Returns:
-          int, the steps done: fewer than asked for if the data ended.
+          `(done, finite)`: int, the steps done, fewer than asked for if the data ended, a signal came or a value was not
+          finite; and whether all losses and gradients were.
         """
         with self._clock.phase(phase):
             if self._iterator is None:
@@ -129,7 +138,13 @@ class TaskLoop:
                     with self._clock.phase("compile"):
                         self._engine.trace(self._iterator)
             try:
-                return self._engine(self._iterator, steps)
+                started = time.perf_counter()
+                done, finite = self._engine(self._iterator, steps, self._stride)
+                if done:
+                    seconds = (time.perf_counter() - started) / done
+                    self._stride = max(1, min(1000, int(_STRIDE_SECONDS / seconds)))
+                    notice.step_seconds = seconds
+                return done, finite
             except Exception as error:
                 self._iterator = None  # it has moved on past what was not trained
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):

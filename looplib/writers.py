@@ -4,7 +4,9 @@ import abc
 import json
 import math
 import os
+import platform
 import sys
+import time
 
 import numpy as np
 import tensorflow as tf
@@ -45,32 +47,138 @@ class Writer(abc.ABC):
 
 
 class TensorBoardWriter(Writer):
-    """Scalars for TensorBoard, in `train/` and `eval/` (`eval/<name>/` for a named evaluator) below `directory`."""
+    """Scalars for TensorBoard, in `train/` and `eval/` (`eval/<name>/` for a named evaluator) below `directory`.
+
+    Each (step, split) is one event and stands once in all event files together: a record written again with other
+    numbers replaces the first one. A record cut short by a crash is cut off; outside `train/` only in files of this
+    host, as another host's job may be about to complete it.
+
+    Args:
+      directory: the run directory.
+    """
 
     def __init__(self, directory):
         self._directory = directory
-        self._writers = {}
+        self._files = {}  # split: the _EventFile that is open
+        self._steps = {}  # split: steps of the records in all its files, once they were read
+
+    def resume(self, step, reported):
+        """Takes out the records that the run will make again."""
+        self.close()
+        named = os.path.join(self._directory, "eval")
+        names = tf.io.gfile.listdir(named) if tf.io.gfile.isdir(named) else []
+        for split in {"train", "eval", *reported, *(name.rstrip("/") for name in names)}:
+            self._keep(split, lambda event, last=reported.get(split, step): event.step <= last)
 
     def write(self, step, split, metrics):
-        """Writes one scalar a metric."""
-        if split not in self._writers:
-            folder = split if split in ("train", "eval") else os.path.join("eval", split)
-            self._writers[split] = tf.summary.create_file_writer(os.path.join(self._directory, folder))
-        # As arrays: TensorFlow keeps every Python number that it makes a tensor of, for ever.
-        with self._writers[split].as_default(np.asarray(step, np.int64)):
-            for name, value in metrics.items():
-                tf.summary.scalar(name, np.asarray(value, np.float32))
-
-    def flush(self):
-        """Flushes the event files."""
-        for writer in self._writers.values():
-            writer.flush()
+        """Writes one event."""
+        if split in self._files and not self._files[split].intact():
+            self._files.pop(split).close()
+            del self._steps[split]
+        if split not in self._steps:
+            self._keep(split, lambda event: True)
+        event = _event(step, metrics)
+        if step in self._steps[split]:
+            earlier = [e for path in self._paths(split) for e in _read_events(path)[0] if _same_record(e, event)]
+            # As bytes, in which a number that is not one equals itself.
+            if [e.summary.SerializeToString() for e in earlier] == [event.summary.SerializeToString()]:
+                return
+            self._keep(split, lambda other: not _same_record(other, event))
+        if split not in self._files:
+            self._files[split] = _EventFile(self._folder(split))
+        self._files[split].write(event)
+        self._steps[split].add(step)
 
     def close(self):
         """Closes the event files."""
-        for writer in self._writers.values():
-            writer.close()
-        self._writers = {}
+        for file in self._files.values():
+            file.close()
+        self._files, self._steps = {}, {}
+
+    def _folder(self, split):
+        return os.path.join(self._directory, split if split in ("train", "eval") else os.path.join("eval", split))
+
+    def _paths(self, split):
+        folder = self._folder(split)
+        names = sorted(tf.io.gfile.listdir(folder)) if tf.io.gfile.isdir(folder) else []
+        return [os.path.join(folder, name) for name in names if "tfevents" in name]  # as TensorBoard does
+
+    def _keep(self, split, condition):
+        """Takes the other events out of the split's files; files without any stay as they are."""
+        steps = set()
+        for path in self._paths(split):
+            events, whole = _read_events(path)
+            kept = [event for event in events if condition(event)]
+            ours = split == "train" or f".{platform.node()}." in os.path.basename(path)
+            if len(kept) < len(events) or (ours and not whole):
+                if split in self._files and self._files[split].path == path:
+                    self._files.pop(split).close()
+                _rewrite(path, kept)
+            steps.update(event.step for event in kept if event.HasField("summary"))
+        self._steps[split] = steps
+
+
+class _EventFile:
+    """A new event file, which others can read up to the last event written. Its name sorts after earlier ones.
+
+    `tf.summary` would write from a queue, and an event for each metric, so that a crash may part them.
+    """
+
+    def __init__(self, folder):
+        tf.io.gfile.makedirs(folder)
+        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}.v2"
+        self.path = os.path.join(folder, name)
+        self._writer = tf.io.TFRecordWriter(self.path)
+        self.write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, event):
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+        self._length = tf.io.gfile.stat(self.path).length
+
+    def intact(self):
+        """Whether no other job rewrote or removed the file, which would lose what is appended, and no append failed."""
+        return tf.io.gfile.exists(self.path) and tf.io.gfile.stat(self.path).length == self._length
+
+    def close(self):
+        self._writer.close()
+
+
+def _event(step, metrics):
+    """The event that holds what `tf.summary.scalar` would write for each metric."""
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
+    values = [
+        tf.compat.v1.Summary.Value(tag=name, tensor=tf.make_tensor_proto(np.float32(value)), metadata=metadata)
+        for name, value in metrics.items()
+    ]
+    return tf.compat.v1.Event(wall_time=time.time(), step=step, summary=tf.compat.v1.Summary(value=values))
+
+
+def _same_record(event, other):
+    """Whether both are of one step with a metric in common; a user's own summaries of that step have other tags."""
+    tags = {value.tag for value in other.summary.value}
+    return event.step == other.step and any(value.tag in tags for value in event.summary.value)
+
+
+def _read_events(path):
+    """Returns (the file's events up to the first damaged one, whether there was none)."""
+    events = []
+    try:
+        for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
+            events.append(tf.compat.v1.Event.FromString(record))
+    except tf.errors.DataLossError:
+        logging.warning("%s: event %d is damaged and is left out, with what follows it", path, len(events) + 1)
+        return events, False
+    return events, True
+
+
+def _rewrite(path, events):
+    """Writes the file anew in one move, from one that TensorBoard does not take for an event file."""
+    new = os.path.join(os.path.dirname(path), os.path.basename(path).replace("tfevents", "rewritten"))
+    with tf.io.TFRecordWriter(new) as writer:
+        for event in events:
+            writer.write(event.SerializeToString())
+    tf.io.gfile.rename(new, path, overwrite=True)
 
 
 class JsonlWriter(Writer):
@@ -92,7 +200,7 @@ class JsonlWriter(Writer):
 
     def resume(self, step, reported):
         """Takes out the records that the run will make again."""
-        if any(written > reported.get(split, step) for written, split in self._written):
+        if any(r["step"] > reported.get(r["split"], step) for r in read_jsonl(self._path)):  # another job's, too
             self._keep(lambda record: record["step"] <= reported.get(record["split"], step))
 
     def write(self, step, split, metrics):
@@ -103,6 +211,8 @@ class JsonlWriter(Writer):
             if record in read_jsonl(self._path):
                 return
             self._keep(lambda record: _key(record) != (step, split))
+        if _cut_short(self._path):  # by a crash of another job, or by a full disk that the caller got over
+            self._keep(lambda record: True)
         with tf.io.gfile.GFile(self._path, "a") as file:
             file.write(json.dumps(record) + "\n")
         self._written.add((step, split))
@@ -124,8 +234,8 @@ def _cut_short(path):
     if not tf.io.gfile.exists(path):
         return False
     with tf.io.gfile.GFile(path, "rb") as file:
-        content = file.read()
-    return bool(content) and not content.endswith(b"\n")
+        file.seek(max(file.size() - 1, 0))
+        return file.read(1) not in (b"", b"\n")
 
 
 def read_jsonl(path):

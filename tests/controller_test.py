@@ -51,7 +51,7 @@ def run(model_dir, steps, eval_interval=7, strategy=DEFAULT, trainer_class=Quiet
     trainer, evaluator = build(strategy, trainer_class)
     settings = {
         "steps_per_loop": 4,
-        "checkpoints": looplib.CheckpointPolicy(every_steps=10, keep_last=100),
+        "checkpoints": looplib.CheckpointPolicy(every_steps=10, keep=(looplib.KeepLast(100),)),
         "writers": None,
         **settings,
     }

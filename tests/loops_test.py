@@ -26,7 +26,9 @@ def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory
     traced = []
     step_fn = trainer.step_fn
     trainer.step_fn = lambda inputs: traced.append(1) or step_fn(inputs)
-    settings = dict(model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep_last=2))
+    settings = dict(
+        model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep=(looplib.KeepLast(2),))
+    )
     with toy.controller(strategy, trainer, evaluator, **settings) as controller:
         controller.train_and_evaluate(500, 5)
         memory = []
@@ -50,7 +52,7 @@ def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
         tf.data.Dataset.from_tensor_slices((toy.X, toy.Y)).batch(8, drop_remainder=drop) for drop in (True, False)
     ]
     for dataset in shapes:
-        engine(iter(dataset), -1)
+        engine(iter(dataset), -1, 1)
     assert engine.traces == 2 and "traced again" in caplog.text and "shapes of its input" in caplog.text
 
 

@@ -3,14 +3,20 @@
 import io
 import json
 import math
+import resource
+import shutil
+import signal
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
-from looplib import ConsoleWriter, JsonlWriter, TensorBoardWriter
+from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, TensorBoardWriter
 from looplib.writers import format_number, read_jsonl
 
 
@@ -22,6 +28,30 @@ def scalars(folder):
         for tag in events.Tags()["tensors"]
         for e in events.Tensors(tag)
     }
+
+
+def events(folder):
+    """Every event with numbers in the folder's files, in the files' order, read raw: [(step, {tag: number})]."""
+    records = [
+        tf.compat.v1.Event.FromString(record)
+        for path in sorted(folder.glob("*tfevents*"))
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+    ]
+    return [
+        (e.step, {v.tag: float(tf.make_ndarray(v.tensor)) for v in e.summary.value}) for e in records if e.summary.value
+    ]
+
+
+def contents(folder):
+    return {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+
+
+def write_board(directory, *records):
+    """Writes (step, split, metrics) in one process's life."""
+    writer = TensorBoardWriter(str(directory))
+    for record in records:
+        writer.write(*record)
+    writer.close()
 
 
 def test_all_writers_get_the_same_numbers(tmp_path, capsys):
@@ -74,6 +104,14 @@ def test_records_that_a_resumed_run_makes_again_are_taken_out(tmp_path):
     assert kept == [(4, "train"), (4, "other_job"), (8, "other_job")]
 
 
+def test_void_records_of_another_job_are_taken_out(tmp_path):
+    path = str(tmp_path / "m.jsonl")
+    writer = JsonlWriter(path)
+    JsonlWriter(path).write(8, "eval", {"a": 8})
+    writer.resume(4, {"train": 4})
+    assert read_jsonl(path) == []
+
+
 def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "split": "train", "a": 1}\n{"step": 2, "spl')
@@ -116,6 +154,270 @@ def test_tensorboard_folders_follow_the_names(tmp_path):
         writer.write(1, split, {"a": 1})
     writer.close()
     assert [scalars(tmp_path / f) for f in ("train", "eval", "eval/robustness")][2] == {("a", 1): 1.0}
+
+
+def test_tensorboard_gets_what_tf_summary_would_write(tmp_path):
+    write_board(tmp_path, (7, "train", {"loss": 0.25, "count": 3}))
+    with tf.summary.create_file_writer(str(tmp_path / "peer")).as_default(7):
+        tf.summary.scalar("loss", 0.25)
+        tf.summary.scalar("count", 3)
+    found = []
+    for folder in ("train", "peer"):
+        board = event_accumulator.EventAccumulator(str(tmp_path / folder)).Reload()
+        found.append({tag: board.SummaryMetadata(tag).SerializeToString() for tag in board.Tags()["tensors"]})
+    assert scalars(tmp_path / "train") == scalars(tmp_path / "peer") == {("loss", 7): 0.25, ("count", 7): 3}
+    assert found[0] == found[1]
+
+
+def test_others_can_read_in_tensorboard_what_was_written_at_once(tmp_path):
+    writer = TensorBoardWriter(str(tmp_path))
+    for step in range(1, 4):
+        writer.write(step, "train", {"a": step})
+        assert [s for s, _ in events(tmp_path / "train")] == list(range(1, step + 1))
+
+
+def test_resume_takes_void_steps_out_of_tensorboard_and_leaves_other_files_alone(tmp_path):
+    write_board(tmp_path, (4, "train", {"a": 4}), (4, "eval", {"a": 4}), (4, "other_job", {"a": 4}))
+    untouched = contents(tmp_path / "train")
+    write_board(tmp_path, *((s, split, {"a": s, "b": -s}) for s in (8, 12) for split in ("train", "eval", "other_job")))
+    TensorBoardWriter(str(tmp_path)).resume(10, {"train": 8, "eval": 0})
+    assert events(tmp_path / "train") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
+    assert events(tmp_path / "eval") == []
+    assert events(tmp_path / "eval/other_job") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
+    after = contents(tmp_path / "train")
+    assert len(after) == 2 and untouched.items() <= after.items()
+
+
+def test_resume_takes_out_void_records_that_tf_summary_wrote(tmp_path):
+    with tf.summary.create_file_writer(str(tmp_path / "train")).as_default():
+        for step in (1, 2, 3):
+            for tag in ("a", "b"):
+                tf.summary.scalar(tag, step, step)
+    TensorBoardWriter(str(tmp_path)).resume(2, {})
+    assert events(tmp_path / "train") == [(1, {"a": 1}), (1, {"b": 1}), (2, {"a": 2}), (2, {"b": 2})]
+
+
+def test_a_rollback_within_a_process_leaves_each_step_once(tmp_path):
+    board, jsonl = TensorBoardWriter(str(tmp_path)), JsonlWriter(str(tmp_path / "m.jsonl"))
+    for attempt in range(12):  # within one second
+        for writer in (board, jsonl):
+            for step in range(1, 6) if not attempt else (4, 5):
+                writer.write(step, "train", {"a": attempt})
+            writer.resume(3, {"train": 3})
+    for writer in (board, jsonl):
+        writer.write(4, "train", {"a": 12})
+    expected = [(1, 0), (2, 0), (3, 0), (4, 12)]
+    assert [(s, v["a"]) for s, v in events(tmp_path / "train")] == expected
+    assert [(r["step"], r["a"]) for r in read_jsonl(str(tmp_path / "m.jsonl"))] == expected
+    assert scalars(tmp_path / "train") == {("a", s): a for s, a in expected}
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_an_event_file_cut_anywhere_loses_only_the_record_that_was_cut(split, tmp_path):
+    write_board(tmp_path / "whole", *((s, split, {"a": s}) for s in (1, 2, 3)))
+    (whole,) = (tmp_path / "whole" / split).iterdir()
+    sizes = [8 + 4 + len(r) + 4 for r in tf.data.TFRecordDataset(str(whole)).as_numpy_iterator()]
+    ends = np.cumsum(sizes)[1:]  # of the three records; the first event is the version
+    assert ends[-1] == whole.stat().st_size
+    # Every third length, and those around each end.
+    for length in sorted({*range(0, ends[-1], 3), *ends - 1, *ends, *ends[:-1] + 1}):
+        run = tmp_path / f"{length}"
+        (run / split).mkdir(parents=True)
+        (run / split / whole.name).write_bytes(whole.read_bytes()[:length])
+        write_board(run, (4, split, {"a": 4}))
+        assert [s for s, _ in events(run / split)] == [*range(1, 1 + sum(ends <= length)), 4], length
+        shutil.rmtree(run)
+
+
+def test_a_flipped_bit_does_not_stop_the_run(tmp_path):
+    write_board(tmp_path, *((s, "train", {"a": s}) for s in (1, 2, 3)))
+    (path,) = (tmp_path / "train").iterdir()
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    TensorBoardWriter(str(tmp_path)).resume(3, {"train": 3})
+    assert [s for s, _ in events(tmp_path / "train")] in ([1], [1, 2])
+
+
+def test_another_hosts_file_is_left_alone_unless_it_holds_void_records(tmp_path):
+    write_board(tmp_path, (1, "eval", {"a": 1}), (2, "eval", {"a": 2}))
+    (path,) = (tmp_path / "eval").iterdir()
+    other = path.with_name("events.out.tfevents.1700000000.elsewhere.1.0.v2")
+    other.write_bytes(path.read_bytes() + b"being written")
+    path.unlink()
+    before = contents(tmp_path / "eval")
+    TensorBoardWriter(str(tmp_path)).resume(2, {})
+    assert contents(tmp_path / "eval") == before
+    TensorBoardWriter(str(tmp_path)).resume(1, {})
+    assert events(tmp_path / "eval") == [(1, {"a": 1})]
+
+
+def test_a_training_goes_on_from_a_cut_file_of_another_host(tmp_path):
+    write_board(tmp_path, (1, "train", {"a": 1}), (2, "train", {"a": 2}))
+    (path,) = (tmp_path / "train").iterdir()
+    path.with_name("events.out.tfevents.1700000000.elsewhere.1.0.v2").write_bytes(path.read_bytes()[:-1])
+    path.unlink()
+    TensorBoardWriter(str(tmp_path)).resume(2, {"train": 2})
+    assert events(tmp_path / "train") == [(1, {"a": 1})]
+
+
+def test_a_record_written_again_replaces_the_first_in_tensorboard(tmp_path):
+    write_board(tmp_path, (5, "eval", {"a": 1, "b": 1}), (5, "train", {"a": 2}), (10, "eval", {"a": 2}))
+    write_board(tmp_path, (5, "eval", {"a": 3}))  # another process
+    assert sorted(events(tmp_path / "eval")) == [(5, {"a": 3}), (10, {"a": 2})]
+    assert events(tmp_path / "train") == [(5, {"a": 2})]
+    write_board(
+        tmp_path, (20, "eval", {"a": 4}), (20, "eval", {"a": 5}), (20, "eval", {"a": 6}), (30, "eval", {"a": 7})
+    )
+    assert sorted(s for s, _ in events(tmp_path / "eval")) == [5, 10, 20, 30]
+    assert (20, {"a": 6}) in events(tmp_path / "eval")
+
+
+def test_a_record_written_again_spares_what_a_user_wrote_to_the_same_step(tmp_path):
+    user = tf.summary.create_file_writer(str(tmp_path / "eval"))
+    with user.as_default(5):
+        tf.summary.scalar("own", 1)
+    user.flush()
+    write_board(tmp_path, (5, "eval", {"a": 1}))
+    write_board(tmp_path, (5, "eval", {"a": 2}))
+    with user.as_default(6):
+        tf.summary.scalar("own", 2)
+    user.close()
+    assert sorted((s, *v.items()) for s, v in events(tmp_path / "eval")) == [
+        (5, ("a", 2)),
+        (5, ("own", 1)),
+        (6, ("own", 2)),
+    ]
+
+
+def test_the_same_numbers_again_change_no_file(tmp_path):
+    record = (5, "eval", {"a": 1 / 3, "bad": math.nan, "worse": math.inf, "count": 2**53 + 1})
+    write_board(tmp_path, record)
+    before = contents(tmp_path / "eval")
+    write_board(tmp_path, record, record)
+    assert contents(tmp_path / "eval") == before
+    (found,) = events(tmp_path / "eval")
+    np.testing.assert_equal(found[1], {name: float(np.float32(value)) for name, value in record[2].items()})
+
+
+def test_a_fresh_run_reads_no_event_files(tmp_path, monkeypatch):
+    writer = TensorBoardWriter(str(tmp_path))
+    writer.write(1, "train", {"a": 1})
+    monkeypatch.setattr(tf.data, "TFRecordDataset", pytest.fail)
+    monkeypatch.setattr(tf.io.gfile, "listdir", pytest.fail)
+    for step in range(2, 9):
+        writer.write(step, "train", {"a": step})
+
+
+def test_an_evaluation_job_goes_on_when_a_training_job_rewrites_its_file(tmp_path):
+    job = TensorBoardWriter(str(tmp_path))
+    for step in (10, 20):
+        job.write(step, "eval", {"a": step})
+    TensorBoardWriter(str(tmp_path)).resume(10, {"train": 10})
+    job.write(20, "eval", {"a": 21})
+    job.write(30, "eval", {"a": 30})
+    assert events(tmp_path / "eval") == [(10, {"a": 10}), (20, {"a": 21}), (30, {"a": 30})]
+    shutil.rmtree(tmp_path / "eval")
+    job.write(40, "eval", {"a": 40})
+    assert events(tmp_path / "eval") == [(40, {"a": 40})]
+
+
+def test_a_controller_stopped_between_a_report_and_a_save_leaves_each_step_once(tmp_path):
+    def die(event):
+        if (event.step, event.split) == (8, "train"):
+            raise KeyboardInterrupt
+
+    def start(steps, actions=()):
+        trainer, evaluator = toy.build(make_strategy("default"))
+        policy = CheckpointPolicy(every_steps=5, keep_last=100)
+        settings = {"model_dir": tmp_path, "writers": None, "checkpoints": policy, "actions": actions}
+        toy_controller = toy.controller(None, trainer, evaluator, **settings)
+        toy_controller.train_and_evaluate(steps, 6)  # nothing closes the writers, as after a kill
+        return toy_controller
+
+    with pytest.raises(KeyboardInterrupt):
+        start(20, [die])
+    assert [s for s, _ in events(tmp_path / "train")] == [*range(1, 9)]
+    controller = start(10)
+    controller.restore_checkpoint(str(tmp_path / "checkpoints/ckpt-5"))  # a rollback with writers open
+    controller.train_and_evaluate(12, 6)
+    assert [s for s, _ in events(tmp_path / "train")] == [*range(1, 13)]
+    assert [s for s, _ in events(tmp_path / "eval")] == [6, 12]
+    for split in ("train", "eval"):
+        expected = {
+            r["step"]: {name: float(np.float32(value)) for name, value in r.items() if name not in ("step", "split")}
+            for r in read_jsonl(str(tmp_path / "metrics.jsonl"))
+            if r["split"] == split
+        }
+        assert dict(events(tmp_path / split)) == expected
+
+
+ENDLESS = """
+import itertools, sys
+from looplib import JsonlWriter, TensorBoardWriter
+writers = TensorBoardWriter(sys.argv[1]), JsonlWriter(sys.argv[1] + "/metrics.jsonl")
+first = int(sys.argv[2])
+for writer in writers:
+    writer.resume(first, {"train": first})
+for step in itertools.count(first + 1):
+    for writer in writers:
+        writer.write(step, "train", {"a": step, "b": -step})
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_loses_nothing_that_was_written(tmp_path):
+    expected = 0
+    for life in range(3):
+        job = subprocess.Popen(
+            [sys.executable, "-c", ENDLESS, str(tmp_path), str(expected)], stdout=subprocess.PIPE, text=True
+        )
+        told = [int(job.stdout.readline()) for _ in range(50 + 37 * life)]
+        job.send_signal(signal.SIGKILL)
+        rest = [int(line) for line in job.stdout.read().split()]
+        job.wait()
+        written = ([*told, *rest])[-1]
+        assert [r["step"] for r in read_jsonl(str(tmp_path / "metrics.jsonl"))][:written] == [*range(1, written + 1)]
+        expected = written - 20  # the last checkpoint: twenty steps are made again
+    TensorBoardWriter(str(tmp_path)).resume(written, {"train": written})
+    steps = [*range(1, written + 1)]
+    assert events(tmp_path / "train") == [(s, {"a": s, "b": -s}) for s in steps]
+    JsonlWriter(str(tmp_path / "metrics.jsonl")).resume(written, {"train": written})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == steps
+
+
+def test_a_line_that_another_job_left_cut_short_spoils_no_other(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = JsonlWriter(str(path))
+    path.touch()
+    writer.write(1, "train", {"a": 1})
+    with open(path, "a") as file:
+        file.write('{"step": 1, "spl')
+    writer.write(2, "train", {"a": 2})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "jsonl"])
+def test_a_full_disk_raises_and_spoils_nothing(kind, tmp_path):
+    """A limit on the size of files stands for it."""
+    path = str(tmp_path / "m.jsonl")
+    writer = TensorBoardWriter(str(tmp_path)) if kind == "tensorboard" else JsonlWriter(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises((OSError, tf.errors.OpError)):
+            for step in range(1000):
+                writer.write(step, "train", {"a": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.write(step, "train", {"a": step})
+    writer.write(step + 1, "train", {"a": step})
+    if kind == "jsonl":
+        found = [json.loads(line)["step"] for line in open(path)]
+    else:
+        found = [s for s, _ in events(tmp_path / "train")]
+    assert step > 5 and found == [*range(step + 2)]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import InputContext, UsageError
-from looplib.checkpoints import first_line
+from looplib.commits import first_line
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
 _IN_MEMORY_BYTES = 1 << 30

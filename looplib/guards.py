@@ -1,0 +1,190 @@
+"""Guards against values that are not finite, and against a loss that jumps.
+
+What is watched in a step, on the device: the metrics whose name has "loss" in it, and every gradient that goes through a
+Keras optimizer. What is watched between steps, before anything is committed: every floating-point variable of the state.
+"""
+
+import dataclasses
+import math
+import statistics
+import threading
+
+import tensorflow as tf
+
+from looplib import keras_family
+from looplib.errors import UsageError
+
+POLICIES = ("halt", "skip", "rollback", "off")
+_step = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class Guards:
+    """What happens when a value is not finite, a loss jumps, or nothing moves.
+
+    Attributes:
+      non_finite: for a loss, gradient or weight that is NaN or infinite (or a gradient whose square overflows float32):
+        "halt" ends the run with an error; "skip" undoes the step, on every replica alike, and goes on with the next
+        batch, at the price of a copy of the state each step; "rollback" goes back to the newest checkpoint and on from
+        there with the data after the bad step; "off" looks only before a save, which it then leaves out.
+      spike_score: the robust z-score of a reported loss from which it counts as a jump (6, say); 0 looks at none. The
+        score is 0.6745 (loss - median) / MAD over the last `spike_window` reports (Iglewicz and Hoaglin, 1993).
+      spike_window: how many reports the score is over; none is scored before there are half as many.
+      on_spike: "halt" or "rollback", for a jump.
+      rollbacks: how many rollbacks a run may do, over all its restarts.
+      stall_limit: seconds without progress after which the watchdog ends the process; None learns them from the run's
+        own times, 0 watches nothing.
+    """
+
+    non_finite: str = "halt"
+    spike_score: float = 0.0
+    spike_window: int = 50
+    on_spike: str = "rollback"
+    rollbacks: int = 3
+    stall_limit: float | None = None
+
+    def __post_init__(self):
+        if self.non_finite not in POLICIES:
+            raise UsageError(f"non_finite is {self.non_finite!r}; expected one of {', '.join(POLICIES)}")
+        if self.on_spike not in ("halt", "rollback"):
+            raise UsageError(f"on_spike is {self.on_spike!r}; expected halt or rollback")
+        if self.spike_score < 0 or self.spike_window < 4 or self.rollbacks < 0 or (self.stall_limit or 0) < 0:
+            raise UsageError(
+                f"{self} has a number that is too small; expected spike_score, rollbacks and stall_limit of at least 0 "
+                "and a spike_window of at least 4"
+            )
+
+    @property
+    def may_roll_back(self):
+        """Whether something leads to a rollback, so that there must be a checkpoint from the start."""
+        return self.non_finite == "rollback" or (self.spike_score > 0 and self.on_spike == "rollback")
+
+
+class Trouble(Exception):
+    """A guard has found something; the controller decides what to do.
+
+    Attributes:
+      what: a sentence without its full stop, that names the step.
+      policy: "halt" or "rollback".
+      good_before: the last step whose state was still good.
+      resume_after: the data up to this step is left out after a rollback.
+    """
+
+    def __init__(self, what, policy, good_before, resume_after):
+        super().__init__(what)
+        self.what = what
+        self.policy = policy
+        self.good_before = good_before
+        self.resume_after = resume_after
+
+
+def watch_gradients(trainer):
+    """Makes the trainer's optimizers tell `watched` of the gradients they are given.
+
+    The method that every step calls is replaced on the instance: `apply` of Keras 3, `apply_gradients` of tf_keras.
+    Optimizers that scale the loss are left alone: their gradients overflow in the ordinary course, and they skip such
+    steps themselves.
+    """
+    for optimizer in keras_family.optimizers(trainer):
+        name = "apply" if keras_family.family(optimizer) == "keras" else "apply_gradients"
+        method = getattr(optimizer, name)
+        if hasattr(optimizer, "inner_optimizer") or getattr(method, "tells_looplib", False):
+            continue
+        wrapper = _telling_of_pairs(method) if name == "apply_gradients" else _telling_of_gradients(method)
+        wrapper.tells_looplib = True
+        vars(optimizer)[name] = wrapper  # past __setattr__, which would look for state in it
+
+
+def _telling_of_gradients(apply):
+    def wrapper(grads, trainable_variables=None):
+        grads = list(grads)
+        _note(grads, trainable_variables or [None] * len(grads))
+        return apply(grads, trainable_variables)
+
+    return wrapper
+
+
+def _telling_of_pairs(apply_gradients):
+    def wrapper(grads_and_vars, *args, **kwargs):
+        pairs = list(grads_and_vars)
+        _note([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        return apply_gradients(pairs, *args, **kwargs)
+
+    return wrapper
+
+
+def _note(gradients, variables):
+    noted = getattr(_step, "gradients", None)
+    if noted is not None:
+        for number, (gradient, variable) in enumerate(zip(gradients, variables)):
+            name = getattr(variable, "path", None) or getattr(variable, "name", f"variable {number}")
+            noted.append((f"the gradient of {name}", gradient))
+
+
+def watched(step_fn, inputs):
+    """Runs a step and finds what to watch in it; in replica context.
+
+    Returns:
+      `(outputs, norms)`: what `step_fn` returned, and a list of (name, float32 scalar: half the squared norm) of the
+      gradients that can be seen from outside of the step, not being inside of a condition or a function.
+    """
+    _step.gradients = []
+    try:
+        outputs = step_fn(inputs)
+        noted = _step.gradients
+    finally:
+        _step.gradients = None
+    norms = []
+    for name, gradient in noted:
+        gradient = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        if gradient is None or not gradient.dtype.is_floating:
+            continue
+        if not tf.executing_eagerly() and gradient.graph is not tf.compat.v1.get_default_graph():
+            continue
+        norms.append((name, tf.nn.l2_loss(tf.cast(gradient, tf.float32) if gradient.dtype.size < 4 else gradient)))
+    return outputs, norms
+
+
+class StateCheck:
+    """Finds variables with values that are not finite.
+
+    Args:
+      variables: list of (name, `tf.Variable`). Those that are not floating-point are left out, and those that are not
+        finite now, being meant so.
+    """
+
+    def __init__(self, variables):
+        variables = [(name, variable) for name, variable in variables if variable.dtype.is_floating]
+        self._names = [name for name, _ in variables]
+        self._finite = tf.function(lambda: [tf.reduce_all(tf.math.is_finite(variable)) for _, variable in variables])
+        self._meant_so = set()
+        self._meant_so = set(self.bad())
+
+    def bad(self):
+        """Returns the names of the variables that are not finite now."""
+        finite = zip(self._names, self._finite())
+        return [name for name, ok in finite if not ok and name not in self._meant_so]
+
+
+def spike(history, loss, guards):
+    """Scores a loss against the ones before it.
+
+    Args:
+      history: list of the last reported losses, at most `guards.spike_window`.
+      loss: float, the new one.
+      guards: `Guards`.
+
+    Returns:
+      The robust z-score if it makes a jump, else None.
+    """
+    if not guards.spike_score or len(history) < guards.spike_window / 2 or not math.isfinite(loss):
+        return None
+    median = statistics.median(history)
+    deviation = statistics.median(abs(value - median) for value in history)
+    score = 0.6745 * (loss - median) / max(deviation, 1e-12 + 1e-6 * abs(median))
+    return score if score > guards.spike_score else None
+
+
+def listing(names, most=3):
+    """Joins names for a sentence; the first few and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

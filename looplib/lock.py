@@ -1,0 +1,83 @@
+"""The lock of a run directory: one process at a time may write to it."""
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+import weakref
+
+from absl import logging
+
+from looplib.errors import UsageError
+
+_held = weakref.WeakValueDictionary()
+
+
+class RunLock:
+    """Holds a run directory for this process, until `release` or the process ends, however it ends.
+
+    The operating system holds the lock (flock on the file `lock`), so that one left by a killed process does not block.
+    Controllers of one process share it. A directory that is not on a local or network file system has no such lock, and
+    the log says so.
+
+    Args:
+      directory: the run directory, which must exist.
+
+    Raises:
+      UsageError: if another process has it, saying which.
+    """
+
+    def __init__(self, directory):
+        self._file = None
+        if "://" in directory:
+            logging.info(
+                "%s is not on a file system that can be locked; give each run a directory of its own", directory
+            )
+            return
+        path = os.path.join(directory, "lock")
+        self._file = open(path, "a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            holder = _describe(self._file.read())
+            self._file.close()
+            raise UsageError(
+                f"the run directory {directory} is in use by {holder}; wait until it ends or stop it, or give this run "
+                "a model_dir of its own"
+            ) from None
+        except OSError as error:
+            logging.warning("%s cannot be locked (%s); let no other run write to it", directory, error)
+            return
+        self._file.truncate(0)
+        json.dump(
+            {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": sys.argv}, self._file
+        )
+        self._file.flush()
+
+    def __del__(self):
+        if self._file is not None:
+            self._file.close()
+
+
+def acquire(directory):
+    """Returns this process's `RunLock` of a directory; it is held while somebody refers to it.
+
+    Raises:
+      UsageError: if another process has it.
+    """
+    key = os.path.realpath(directory)
+    lock = _held.get(key)
+    if lock is None:
+        lock = _held[key] = RunLock(directory)
+    return lock
+
+
+def _describe(text):
+    try:
+        holder = json.loads(text)
+        return f"process {holder['pid']} on {holder['host']}, since {holder['since']} ({' '.join(holder['command'])[:200]})"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,0 +1,159 @@
+"""Preemption: SIGTERM and SIGINT end a run after its current step, with a save, and exit code 75.
+
+While a `tf.function` runs, Python's signal handlers wait. A thread therefore reads the signals from a pipe
+(`signal.set_wakeup_fd`) and sets a variable that the loops on the device read between steps.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+import tensorflow as tf
+from absl import logging
+
+EXIT_PREEMPTED = 75
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_SECONDS = 15.0
+
+
+class Preempted(SystemExit):
+    """The run was asked to end by a signal and has saved its state; uncaught, the process exits with code 75."""
+
+    def __init__(self, message):
+        super().__init__(EXIT_PREEMPTED)
+        self.message = message
+
+    def __str__(self):
+        return self.message
+
+
+class Notice:
+    """The process's one place where a request to end is noted. Use the module's `notice`.
+
+    Attributes:
+      requested: the name of the signal that came, such as "SIGTERM", or "".
+      step_seconds: how long the slowest step took; three times as long is given to the current one, and at least 15 s.
+    """
+
+    def __init__(self):
+        self.requested = ""
+        self.step_seconds = 0.0
+        self._depth = 0
+        self._deferred = 0
+        self._flag = None
+        self._busy = lambda: ""
+
+    @property
+    def flag(self):
+        """Boolean `tf.Variable` on the host that the loops read between steps; made at the first use."""
+        if self._flag is None:
+            # In a thread of its own, as the scope of a strategy, which would distribute it, belongs to a thread.
+            thread = threading.Thread(target=self._make_flag)
+            thread.start()
+            thread.join()
+        return self._flag
+
+    def _make_flag(self):
+        with tf.device("/cpu:0"):
+            self._flag = tf.Variable(False, trainable=False, name="stop")
+
+    @contextlib.contextmanager
+    def listening(self):
+        """Listens for signals inside a `with` block; in the main thread, and once if blocks are nested.
+
+        Outside of `deferred` a signal raises `Preempted` at once, as there is nothing to save.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._start()
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._end()
+
+    @contextlib.contextmanager
+    def deferred(self, busy):
+        """Inside this `with` block a signal only sets `requested` and `flag`: a save is needed before the run ends.
+
+        Args:
+          busy: function without arguments; "" where the process may be ended, although the current step does not end in
+            time, because the newest checkpoint is whole; otherwise what it is waiting for.
+        """
+        previous, self._busy = self._busy, busy
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+            self._busy = previous
+
+    def _start(self):
+        self.requested = ""
+        if self._flag is not None:
+            self._flag.assign(False)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._handlers = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
+        self._thread.start()
+
+    def _end(self):
+        signal.set_wakeup_fd(self._previous)
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        os.close(self._write)  # the thread reads the end of the pipe
+        self._thread.join()
+        os.close(self._read)
+
+    def _handle(self, signum, frame):
+        """Python's handler, in the main thread, once no op runs there."""
+        self.requested = self.requested or signal.Signals(signum).name
+        if not self._deferred:
+            raise Preempted(f"ended by {self.requested} before there was anything to save")
+
+    def _listen(self):
+        deadline = None
+        while True:
+            ready = select.select([self._read], [], [], None if deadline is None else 0.2)[0]
+            received = os.read(self._read, 64) if ready else None
+            if received == b"":
+                return  # closed by _end
+            for signum in received or b"":
+                if signum not in SIGNALS:
+                    continue
+                if deadline is not None:
+                    _leave(
+                        128 + signum, f"a second signal ({signal.Signals(signum).name}) came: leaving without a save"
+                    )
+                self.requested = signal.Signals(signum).name
+                self.flag.assign(True)
+                deadline = time.monotonic() + max(GRACE_SECONDS, 3 * self.step_seconds)
+                logging.warning(
+                    "%s came: the run ends after the current step, with a save (again, to leave at once)",
+                    self.requested,
+                )
+            if deadline is not None and time.monotonic() > deadline and not self._busy():
+                _leave(
+                    EXIT_PREEMPTED,
+                    "the current step did not end in time (its input may have stalled), so the run ends without another "
+                    "save; the same command goes on from the newest checkpoint, and does the steps since then again",
+                )
+
+
+def _leave(code, sentence):
+    print(f"looplib: {sentence}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+notice = Notice()

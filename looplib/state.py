@@ -1,0 +1,104 @@
+"""What the state of a run is: the objects that a checkpoint holds."""
+
+import json
+
+import tensorflow as tf
+
+from looplib import keras_family
+
+
+class RunState(tf.train.experimental.PythonState):
+    """The controller's own state, kept in the checkpoint as JSON.
+
+    Attributes:
+      values: dict of what JSON can hold.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.values = {}
+
+    def serialize(self):
+        """Returns the JSON text to save."""
+        return json.dumps(self.values)
+
+    def deserialize(self, string_value):
+        """Takes the JSON text that was saved."""
+        self.values = json.loads(string_value)
+
+
+class InputState(tf.train.experimental.PythonState):
+    """The saved position in the training data, kept in the checkpoint as bytes.
+
+    Attributes:
+      position: what `TaskLoop.position` returned; b"" where the step alone tells the position.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.position = b""
+
+    def serialize(self):
+        """Returns the bytes to save."""
+        return self.position
+
+    def deserialize(self, string_value):
+        """Takes the bytes that were saved."""
+        self.position = string_value
+
+
+def state_of(task):
+    """Finds what a trainer or evaluator holds that a checkpoint must.
+
+    Args:
+      task: a `Trainer` or `Evaluator`.
+
+    Returns:
+      dict from attribute name to a trackable object, or a list of variables where TensorFlow cannot track the object
+      itself: a Keras 3 metric or seed generator (its variables), and `<name>_untracked` for the seeds in a Keras 3
+      model and for what a list or dict holds of these.
+    """
+    state = {}
+    for name, value in vars(task).items():
+        if name == "global_step":
+            continue  # the controller's own
+        untracked = keras_family.untracked_variables(value)
+        if _trackable(value):
+            state[name] = value
+            if untracked:
+                state[f"{name}_untracked"] = untracked
+        elif untracked:
+            state[name] = untracked
+    return state
+
+
+def _trackable(value):
+    if isinstance(value, (list, tuple, dict)):
+        return any(_trackable(item) for item in (value.values() if isinstance(value, dict) else value))
+    if value is None or isinstance(value, (bool, int, float, str, bytes, tf.Tensor, tf.data.Dataset)):
+        return False
+    try:  # TensorFlow has no public name for the class, but says what it takes
+        tf.train.Checkpoint(value=value)
+    except ValueError:
+        return False
+    return True
+
+
+def variables_of(objects):
+    """Lists the variables that some objects hold.
+
+    Args:
+      objects: dict from name to trackable object.
+
+    Returns:
+      list of (name, `tf.Variable`).
+    """
+    found, root = [], tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
+    for value in tf.train.TrackableView(root).descendants():
+        if keras_family.is_variable(value):
+            found.append((value.path, value.value))
+        elif isinstance(value, tf.Variable):
+            found.append((value.name, value))
+    names = {id(variable): name for name, variable in reversed(found)}  # a Keras variable and the tf.Variable in it
+    variables = {id(variable): variable for _, variable in found}
+    return [(names[key], variables[key]) for key in variables]

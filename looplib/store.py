@@ -1,0 +1,315 @@
+"""The store of a run: its directory, the lock on it, its checkpoints, and the controller's own state in them."""
+
+import os
+import time
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import commits, keras_family
+from looplib.checkpoints import Checkpoints, check_writable, peek
+from looplib.errors import DivergenceError, UsageError
+from looplib.guards import StateCheck, Trouble, listing
+from looplib.lock import acquire
+from looplib.state import InputState, RunState, variables_of
+
+# Between saves the state is looked at for values that are not finite after at least this many steps.
+_CHECK_STEPS = 20
+
+
+class Store:
+    """What of a run is on disk, and what the controller keeps there besides the tasks' state.
+
+    Opening it for a training locks the directory, sets aside what is damaged or was not finished, and finds the newest
+    checkpoint that is intact. An evaluation only reads.
+
+    Args:
+      model_dir: the run directory; None keeps nothing.
+      policy: `CheckpointPolicy`.
+      writes: whether this controller trains.
+
+    Attributes:
+      values: dict of what JSON can hold: the controller's own state.
+      input_state: `InputState`.
+      start: the `Commit` that a run goes on from, or None.
+      saved_step: the step whose state was last saved or restored, or None.
+      writable: whether metrics can be written to the run directory.
+
+    Raises:
+      UsageError: if the directory is in use by another process, or cannot be written by a training.
+    """
+
+    def __init__(self, model_dir, policy, writes):
+        self._policy = policy
+        self._guards = policy.guards
+        self._state_check = None
+        self._checked_step = 0
+        self.saved_step = None
+        self._run_state = RunState()
+        self._writes = writes
+        self._lock = None
+        self._checkpoints = None
+        self.input_state = InputState()
+        self.start = None
+        self.writable = bool(model_dir)
+        self.directory = None
+        if not model_dir:
+            return
+        self.directory = os.path.join(model_dir, "checkpoints")
+        try:
+            check_writable(model_dir)
+        except UsageError as error:
+            if writes or not tf.io.gfile.isdir(model_dir):
+                raise
+            self.writable = False
+            logging.warning("%s; this evaluation reports on the console only", error)
+        if writes:
+            self._lock = acquire(model_dir)
+        self.start = commits.newest_intact(self.directory, tidy=writes)
+
+    @property
+    def values(self):
+        """The controller's own state."""
+        return self._run_state.values
+
+    def start_position(self):
+        """Returns the global batches that were consumed when `start` was saved; 0 without one."""
+        if not self.start:
+            return 0
+        step, values = peek(self.start.path)
+        return step + values.get("input_offset", 0)
+
+    def open(self, objects, global_step):
+        """Takes the objects that make the state, once all variables exist.
+
+        Args:
+          objects: dict from attribute name to trackable object.
+          global_step: the step's `tf.Variable`.
+
+        Raises:
+          UsageError: if a name is one of looplib's own.
+        """
+        own = {"global_step": global_step, "run_state": self._run_state}
+        if self._writes:
+            own["input_state"] = self.input_state
+        for name in objects.keys() & {*own, "save_counter"}:
+            raise UsageError(f"the attribute {name!r} has the name of something else in a checkpoint; rename it")
+        if self.directory:
+            self._checkpoints = Checkpoints(self.directory, {**objects, **own}, self._policy)
+
+    def guard(self, objects):
+        """Lets `check` look at the variables of these objects from now on; those that are not finite now are meant so."""
+        if self._writes:
+            self._state_check = StateCheck(variables_of(objects))
+
+    def need(self, what):
+        """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
+        if not self._checkpoints:
+            raise UsageError(f"{what} needs a model_dir, and this controller has none; give Controller(model_dir=...)")
+
+    def __bool__(self):
+        return self._checkpoints is not None
+
+    def save(self, step, values, wait):
+        """Saves the state, unless that of this step is saved.
+
+        Args:
+          step: the global step.
+          values: function without arguments that returns what to keep in the controller's own state.
+          wait: returns only when the checkpoint is committed.
+
+        Raises:
+          UsageError: if it, or the save before it, could not be written.
+          Trouble: if a variable is not finite; nothing is saved then.
+        """
+        if self.saved_step != step:
+            if self._guards.non_finite == "off" and (names := self._state_check.bad()):
+                logging.error("the checkpoint of step %d is left out: %s", step, _not_finite(names))
+                return
+            self.check(step)
+            self.values.update(values())
+            self._checkpoints.save(step, wait)
+            self.saved_step = step
+        elif wait:
+            self._checkpoints.wait()
+
+    def wait(self):
+        """Waits for a save under way.
+
+        Raises:
+          UsageError: if it failed.
+        """
+        if self._checkpoints:
+            self._checkpoints.wait()
+
+    def look(self, step):
+        """Raises what a background save has met, and now and then what `check` finds; cheap."""
+        if self._checkpoints:
+            self._checkpoints.check()
+        if self._guards.non_finite in ("halt", "rollback") and step - self._checked_step >= _CHECK_STEPS:
+            self.check(step)
+
+    def check(self, step):
+        """Raises `Trouble` if a variable of the state is not finite."""
+        if self._state_check is None or self._guards.non_finite == "off" or self._checked_step == step:
+            return
+        if names := self._state_check.bad():
+            policy = "rollback" if self._guards.non_finite == "rollback" else "halt"
+            raise Trouble(f"after step {step}, {_not_finite(names)}", policy, good_before=step - 1, resume_after=step)
+        self._checked_step = step
+
+    def trouble_in_step(self, step, names):
+        """Returns the `Trouble` of losses and gradients that were not finite in a step, with the variables that are."""
+        others = self._state_check.bad()
+        what = f"at step {step}, {_not_finite(names)}" + (f", and now {_not_finite(others)}" if others else "")
+        return Trouble(what, self._guards.non_finite, good_before=step - 1, resume_after=step)
+
+    def add_scores(self, step, results):
+        """Keeps the metrics of an evaluation with the checkpoint of its step, if there is one.
+
+        Args:
+          step: the global step.
+          results: dict from evaluator name to metrics.
+        """
+        if self._writes and self._checkpoints and self.saved_step == step:
+            scores = {
+                f"{name}/{metric}": value for name, metrics in results.items() for metric, value in metrics.items()
+            }
+            self._checkpoints.add_scores(step, scores)
+
+    def restore(self, path, changes=None):
+        """Restores the state.
+
+        Args:
+          path: the checkpoint; None takes the newest.
+          changes: dict of what to change in the controller's own state.
+
+        Returns:
+          `(path, step)`, or `(None, None)` if there is no checkpoint.
+
+        Raises:
+          UsageError: if it cannot be read or belongs to another model.
+        """
+        path = os.fspath(path) if path else self.latest
+        if path is None:
+            return None, None
+        step, _ = peek(path)
+        self._checkpoints.restore(path, partial="both" if self._policy.partial else not self._writes)
+        self.values.update(changes or {})
+        self.saved_step = step if os.path.dirname(path) == self.directory else None
+        self._checked_step = step
+        return path, step
+
+    def go_back(self, trouble):
+        """Finds where to go on after a trouble.
+
+        Args:
+          trouble: `guards.Trouble`.
+
+        Returns:
+          `(path, changes)` for `restore`: the newest good checkpoint, and the data past the bad steps.
+
+        Raises:
+          DivergenceError: if the policy is to halt, or the run may not or cannot go back.
+        """
+        kept, done = self.latest, self.values.get("rollbacks", 0)
+        advice = f"the newest checkpoint, {kept}, is good" if kept else "nothing was saved"
+        if trouble.policy == "halt":
+            raise DivergenceError(
+                f"{trouble.what}; {advice}; look at the data and the learning rate, or let the run go on by itself with "
+                "the policy skip or rollback (--non_finite)"
+            ) from None
+        if done >= self._guards.rollbacks:
+            raise DivergenceError(
+                f"{trouble.what}, and the run has already gone back {done} times, as often as it may; {advice}"
+            ) from None
+        target = self._newest_up_to(trouble.good_before) if self else None
+        if target is None:
+            raise DivergenceError(f"{trouble.what}, and there is no checkpoint to go back to; {advice}") from None
+        logging.warning(
+            "%s: going back to step %d and on with the data after step %d (rollback %d of %d)",
+            trouble.what, target.step, trouble.resume_after, done + 1, self._guards.rollbacks
+        )  # fmt: skip
+        offset = trouble.resume_after + self.input_offset - target.step
+        return target.path, {"rollbacks": done + 1, "input_offset": offset}
+
+    @property
+    def input_offset(self):
+        """Global batches that rollbacks have left out: the position in the data is the step plus these."""
+        return self.values.get("input_offset", 0)
+
+    @property
+    def latest(self):
+        """The path of the newest committed checkpoint, or None."""
+        return self._checkpoints.latest if self._checkpoints else None
+
+    @property
+    def saving(self):
+        """Whether a save is being written in the background."""
+        return self._checkpoints is not None and self._checkpoints.saving
+
+    def _newest_up_to(self, step):
+        """Returns the newest intact `Commit` of at most a step, or None; newer ones are set aside."""
+        self._checkpoints.wait()
+        for newer, _, _ in commits.listing(self.directory):
+            if newer > step:
+                commits.set_aside(self.directory, newer)
+        return commits.newest_intact(self.directory, tidy=True)
+
+    def wait_for_newer(self, than, timeout):
+        """Waits until there is another newest checkpoint.
+
+        Args:
+          than: the path that is known; None for any.
+          timeout: seconds to wait; None waits for ever.
+
+        Returns:
+          The path, or None if none came in time.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            done = commits.newest(self.directory)
+            if done and done.path != than and not commits.verify(done, thorough=False):
+                return done.path
+            if until is not None and time.monotonic() >= until:
+                return None
+            time.sleep(min(1.0, timeout if timeout else 1.0))
+
+    def close(self):
+        """Waits for a save under way, lets go of the lock, and raises the save's error if it failed."""
+        self._lock = None
+        self.wait()
+
+
+def _not_finite(names):
+    return f"{listing(names)} {'is' if len(names) == 1 else 'are'} not finite"
+
+
+def warm_start(objects, path):
+    """Takes the weights that fit from another run's checkpoint or a SavedModel.
+
+    Only models and layers are looked at; optimizers start anew.
+
+    Args:
+      objects: dict from attribute name to trackable object.
+      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`, or the directory of a SavedModel, which is taken
+        for the only model here.
+
+    Raises:
+      UsageError: if it cannot be read, fits nothing, or has a weight of another shape.
+    """
+    models = {name: value for name, value in objects.items() if keras_family.is_layer(value)}
+    saved_model = tf.io.gfile.exists(os.path.join(path, "saved_model.pb"))
+    prefix = os.path.join(path, "variables", "variables") if saved_model else path
+    if saved_model and len(models) == 1:
+        target = tf.train.Checkpoint(next(iter(models.values())))
+    else:
+        target = tf.train.Checkpoint(**models)
+    try:
+        target.read(prefix).assert_nontrivial_match().expect_partial()
+    except (AssertionError, ValueError, IndexError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"nothing could be taken from {path} to start from ({commits.first_line(error)}); expected a checkpoint with "
+            f"weights under {', '.join(sorted(models)) or 'the name of a model'}, or a SavedModel of the same model"
+        ) from error
+    logging.info("started from the weights in %s", path)

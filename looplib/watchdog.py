@@ -1,0 +1,85 @@
+"""The watchdog: a run that makes no progress says where it hangs, and ends."""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+EXIT_STALLED = 76
+_OFTEN = 20  # times the longest time that was seen between two signs of progress in a phase
+# The least that is granted in a phase, in seconds, before the run's own times say more.
+_GENEROUS = {"train": 900.0, "evaluate": 900.0, "save": 1800.0}
+_GENEROUS_ELSE = 3600.0
+
+
+class Watchdog:
+    """Ends the process when neither the phase nor the global step changes for too long.
+
+    How long is learned: 20 times the longest pause seen in that phase of this run, and at least 15 minutes in training
+    and evaluation, 30 in a save, an hour in tracing and all else.
+
+    Args:
+      clock: the run's `Clock`, for the phase.
+      step: function without arguments that returns the global step; called from another thread.
+      checkpoint: function without arguments that returns the newest checkpoint's path, or None.
+      limit: seconds without progress in any phase, instead of what is learned; None learns, 0 never ends the process.
+    """
+
+    def __init__(self, clock, step, checkpoint, limit=None):
+        self._clock = clock
+        self._step = step
+        self._checkpoint = checkpoint
+        self._limit = limit
+        self._longest = {}
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Watches while a `with` block runs."""
+        if self._limit == 0 or self._depth:
+            yield
+            return
+        self._depth += 1
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ended,), name="looplib-watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._depth -= 1
+
+    def allowed(self, phase):
+        """Returns the seconds without progress that are granted in a phase now."""
+        if self._limit is not None:
+            return self._limit
+        return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
+
+    def _watch(self, ended):
+        seen, since = None, time.monotonic()
+        while not ended.wait(min(1.0, (self._limit or 4.0) / 4)):
+            phase, entered = self._clock.current
+            now, progress = time.monotonic(), (phase, entered, self._step())
+            if progress != seen:
+                if seen is not None:
+                    self._longest[seen[0]] = max(self._longest.get(seen[0], 0.0), now - since)
+                seen, since = progress, now
+            elif now - since > self.allowed(phase):
+                self._end(phase, progress[-1], now - since)
+
+    def _end(self, phase, step, seconds):
+        sys.stdout.flush()
+        print("looplib: where every thread is:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        kept = self._checkpoint()
+        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+        print(
+            f"looplib: error: no progress for {seconds:.0f} s in the phase {phase!r} at step {step}; the stacks above say "
+            f"where; {advice} (--stall_limit sets how long to wait)",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_STALLED)

@@ -1,0 +1,251 @@
+"""Values that are not finite: found, named, and halted, skipped or rolled back, alike on every replica."""
+
+import logging
+import os
+
+import keras as keras3
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import commits
+from looplib.guards import spike
+from looplib.writers import read_jsonl
+
+BAD_STEP = 7
+
+
+class Poisoned(toy.Regression):
+    """The regression with something that is not finite at one position in the data.
+
+    `where` is "input", "loss", "gradient" (of the last replica only), "weight" (a bad update) or "" for none.
+    """
+
+    where = ""
+    bad_steps = (BAD_STEP,)
+
+    def __init__(self, keras=keras3, optimizer="adam"):
+        super().__init__(keras, optimizer)
+        self.steps = []
+
+    def dataset(self, context):
+        data = super().dataset(context)
+        positions = tf.data.Dataset.counter(context.start_step * context.replicas_per_pipeline)
+        bad = tf.constant(self.bad_steps, tf.int64)
+
+        def poison(position, batch):
+            ids, x, y = batch
+            is_bad = tf.reduce_any(position // context.replicas_per_pipeline + 1 == bad)
+            return ids, tf.where(is_bad & (self.where == "input"), np.nan, x), y, tf.fill(tf.shape(y), is_bad)
+
+        return tf.data.Dataset.zip(positions, data).map(poison)
+
+    def step_fn(self, inputs):
+        _, x, y, is_bad = inputs
+        replica = tf.distribute.get_replica_context()
+        last = replica.replica_id_in_sync_group == replica.num_replicas_in_sync - 1
+        poison = tf.where(is_bad[0] & last, np.nan, tf.ones([]))
+        with tf.GradientTape() as tape:
+            logits = self.model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            losses = losses * poison if self.where == "loss" else losses
+            loss = self.global_mean(losses)
+        variables = self.model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if self.where == "gradient":
+            gradients[0] = gradients[0] * poison
+        self.optimizer.apply_gradients(zip(gradients, variables))
+        if self.where == "weight":
+            bias = variables[-1]
+            bias.assign(bias * tf.where(is_bad[0], np.nan, tf.ones([])))
+        return {"loss": losses, "position": looplib.last(tf.cast(self.global_step, tf.int64))}
+
+    def loop_end(self, metrics):
+        return metrics
+
+
+def build(strategy, where, keras=keras3, bad_steps=(BAD_STEP,)):
+    with strategy.scope():
+        trainer = type("Poisoned", (Poisoned,), {"where": where, "bad_steps": bad_steps})(keras)
+        return trainer
+
+
+def run(strategy, where, steps=20, keras=keras3, bad_steps=(BAD_STEP,), steps_per_loop=5, every_steps=5, **settings):
+    trainer = build(strategy, where, keras, bad_steps)
+    guards = settings.pop("guards", looplib.Guards())
+    policy = looplib.CheckpointPolicy(every_steps=every_steps, keep=(looplib.KeepLast(100),), guards=guards)
+    with toy.controller(strategy, trainer, checkpoints=policy, steps_per_loop=steps_per_loop, **settings) as controller:
+        controller.train(steps)
+    return trainer, controller
+
+
+def all_finite(model_dir):
+    """Reads every kept checkpoint: whether all numbers in all of them are finite."""
+    for _, done, _ in commits.listing(os.path.join(model_dir, "checkpoints")):
+        reader = tf.train.load_checkpoint(done.path)
+        for key, _ in tf.train.list_variables(done.path):
+            value = reader.get_tensor(key)
+            if np.asarray(value).dtype.kind == "f" and not np.isfinite(value).all():
+                return False
+    return True
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
+def test_halt_names_the_step_and_the_value_and_commits_nothing_bad(where, name, tmp_path, keras):
+    expected = {"input": "loss", "loss": "loss", "gradient": "the gradient of .*kernel", "weight": "loss"}[where]
+    # A bad update shows in the loss of the next step.
+    step = BAD_STEP + 1 if where == "weight" else BAD_STEP
+    with pytest.raises(looplib.DivergenceError, match=f"at step {step}, {expected}.* not finite.*ckpt-5, is good"):
+        run(make_strategy(name), where, keras=keras, model_dir=tmp_path)
+    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [5]
+    assert all_finite(tmp_path)
+
+
+def test_a_bad_update_in_the_last_step_before_a_save_is_not_saved(tmp_path):
+    with pytest.raises(looplib.DivergenceError, match=r"after step 10, .*bias.* not finite"):
+        run(make_strategy("default"), "weight", bad_steps=(10,), model_dir=tmp_path)
+    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [5]
+
+
+def test_a_bad_update_in_the_last_step_of_all_is_found_without_a_directory():
+    with pytest.raises(looplib.DivergenceError, match=r"after step 20, .*bias.* not finite; nothing was saved"):
+        run(make_strategy("default"), "weight", bad_steps=(20,))
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
+def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, name, keras):
+    """The weights are those of a run whose data lacks the bad batch."""
+    strategy = make_strategy(name)
+    records = []
+    action = lambda event: records.append(event.metrics)
+    guards = looplib.Guards(non_finite="skip")
+    trainer, _ = run(strategy, where, keras=keras, guards=guards, actions=[action])
+
+    class Without(Poisoned):
+        def dataset(self, context):
+            each = context.replicas_per_pipeline
+            data = super().dataset(context)
+            return data.take((BAD_STEP - 1) * each).concatenate(data.skip(BAD_STEP * each))
+
+    with strategy.scope():
+        other = Without(keras)
+    toy.controller(strategy, other, steps_per_loop=5).train(19)
+    for a, b in zip(trainer.weights(), other.weights()):
+        np.testing.assert_array_equal(a, b)
+    assert [record["skipped_steps"] for record in records] == [0, 1, 0, 0]
+    assert all(np.isfinite(record["loss"]) for record in records)
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
+def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, name, tmp_path, caplog):
+    """The weights are those of steps 1 to 5 on the first five batches and of the others on those after the bad one."""
+    caplog.set_level(logging.WARNING)
+    strategy = make_strategy(name)
+    trainer, controller = run(strategy, where, model_dir=tmp_path, guards=looplib.Guards(non_finite="rollback"), writers=None)
+    assert controller.global_step == 20 and controller.rollbacks == 1 and "going back to step 5" in caplog.text
+    bad = BAD_STEP + 1 if where == "weight" else BAD_STEP
+
+    class Without(Poisoned):
+        def dataset(self, context):
+            each = context.replicas_per_pipeline
+            data = super().dataset(context)
+            return data.take(5 * each).concatenate(data.skip(bad * each))
+
+    with strategy.scope():
+        other = Without()
+    toy.controller(strategy, other, steps_per_loop=5).train(20)
+    for a, b in zip(trainer.weights(), other.weights()):
+        np.testing.assert_array_equal(a, b)
+    assert all_finite(tmp_path)
+    steps = [record["step"] for record in read_jsonl(str(tmp_path / "metrics.jsonl"))]
+    assert steps == [5, 10, 15, 20]
+
+
+def test_the_budget_of_rollbacks_is_kept_in_the_state(tmp_path):
+    guards = looplib.Guards(non_finite="rollback", rollbacks=2)
+    bad = dict(guards=guards, model_dir=tmp_path, bad_steps=(7, 20, 33, 46))
+    run(make_strategy("default"), "loss", steps=10, **bad)
+    run(make_strategy("default"), "loss", steps=15, **bad)
+    with pytest.raises(looplib.DivergenceError, match="already gone back 2 times"):
+        run(make_strategy("default"), "loss", steps=40, **bad)
+
+
+def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
+    guards = looplib.Guards(non_finite="rollback")
+    whole, _ = run(make_strategy("default"), "loss", steps=30, guards=guards, model_dir=tmp_path / "a")
+    run(make_strategy("default"), "loss", steps=13, guards=guards, model_dir=tmp_path / "b")
+    parts, _ = run(make_strategy("default"), "loss", steps=30, guards=guards, model_dir=tmp_path / "b")
+    for a, b in zip(whole.weights(), parts.weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_off_trains_on_and_leaves_bad_checkpoints_out(tmp_path, caplog):
+    _, controller = run(make_strategy("default"), "loss", model_dir=tmp_path, guards=looplib.Guards(non_finite="off"))
+    assert controller.global_step == 20
+    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [5]
+    assert "the checkpoint of step 20 is left out" in caplog.text
+
+
+def test_a_variable_that_is_meant_to_be_infinite_is_no_trouble(tmp_path):
+    trainer = build(make_strategy("default"), "")
+    trainer.best = tf.Variable(np.inf, trainable=False)
+    toy.controller(make_strategy("default"), trainer, model_dir=tmp_path).train(3)
+
+
+def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
+    random = np.random.RandomState(0)
+    history = list(random.randn(40) * 0.1 + 2)
+    guards = looplib.Guards(spike_score=6, spike_window=40)
+    median = np.median(history)
+    mad = np.median(np.abs(history - median))
+    assert spike(history, 2.2, guards) is None
+    assert spike(history, 5.0, guards) == pytest.approx(0.6745 * (5.0 - median) / mad)
+    assert spike(history[:10], 5.0, guards) is None and spike(history, 5.0, looplib.Guards()) is None
+    assert spike(history, -5.0, guards) is None  # a loss that falls is welcome
+
+
+def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
+    class Jumping(Poisoned):
+        def step_fn(self, inputs):
+            outputs = super().step_fn(inputs)
+            outputs["loss"] += tf.where(inputs[-1][0], 1000.0, 0.0)
+            return outputs
+
+    guards = looplib.Guards(spike_score=8, spike_window=10, on_spike="rollback")
+    trainer = type("Late", (Jumping,), {"bad_steps": (33,)})()
+    policy = looplib.CheckpointPolicy(every_steps=4, guards=guards)
+    with toy.controller(
+        make_strategy("default"), trainer, checkpoints=policy, model_dir=tmp_path, steps_per_loop=2, writers=None
+    ) as controller:
+        controller.train(50)
+    assert controller.rollbacks == 1 and "going back to step 32" in caplog.text
+    records = read_jsonl(str(tmp_path / "metrics.jsonl"))
+    assert [record["step"] for record in records] == list(range(2, 51, 2))
+    assert max(record["loss"] for record in records) < 100
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"non_finite": "stop"}, "non_finite is 'stop'; expected one of halt, skip, rollback, off"),
+        ({"on_spike": "skip"}, "on_spike is 'skip'"),
+        ({"rollbacks": -1}, "too small"),
+        ({"spike_window": 2}, "too small"),
+    ],
+)
+def test_bad_policies_are_sentences(settings, message):
+    with pytest.raises(looplib.UsageError, match=message):
+        looplib.Guards(**settings)
+
+
+def test_the_eager_loop_halts_too_and_cannot_skip():
+    with pytest.raises(looplib.DivergenceError, match=f"at step {BAD_STEP}, "):
+        run(make_strategy("default"), "gradient", loop="eager")
+    with pytest.raises(looplib.UsageError, match="eager loop cannot undo steps"):
+        run(make_strategy("default"), "gradient", loop="eager", guards=looplib.Guards(non_finite="skip"))
