@@ -4,8 +4,8 @@ Each step changes all of the state. looplib saves it in the background, and (`in
 waits; TensorFlow's own way, which Orbit's is too, is `tf.train.CheckpointManager.save` between loops. They take turns,
 one save at a time. Of each save two times are measured, in wall time:
 
-  stall: from the end of the last step before the save to the end of the next, less a step's usual time. The copy of each
-    variable that the next step makes belongs to it.
+  stall: from the end of the last step before the save to the end of the next, less a step's usual time. The copy of
+    each variable that the next step makes belongs to it.
   extra: the same over the next 19 steps; the writer shares the cores with them.
 """
 

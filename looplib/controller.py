@@ -278,7 +278,10 @@ class Controller:
             self._store.save(self.global_step, self._own_state, wait)
 
     def _own_state(self):
-        running = self._training.reducer.state() if self._training else {}
+        running = {}
+        if self._training:
+            running = self._training.reducer.state()
+            self._store.input_state.position = self._training.position() or b""
         return {"running": running, "seed": self._seed, "global_batch_size": self._global_batch_size}
 
     def restore_checkpoint(self, path=None):
@@ -312,7 +315,9 @@ class Controller:
         self.restored_from = path
         logging.info("restored step %d from %s", step, path)
         if self._training:
-            self._training.rewind(step + self._store.input_offset)
+            # After a rollback the data goes on elsewhere than where the checkpoint's position says.
+            position = None if changes else self._store.input_state.position or None
+            self._training.rewind(step + self._store.input_offset, position)
             self._training.reducer.load(values.get("running", {}))
             self._window_start = step
             reported = {**dict.fromkeys(["train", *self._evaluations], 0), **values.get("reported", {})}
