@@ -156,11 +156,16 @@ def _means(sums):
 # Contestants: functions from a `Task` to a `Contestant`.
 
 
-def looplib_loop(task, own_input=False):
-    """Builds looplib's controller, which finds the end of the data by itself."""
+def looplib_loop(task, own_input=False, guarded=True):
+    """Builds looplib's controller, which finds the end of the data by itself; its guards are on by default."""
+    policy = looplib.CheckpointPolicy(guards=looplib.Guards() if guarded else looplib.Guards("off", stall_limit=0))
     role = {"trainer" if task.workload.loop else "evaluator": _LooplibTask(task, own_input)}
     controller = looplib.Controller(
-        **role, global_batch_size=task.workload.batch, steps_per_loop=task.steps_per_loop, writers=[]
+        **role,
+        global_batch_size=task.workload.batch,
+        steps_per_loop=task.steps_per_loop,
+        checkpoints=policy,
+        writers=[],
     )
     if task.workload.loop:
         return task.contestant(lambda steps: controller.train(controller.global_step + steps))
@@ -287,6 +292,7 @@ class _Stopwatch(keras.callbacks.Callback):
 CONTESTANTS = {
     _OURS: looplib_loop,
     _OWN_INPUT: functools.partial(looplib_loop, own_input=True),
+    "looplib, unguarded": functools.partial(looplib_loop, guarded=False),
     "bare": by_hand,
     "orbit": orbit_loop,
     "orbit, to the end": functools.partial(orbit_loop, to_the_end=True),

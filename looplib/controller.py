@@ -93,6 +93,10 @@ class Controller:
         if self._store.start:
             self.restore_checkpoint(self._store.start.path)
         elif trainer:
+            for writer in self._writers:
+                writer.resume(
+                    0, dict.fromkeys(["train", *evaluators], 0)
+                )  # of a run that was killed before its first save
             with self._strategy.scope():
                 trainer.initialize()
             if checkpoints.warm_start:
@@ -106,6 +110,7 @@ class Controller:
         self._training, batch = None, self._global_batch_size
         if trainer:
             trainer.global_batch_size, trainer.global_step = batch, self._global_step
+            trainer.run_seed = self._seed
             tasks.build_optimizers(trainer, self._strategy)
             self._training = tasks.TaskLoop(
                 "train",
@@ -151,7 +156,7 @@ class Controller:
           steps: the global step to train to, counted from the start of the run; -1 for the end of the data.
 
         Returns:
-          dict, the last reported training metrics; {} if there was nothing left to do.
+          dict, the last reported training metrics, of an earlier start of the run if there was nothing left to do.
 
         Raises:
           UsageError: for bad input.
@@ -273,7 +278,10 @@ class Controller:
             self._store.save(self.global_step, self._own_state, wait)
 
     def _own_state(self):
-        running = self._training.reducer.state() if self._training else {}
+        running = {}
+        if self._training:
+            running = self._training.reducer.state()
+            self._store.input_state.position = self._training.position() or b""
         return {"running": running, "seed": self._seed, "global_batch_size": self._global_batch_size}
 
     def restore_checkpoint(self, path=None):
@@ -307,7 +315,9 @@ class Controller:
         self.restored_from = path
         logging.info("restored step %d from %s", step, path)
         if self._training:
-            self._training.rewind(step + self._store.input_offset)
+            # After a rollback the data goes on elsewhere than where the checkpoint's position says.
+            position = None if changes else self._store.input_state.position or None
+            self._training.rewind(step + self._store.input_offset, position)
             self._training.reducer.load(values.get("running", {}))
             self._window_start = step
             reported = {**dict.fromkeys(["train", *self._evaluations], 0), **values.get("reported", {})}
@@ -363,7 +373,7 @@ class Controller:
 
     def _train_on(self, target, eval_interval, eval_steps):
         step, reported = self.global_step, self._store.values.setdefault("reported", {})
-        self._stopped, self._last_evaluation, metrics = False, {}, {}
+        self._stopped, self._last_evaluation = False, {}
         intervals = [self._steps_per_loop, self._policy.every_steps, *([eval_interval] if eval_interval else [])]
 
         def evaluation_due(now):
@@ -388,7 +398,7 @@ class Controller:
                 raise self._store.trouble_in_step(self._window_start + after, names)
             self._store.look(step)
             if step % self._steps_per_loop == 0 and done:
-                metrics = self._report(step, mark)
+                self._report(step, mark)
                 mark = self._mark(step)
             if step % self._policy.every_steps == 0 and done and self._store:
                 self._save(wait=False)
@@ -406,12 +416,12 @@ class Controller:
             self._save(wait=True)
         self._store.check(step)
         if step > reported.get("train", 0):
-            metrics = self._report(step, mark)
+            self._report(step, mark)
         if evaluation_due(step):
             self._evaluate_saved(eval_steps)
         for writer in self._writers:
             writer.flush()
-        return metrics
+        return self._store.values.get("train", {})
 
     def _busy(self):
         return self.clock.current[0] == "save" or self._store.saving
@@ -466,6 +476,8 @@ class Controller:
             for writer in self._writers:
                 writer.write(step, split, metrics)
             self._store.values.setdefault("reported", {})[split] = step
+            if split == "train":
+                self._store.values["train"] = metrics
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self))
         return metrics

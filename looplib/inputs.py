@@ -1,10 +1,8 @@
-"""Input: batch math, the keyed permutation, distribution over pipelines and replicas, and the position in the data."""
-
-import dataclasses
+"""Input: batch math, the keyed permutation, and a pipeline for each worker."""
 
 import tensorflow as tf
-from absl import logging
 
+from looplib import feeds
 from looplib.errors import UsageError
 
 # Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by
@@ -39,7 +37,7 @@ class InputContext:
         self.start_step = start_step
         self.positioned = False
 
-    def indices(self, num_examples):
+    def indices(self, num_examples, seeds=False):
         """Batches of example ids: the order of a run, decided by its seed alone.
 
         For training, epoch after epoch without end, each a keyed permutation of all ids (the op behind
@@ -47,11 +45,24 @@ class InputContext:
         the global order is the same for any number of replicas and workers. Batches are always full and run across the
         end of an epoch. For evaluation, every id once, in order, the last batch smaller.
 
+        With `seeds`, each example comes with a seed for random augmentation by `tf.random.stateless_*`. It depends on
+        the run's seed and the example's place in the run alone, so that a resumed run, or one on other devices, has the
+        same: in training an example gets another each epoch, in evaluation always one.
+
+            def augment(ids, seeds):
+                flip = lambda one: tf.image.stateless_random_flip_left_right(one[0], seed=one[1])
+                images = tf.map_fn(flip, (tf.gather(x, ids), seeds), fn_output_signature=tf.float32)
+                return images, tf.gather(y, ids)
+
+            return context.indices(len(x), seeds=True).map(augment, tf.data.AUTOTUNE)
+
         Args:
           num_examples: how many examples there are; ids are 0 to num_examples - 1.
+          seeds: whether to give seeds too.
 
         Returns:
-          A `tf.data.Dataset` of int64 `[per_replica_batch_size]` (training) or `[at most that]` (evaluation).
+          A `tf.data.Dataset` of int64 ids `[b]`, or of (ids, seeds) with int32 seeds `[b, 2]`; b is
+          per_replica_batch_size, or in the last batch of an evaluation less.
 
         Raises:
           UsageError: if there is no example.
@@ -62,23 +73,24 @@ class InputContext:
                 f"{num_examples} examples; check where the data is read from"
             )
         self.positioned = True
-        return self._shuffled(num_examples) if self.training else self._in_order(num_examples)
+        return self._shuffled(num_examples, seeds) if self.training else self._in_order(num_examples, seeds)
 
-    def _shuffled(self, num_examples):
+    def _shuffled(self, num_examples, with_seeds):
         batch = self.per_replica_batch_size
 
         def ids(element):
             positions = self._global_batch_index(element) * batch + tf.range(batch, dtype=tf.int64)
             epoch, position = positions // num_examples, positions % num_examples
             seeds = tf.stack([tf.fill([batch], tf.constant(self.seed, tf.int64)), epoch, tf.zeros_like(epoch)], axis=1)
-            return tf.raw_ops.RandomIndexShuffle(
+            shuffled = tf.raw_ops.RandomIndexShuffle(
                 index=position, seed=seeds, max_index=tf.constant(num_examples - 1, tf.int64), rounds=_ROUNDS
             )
+            return (shuffled, self._seeds(positions)) if with_seeds else shuffled
 
         first = self.start_step * self.replicas_per_pipeline
         return tf.data.Dataset.counter(first).map(ids, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
-    def _in_order(self, num_examples):
+    def _in_order(self, num_examples, with_seeds):
         batch = self.per_replica_batch_size
         batches = -(-num_examples // batch)
         rounds, rest = divmod(batches, self.num_replicas)
@@ -87,14 +99,28 @@ class InputContext:
 
         def ids(element):
             start = self._global_batch_index(element) * batch
-            return tf.range(start, tf.minimum(start + batch, num_examples))
+            positions = tf.range(start, tf.minimum(start + batch, num_examples))
+            return (positions, self._seeds(positions)) if with_seeds else positions
 
         return tf.data.Dataset.range(own).map(ids)
+
+    def _seeds(self, positions):
+        """Seeds int32 `[b, 2]` for int64 places in the run `[b]`, no two alike."""
+        key = _mix(tf.constant((2 * self.seed + self.training) % 2**64, tf.uint64))
+        return tf.bitcast(_mix(tf.bitcast(positions, tf.uint64) + key), tf.int32)
 
     def _global_batch_index(self, element):
         """The place of this pipeline's batch among the per-replica batches of all replicas, in step order."""
         step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
         return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica
+
+
+def _mix(words):
+    """Scatters uint64 words one to one: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words = tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
+        words *= tf.constant(factor, tf.uint64)
+    return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(31, tf.uint64)))
 
 
 def per_replica_batch_size(global_batch_size, num_replicas):
@@ -121,23 +147,6 @@ def per_replica_batch_size(global_batch_size, num_replicas):
     return global_batch_size // num_replicas
 
 
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """A distributed data set.
-
-    Attributes:
-      dataset: what `strategy.distribute_datasets_from_function` returned; iterate it as often as needed.
-      infinite: whether it is known never to end.
-      unknown: whether it is not known how long it is.
-      may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
-    """
-
-    dataset: tf.data.Dataset | tf.distribute.DistributedDataset
-    infinite: bool
-    unknown: bool
-    may_be_empty: bool
-
-
 def distribute(strategy, task, *, global_batch_size, seed, training, start_step=0):
     """Builds `task.dataset` for every input pipeline of a strategy.
 
@@ -150,16 +159,17 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
       start_step: global batches that the run has consumed.
 
     Returns:
-      A `Stream`.
+      A `feeds.Stream`.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     who, replicas = type(task).__name__, strategy.num_replicas_in_sync
-    per_replica_batch_size(global_batch_size, replicas)
-    cardinalities, skips = [], []
+    batch_size = per_replica_batch_size(global_batch_size, replicas)
+    on_host = feeds.runs_on_host(strategy)
+    cardinalities, contexts = [], []
 
-    def dataset_fn(tf_context):
+    def build(tf_context, start_step):
         context = InputContext(
             global_batch_size=global_batch_size,
             num_replicas=replicas,
@@ -174,37 +184,55 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
             raise UsageError(
                 f"{who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
+        if start_step and not context.positioned:
+            # The pipeline of a new run, which is then brought to its place.
+            return build(tf_context, 0)
+        return context, dataset
+
+    def dataset_fn(tf_context):
+        context, dataset = build(tf_context, start_step)
         if training:
-            _check_batch_size(who, dataset, context.per_replica_batch_size)
+            _check_batch_size(who, dataset, batch_size)
         skip = 0 if context.positioned else start_step * context.replicas_per_pipeline
-        if skip:
+        if skip and not on_host:
             dataset = dataset.skip(skip)
         cardinality = dataset.cardinality().numpy()
         cardinalities.append(cardinality)
-        skips.append(skip)
+        contexts.append(context)
         if cardinality != tf.data.INFINITE_CARDINALITY and replicas > 1:
-            dataset = _forget_batch_size(dataset)
-            if training:
-                dataset = _drop_incomplete_steps(dataset, context.replicas_per_pipeline)
-                cardinalities[-1] = cardinality // context.replicas_per_pipeline if cardinality > 0 else cardinality
+            if training and cardinality > 0:
+                cardinalities[-1] = cardinality // context.replicas_per_pipeline
+            if not on_host:
+                dataset = _forget_batch_size(dataset)
+                dataset = _drop_incomplete_steps(dataset, context.replicas_per_pipeline) if training else dataset
         return dataset
 
-    dataset = strategy.distribute_datasets_from_function(dataset_fn)
+    def make():
+        if on_host:
+            return dataset_fn(tf.distribute.InputContext(num_replicas_in_sync=replicas))
+        return strategy.distribute_datasets_from_function(dataset_fn)
+
+    dataset = make()
     if start_step == 0 and not any(cardinalities):
         raise UsageError(
             f"the {'training' if training else 'evaluation'} data set is empty: {who}.dataset has no batch, or not "
             f"one for each of {replicas} replicas; check where the data is read from, and that drop_remainder does not "
             "drop the only batch"
         )
-    if any(skips):
-        logging.info("%s.dataset: skipping %d batches to come to step %d", who, sum(skips), start_step)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    return Stream(
-        dataset,
+    attributes = dict(
+        strategy=strategy,
+        dataset=dataset,
+        renew=make if training else None,
+        who=who,
         infinite=infinite,
         unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
         may_be_empty=not training and not infinite and replicas > 1,
+        start_step=start_step,
+        positioned=contexts[0].positioned,
+        skipped=0 if contexts[0].positioned else start_step * contexts[0].replicas_per_pipeline,
     )
+    return feeds.HostStream(batch_size=batch_size, **attributes) if on_host else feeds.Stream(**attributes)
 
 
 def _check_batch_size(who, dataset, expected):

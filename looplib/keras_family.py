@@ -96,13 +96,21 @@ def check_one_family(objects):
 
 
 def untracked_variables(value):
-    """Variables that `tf.train.Checkpoint` would miss: of Keras 3, a metric's, a seed generator's, a layer's seeds.
+    """What `tf.train.Checkpoint` would miss: of Keras 3 a metric's, a seed generator's, a layer's seeds.
 
-    Lists, tuples and dicts are searched.
+    Of tf_keras it is the generators of layers such as dropout. Lists, tuples and dicts are searched.
+
+    Returns:
+      list of `tf.Variable` and `tf.random.Generator`.
     """
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
         return [variable for item in items for variable in untracked_variables(item)]
+    if family(value) == "tf_keras" and isinstance(value, tf.Module):
+        # tf_keras keeps them out of checkpoints, and has no public name for them.
+        holders = [getattr(part, "_random_generator", None) for part in (value, *value.submodules)]
+        generators = [getattr(holder, "_generator", None) for holder in holders]
+        return [generator for generator in generators if isinstance(generator, tf.random.Generator)]
     if family(value) != "keras":
         return []
     if is_metric(value) or _is_a(value, "random", "SeedGenerator"):

@@ -11,6 +11,10 @@ from absl import logging
 from looplib.errors import UsageError
 from looplib.preemption import notice
 
+_RANDOM_OPS = {
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+}  # fmt: skip
 _TO_THE_END = np.iinfo(np.int64).max
 
 
@@ -24,7 +28,7 @@ class GraphLoop:
       strategy: `tf.distribute.Strategy`.
       step_fn: one step on one replica.
       reducer: `metrics.Reducer` for what it returns.
-      stream: `inputs.Stream`, for the structure of its elements and whether it ends.
+      stream: `feeds.Stream`, which reads the iterators that the loop is called with.
       counter: int64 `tf.Variable` that counts finished steps, or None.
       skip_bad: undoes a step in which a value is not finite.
     """
@@ -33,13 +37,14 @@ class GraphLoop:
         self.traces = 0
         self._counter = counter
         self._reducer = reducer
+        self._stream = stream
         self._skip_bad = skip_bad
         self._stop = notice.flag
 
         def replica_step(inputs):
             return reducer.run_step(step_fn, inputs, stream.may_be_empty)
 
-        @tf.function(input_signature=[stream.dataset.element_spec])
+        @tf.function(input_signature=[stream.element_spec])
         def step(inputs):
             return strategy.run(replica_step, args=(inputs,))
 
@@ -84,6 +89,13 @@ class GraphLoop:
         """The `tf.Variable`s that the step uses."""
         return self._step.variables
 
+    @property
+    def random_ops(self):
+        """The names of the ops in the step that draw random numbers from a state which nobody can save."""
+        graph = self._step.graph.as_graph_def()
+        nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return [node.name for node in nodes if node.op in _RANDOM_OPS]
+
     def trace(self, iterator):
         """Traces the loop for this iterator, so that no later call does."""
         self._loop.get_concrete_function(iterator, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.int64))
@@ -117,7 +129,7 @@ class GraphLoop:
         while done < steps and not self._stop and self._reducer.finite():
             until = tf.minimum(done + stride, steps)
             while done < until:
-                self._one(next(iterator))
+                self._one(self._stream.next(iterator))
                 done += 1
         return done, self._reducer.finite()
 
@@ -126,17 +138,17 @@ class GraphLoop:
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
         self._note_trace()
         done = tf.constant(0, tf.int64)
-        batch = iterator.get_next_as_optional()
-        while done < steps - 1 and batch.has_value() and not self._stop and self._reducer.finite():
+        batch = self._stream.next_as_optional(iterator)
+        while done < steps - 1 and self._stream.has_value(batch) and not self._stop and self._reducer.finite():
             until = tf.minimum(done + stride, steps - 1)
-            while done < until and batch.has_value():
-                self._one(batch.get_value())
+            while done < until and self._stream.has_value(batch):
+                self._one(self._stream.get_value(batch))
                 done += 1
-                batch = iterator.get_next_as_optional()
+                batch = self._stream.next_as_optional(iterator)
         finite = self._reducer.finite()
         until = done + 1 if finite else done  # a batch that was fetched is trained on, also when asked to stop
-        while done < tf.minimum(steps, until) and batch.has_value():
-            self._one(batch.get_value())
+        while done < tf.minimum(steps, until) and self._stream.has_value(batch):
+            self._one(self._stream.get_value(batch))
             done += 1
         return done, self._reducer.finite()
 
@@ -160,7 +172,7 @@ class EagerLoop:
         self.traces = 0
         if skip_bad:
             raise UsageError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
-        self._may_be_empty = stream.may_be_empty
+        self._stream = stream
         self._strategy = strategy
         self._counter = counter
         self._reducer = reducer
@@ -170,10 +182,10 @@ class EagerLoop:
         """Runs steps; see `GraphLoop`. It looks after each step whether to go on."""
         done = 0
         while done != steps and not notice.requested and self._finite():
-            batch = iterator.get_next_as_optional()
-            if not batch.has_value():
+            batch = self._stream.next_as_optional(iterator)
+            if not self._stream.has_value(batch):
                 break
-            contributions = self._strategy.run(self._replica_step, args=(batch.get_value(),))
+            contributions = self._strategy.run(self._replica_step, args=(self._stream.get_value(batch),))
             if not self._reducer.created:
                 self._reducer.create()
             self._reducer.add(contributions)
@@ -186,7 +198,7 @@ class EagerLoop:
         return not self._reducer.created or bool(self._reducer.finite())
 
     def _replica_step(self, inputs):
-        return self._reducer.run_step(self._step_fn, inputs, self._may_be_empty)
+        return self._reducer.run_step(self._step_fn, inputs, self._stream.may_be_empty)
 
     def read(self):
         """Returns the metrics since the last read, and starts anew."""
@@ -196,6 +208,8 @@ class EagerLoop:
     def variables(self):
         """None are known without a trace."""
         return []
+
+    random_ops = variables
 
     def trace(self, iterator):
         """Nothing to trace."""

@@ -46,6 +46,8 @@ def setup(strategy="auto", *, tpu=None, num_virtual_devices=1, seed=0, determini
     _seed_everything(seed)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
+    if "tf_keras" in sys.modules:  # so that dropout keeps its state in a variable, which a checkpoint holds
+        sys.modules["tf_keras"].backend.experimental.enable_tf_random_generator()
     if mixed_precision != "float32":
         for root in _keras_families():
             sys.modules[root].mixed_precision.set_global_policy(mixed_precision)

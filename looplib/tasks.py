@@ -51,6 +51,7 @@ class TaskLoop:
         self._clock = clock
         self._iterator = None
         self._counter = counter
+        self._position = None
         self._start_step = start_step
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
         self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
@@ -64,7 +65,7 @@ class TaskLoop:
         if (
             split != "train"
             and self._stream.unknown
-            and not iter(self._stream.dataset).get_next_as_optional().has_value()
+            and not self._stream.has_value(self._stream.next_as_optional(self._stream.iterate()))
         ):
             raise UsageError(
                 f"the evaluation data set {split!r} is empty: {self.who}.dataset has no batch; check where the data is "
@@ -86,16 +87,25 @@ class TaskLoop:
         """How often the loop was traced."""
         return self._engine.traces
 
-    def rewind(self, start_step=0):
-        """Lets the next `run` start with the data after `start_step` global batches."""
-        self._iterator = None
+    def position(self):
+        """The place in the data after the last `run`, as bytes for `rewind`; None where `start_step` has to do."""
+        return self._stream.position(self._iterator) if self._iterator is not None else self._position
+
+    def rewind(self, start_step=0, position=None):
+        """Lets the next `run` start with the data after `start_step` global batches.
+
+        Args:
+          start_step: how many were consumed.
+          position: bytes from `position` at that step, which spare the pipeline to read and skip what came before.
+        """
+        self._iterator, self._position = None, position
         if start_step != self._start_step:
             self._start_step = start_step
             self._stream = inputs.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
 
     def resume(self, step):
-        """Goes on with the data after `step` global batches, where the last `run` failed or there was none."""
-        if self._iterator is None:
+        """Goes on with the data after `step` global batches, where the last `run` failed on its way."""
+        if self._iterator is None and step != self._start_step:
             self.rewind(step)
 
     def warn_of_what_is_not_saved(self, objects):
@@ -114,6 +124,15 @@ class TaskLoop:
                 self.who,
                 ", ".join(sorted(names)[:10]),
             )
+        if random := self._engine.random_ops:
+            logging.warning(
+                "%s.step_fn draws random numbers whose state nobody can save (%s), so that a resumed run draws others; "
+                "use tf.random.stateless_* with seed=self.step_seed(), a tf.random.Generator attribute, or layers of "
+                "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
+                "layers",
+                self.who,
+                guards.listing(random),
+            )
 
     def run(self, steps, phase):
         """Runs steps on the data that follows.
@@ -128,7 +147,7 @@ class TaskLoop:
         """
         with self._clock.phase(phase):
             if self._iterator is None:
-                self._iterator = iter(self._stream.dataset)
+                self._iterator, self._position = self._stream.iterate(self._position), None
                 if not self._engine.traces:
                     with self._clock.phase("compile"):
                         self._engine.trace(self._iterator)
@@ -152,9 +171,8 @@ class TaskLoop:
     def read(self):
         """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
         metrics = self._engine.read()
-        checksum = {
-            name: metrics.pop(name) for name in [checksums.METRIC] if name in metrics
-        }  # no matter of the user's
+        # The checksum is no matter of the user's.
+        checksum = {name: metrics.pop(name) for name in [checksums.METRIC] if name in metrics}
         return {**_as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
 
 

@@ -18,6 +18,7 @@ class Trainer(abc.ABC):
       global_batch_size: int, the number of examples of a step over all replicas; set by the `Controller`.
       global_step: int64 scalar `tf.Variable`, the number of steps done; set by the `Controller`, which owns it. Read it
         in `step_fn` (for a schedule, say), never assign it.
+      run_seed: int, the run's seed; set by the `Controller`.
 
     Example:
         class Line(looplib.Trainer):
@@ -41,6 +42,7 @@ class Trainer(abc.ABC):
 
     global_batch_size: int | None = None
     global_step: tf.Variable | None = None
+    run_seed: int = 0
 
     @abc.abstractmethod
     def dataset(self, context):
@@ -86,6 +88,26 @@ class Trainer(abc.ABC):
           The dict to report, with numbers only: derive from arrays what is to be seen, and leave the arrays out.
         """
         return metrics
+
+    def step_seed(self, salt=0):
+        """A seed of this step for `tf.random.stateless_*`; in `step_fn`.
+
+        It is a function of the run's seed, the global step, the replica and `salt`, so that a resumed run draws what an
+        uninterrupted one would, with no state to save.
+
+        Args:
+          salt: int, another number for another draw in the same step.
+
+        Returns:
+          int32 tensor `[2]`.
+
+        Example:
+            noise = tf.random.stateless_normal(tf.shape(x), seed=self.step_seed())
+        """
+        seed = tf.stack([tf.constant(self.run_seed, tf.int64), tf.cast(self.global_step, tf.int64)])
+        replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
+        seed = tf.random.fold_in(tf.random.fold_in(seed, replica), tf.constant(salt, tf.int64))
+        return tf.bitcast(seed, tf.int32)[:, 0] if seed.dtype == tf.int64 else seed
 
     def global_mean(self, values):
         """The sum of `values` over this replica divided by the global batch size.

@@ -27,8 +27,8 @@ def test_no_room_imports_a_higher_one():
     import pathlib
 
     order = ["errors", "keras_family", "clock", "trainer", "evaluator", "commits", "lock", "preemption", "watchdog", "guards",
-             "metrics", "checksums", "inputs", "loops", "snapshots", "checkpoints", "state", "tasks", "actions", "store",
-             "writers", "controller", "runtime", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
+             "metrics", "checksums", "feeds", "inputs", "loops", "snapshots", "checkpoints", "state", "tasks", "actions",
+             "store", "writers", "controller", "runtime", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
     folder = pathlib.Path(__file__).parents[1] / "looplib"
     assert sorted(order) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
     for name in order:

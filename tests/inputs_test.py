@@ -78,6 +78,51 @@ def test_evaluation_ids_come_once_each(n, workers, replicas):
     assert sorted(ids) == list(range(n))
 
 
+def pairs(n, steps, replicas=1, **changes):
+    """(ids, seeds as one int64) of each example in order."""
+    batches = context(num_replicas=replicas, **changes).indices(n, seeds=True).take(steps * replicas)
+    ids, seeds = (np.concatenate(parts) for parts in zip(*batches.as_numpy_iterator()))
+    assert seeds.dtype == np.int32 and seeds.shape == (len(ids), 2)
+    return ids, np.ascontiguousarray(seeds).view(np.int64)[:, 0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_seeds_come_with_the_same_ids_and_do_not_depend_on_replicas(training):
+    ids, seeds = pairs(37, 20, training=training)
+    plain = context(training=training).indices(37).take(20).as_numpy_iterator()
+    np.testing.assert_array_equal(ids, np.concatenate(list(plain)))
+    for replicas in (2, 4):
+        np.testing.assert_array_equal(pairs(37, 20, replicas, training=training), (ids, seeds))
+
+
+def test_seeds_of_training_differ_by_epoch_place_and_run():
+    ids, seeds = pairs(37, 1000)
+    assert len(set(seeds)) == len(seeds) == 8000
+    np.testing.assert_array_equal(pairs(37, 10, start_step=990)[1], seeds[-80:])
+    others = np.concatenate([pairs(37, 1000, seed=seed)[1] for seed in (-1, 0, 2, 2**63 - 1)])
+    assert not set(others) & set(seeds)
+
+
+def test_seeds_of_an_evaluation_belong_to_the_ids():
+    _, seeds = pairs(1000, 125, training=False)
+    assert len(set(seeds)) == 1000 and not set(seeds) & set(pairs(1000, 125)[1])
+    np.testing.assert_array_equal(pairs(30, 4, training=False)[1], seeds[:30])
+    # Every bit is set half of the time.
+    assert np.unpackbits(seeds.view(np.uint8)).reshape(-1, 64).mean(0) == pytest.approx(0.5, abs=0.08)
+
+
+def test_seeds_augment_alike_on_any_number_of_replicas():
+    def augment(ids, seeds):
+        noise = tf.map_fn(lambda seed: tf.random.stateless_normal([3], seed), seeds, fn_output_signature=tf.float32)
+        return ids, noise
+
+    runs = []
+    for replicas in (1, 4):
+        data = context(num_replicas=replicas).indices(37, seeds=True).map(augment, tf.data.AUTOTUNE).take(10 * replicas)
+        runs.append(np.concatenate([noise for _, noise in data.as_numpy_iterator()]))
+    np.testing.assert_array_equal(*runs)
+
+
 def test_batches_have_the_size_that_was_asked_for():
     assert context(num_replicas=4).per_replica_batch_size == 2
     assert next(iter(context(num_replicas=4).indices(3))).shape == [2]  # even where an epoch is shorter than a batch

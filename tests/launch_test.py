@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from looplib import commits
 from looplib.writers import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -71,7 +72,7 @@ def test_a_run_says_which_strategy_it_chose(replicas):
 def test_the_run_directory_is_complete(replicas):
     folder, _ = replicas[2]
     names = {path.name for path in folder.iterdir()}
-    assert names == {"checkpoints", "train", "eval", "metrics.jsonl", "run.json"}
+    assert names == {"checkpoints", "lock", "train", "eval", "metrics.jsonl", "run.json"}
     records = read_jsonl(str(folder / "metrics.jsonl"))
     assert [(r["step"], r["split"]) for r in records] == [
         (20, "train"), (40, "train"), (40, "eval"), (60, "train"), (60, "eval")
@@ -104,17 +105,24 @@ def test_strategies_of_one_device(strategy, name, replicas, tmp_path):
         np.testing.assert_allclose(weights(tmp_path)[key], value, rtol=1e-5, atol=1e-6)
 
 
-def test_ctrl_c_ends_with_the_checkpoint_to_go_on_from(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, tmp_path):
     command = [sys.executable, "-m", "trainers.image_classification", f"--model_dir={tmp_path}", *SMALL]
-    command += ["--train_steps=100000000", "--checkpoint_interval=200"]
+    command += ["--train_steps=100000000", "--steps_per_loop=100000000", "--eval_interval=100000000"]
+    command += ["--checkpoint_interval=1000000"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
-        while not list(tmp_path.glob("checkpoints/ckpt-*.index")):
+        while not (tmp_path / "run.json").exists():
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
+        time.sleep(2)
+        process.send_signal(signum)
         last = process.communicate(timeout=60)[1].strip().splitlines()[-1]
-    assert process.returncode == 130
-    assert last.startswith(f"looplib: error: interrupted; the same command goes on from {tmp_path}/checkpoints/ckpt-")
-    assert json.loads((tmp_path / "run.json").read_text())["status"] == "interrupted"
+    assert process.returncode == 75
+    (done,) = [done for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))]
+    assert last.startswith(
+        f"looplib: ended by {signal.Signals(signum).name} at step {done.step}, saved in {done.path};"
+    )
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["status"] == "preempted" and run["step"] == done.step
 
 
 def test_help_shows_the_flags():

@@ -1,0 +1,109 @@
+"""How long a training loop stands still for a checkpoint: `python -m benchmarks.checkpoint_stall`.
+
+Each step changes all of the state. looplib saves it in the background, and (`in_background=False`) while the training
+waits; TensorFlow's own way, which Orbit's is too, is `tf.train.CheckpointManager.save` between loops. They take turns,
+one save at a time. Of each save two times are measured, in wall time:
+
+  stall: from the end of the last step before the save to the end of the next, less a step's usual time. The copy of
+    each variable that the next step makes belongs to it.
+  extra: the same over the next 19 steps; the writer shares the cores with them.
+"""
+
+import json
+import os
+import statistics
+import tempfile
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
+
+import tensorflow as tf
+from absl import app, flags, logging
+
+import looplib
+
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Saves of each kind that count; one more before them warms up.")
+_MEGABYTES = flags.DEFINE_integer("megabytes", 256, "Size of the state.", lower_bound=8)
+_OUTPUT = flags.DEFINE_string("output", "build/checkpoint_stall.json", "The file to write the numbers to.")
+_EVERY, _AFTER = 40, 19
+_CONTESTANTS = ("looplib", "looplib, waiting", "TensorFlow, waiting")
+
+
+class Heavy(looplib.Trainer):
+    """State of a given size, all of which each step changes, beside some work for both cores."""
+
+    def __init__(self, megabytes):
+        self.state = [tf.Variable(tf.zeros([1 << 18, megabytes // 8])) for _ in range(8)]
+
+    def dataset(self, context):
+        """Returns ids, of which the step makes no use."""
+        return context.indices(1000)
+
+    def step_fn(self, inputs):
+        """Adds to every variable, after products of two matrices."""
+        matrix = tf.random.stateless_normal([1500, 1500], seed=self.step_seed())
+        small = tf.reduce_sum(tf.linalg.matmul(matrix, matrix)) * 1e-30
+        for variable in self.state:
+            variable.assign_add(tf.fill(variable.shape, small + 1e-3))
+        return {"examples": looplib.total(tf.size(inputs))}
+
+
+def contestant(name, folder):
+    """Builds a controller that saves at multiples of `_EVERY` steps.
+
+    Args:
+      name: one of `_CONTESTANTS`.
+      folder: where to save.
+
+    Returns:
+      `(controller, ended)`: ended is a dict that gets, for each step, when it ended.
+    """
+    trainer, ended = Heavy(_MEGABYTES.value), {}
+    actions = [lambda event: ended.update({event.step: time.perf_counter()})]
+    if name.startswith("TensorFlow"):
+        manager = tf.train.CheckpointManager(tf.train.Checkpoint(trainer=trainer.state), folder, max_to_keep=1)
+        actions.append(lambda event: manager.save() if event.step % _EVERY == 0 else None)
+    policy = looplib.CheckpointPolicy(_EVERY, (looplib.KeepLast(1),), in_background=name == "looplib")
+    controller = looplib.Controller(
+        trainer=trainer, global_batch_size=1, steps_per_loop=1, checkpoints=policy, writers=[], actions=actions,
+        model_dir=None if name.startswith("TensorFlow") else folder,
+    )  # fmt: skip
+    return controller, ended
+
+
+def measure(folder):
+    """Returns a dict from contestant to (list of stalls, list of extras), in seconds."""
+    made = {name: contestant(name, os.path.join(folder, name)) for name in _CONTESTANTS}
+    rows = {name: ([], []) for name in made}
+    for number in range(_ROUNDS.value + 1):
+        save = (number + 1) * _EVERY
+        for name, (controller, ended) in made.items():
+            controller.train(save + _EVERY // 2)  # the save at its end is not measured
+            times = {step: ended[step] - ended[step - 1] for step in ended if step - 1 in ended}
+            usual = statistics.median(times[step] for step in range(save - _AFTER + 1, save + 1) if step in times)
+            if number:
+                rows[name][0].append(times[save + 1] - usual)
+                rows[name][1].append(sum(times[save + 1 + i] for i in range(_AFTER)) - _AFTER * usual)
+    return rows
+
+
+def main(argv):
+    """Measures, prints a table and writes the numbers."""
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(folder)
+    base, table = statistics.median(rows[_CONTESTANTS[-1]][0]), {}
+    print(f"{_MEGABYTES.value} MB of state, {_ROUNDS.value} saves each; medians")
+    print(f"{'':<22}{'stall ms':>10}{'(most)':>9}{'extra ms':>10}{'stall / TensorFlow':>20}")
+    for name, (stalls, extras) in rows.items():
+        stall, extra = statistics.median(stalls), statistics.median(extras)
+        table[name] = {"stall_ms": stall * 1e3, "extra_ms": extra * 1e3, "ratio": stall / base}
+        print(f"{name:<22}{stall * 1e3:>10.1f}{max(stalls) * 1e3:>9.1f}{extra * 1e3:>10.0f}{stall / base:>20.3f}")
+    os.makedirs(os.path.dirname(os.path.abspath(_OUTPUT.value)), exist_ok=True)
+    with open(_OUTPUT.value, "w") as file:
+        file.write(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)

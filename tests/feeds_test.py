@@ -1,0 +1,329 @@
+"""How batches come to the replicas, and the place in the data, saved and found again."""
+
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import feeds, inputs, tasks
+from looplib.clock import Clock
+
+GLOBAL_BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Six TFRecord files of ten to fifteen records."""
+    folder = tmp_path_factory.mktemp("records")
+    for i in range(6):
+        with tf.io.TFRecordWriter(str(folder / f"{i}.tfrecord")) as writer:
+            for j in range(10 + i):
+                writer.write(f"{i}-{j}".encode())
+    return sorted(str(path) for path in folder.glob("*"))
+
+
+def square(ids):
+    return ids * ids
+
+
+def ragged(ids):
+    lengths = ids % 3
+    rows = tf.RaggedTensor.from_row_lengths(tf.repeat(ids, lengths), lengths)
+    return {"rows": rows, "nested": (tf.strings.as_string(ids), {"id": ids})}
+
+
+def parallel(context, files=None, buffer=20):
+    data = tf.data.Dataset.range(37).shuffle(buffer, seed=context.seed).repeat()
+    data = data.batch(context.per_replica_batch_size, drop_remainder=True)
+    return data.map(square, num_parallel_calls=4).prefetch(tf.data.AUTOTUNE)
+
+
+def interleaved(context, files):
+    data = tf.data.Dataset.from_tensor_slices(files).shuffle(6, seed=context.seed).repeat()
+    data = data.interleave(tf.data.TFRecordDataset, cycle_length=3, num_parallel_calls=2, deterministic=True)
+    return data.shuffle(10, seed=1).batch(context.per_replica_batch_size, drop_remainder=True).prefetch(3)
+
+
+def nested(context, files):
+    data = tf.data.Dataset.range(37).cache().shuffle(37, seed=context.seed).repeat()
+    return data.batch(context.per_replica_batch_size, drop_remainder=True).map(ragged, num_parallel_calls=2)
+
+
+def finite(context, files):
+    return tf.data.Dataset.range(93).shuffle(20, seed=context.seed).batch(context.per_replica_batch_size).prefetch(2)
+
+
+def random(context, files=None):
+    """Sequential and seeded, but its state is outside of the iterator."""
+    data = tf.data.Dataset.range(37).repeat().map(lambda i: tf.random.uniform([], seed=4) + tf.cast(i, tf.float32))
+    return data.batch(context.per_replica_batch_size, drop_remainder=True)
+
+
+def stream(strategy, make, start_step=0, training=True):
+    task = type("Data", (), {"dataset": lambda self, context: make(context)})()
+    settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step)
+    return inputs.distribute(strategy, task, **settings)
+
+
+def plain(value):
+    value = value.numpy() if isinstance(value, tf.Tensor) else value
+    return value.to_list() if isinstance(value, tf.RaggedTensor) else value.tolist()
+
+
+def expected(strategy, make, steps, training=True):
+    """The batches of [step][replica] as tf.data gives them."""
+    replicas = strategy.num_replicas_in_sync
+    settings = dict(global_batch_size=GLOBAL_BATCH, num_replicas=replicas, seed=3, training=training, start_step=0)
+    batches = iter(make(looplib.InputContext(pipeline_index=0, num_pipelines=1, **settings)))
+    batches = [
+        [plain(leaf) for leaf in tf.nest.flatten(batch)] for batch in itertools.islice(batches, steps * replicas)
+    ]
+    return [batches[i : i + replicas] for i in range(0, len(batches), replicas)]
+
+
+def read(stream, iterator, steps):
+    """The same from a stream, fewer steps if it ends."""
+    taken = []
+    while len(taken) < steps and stream.has_value(batch := stream.next_as_optional(iterator)):
+        values = [stream.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(stream.get_value(batch))]
+        taken.append([[plain(leaf) for leaf in leaves] for leaves in zip(*values)])
+    return taken
+
+
+@pytest.mark.parametrize("make", [parallel, interleaved, nested, finite])
+@pytest.mark.parametrize("stop", [1, 3, 11])
+def test_a_pipeline_goes_on_from_its_saved_state(strategy, make, stop, files, caplog):
+    caplog.set_level(logging.INFO)
+    whole = expected(strategy, lambda context: make(context, files), stop + 6)
+    if len(whole[-1]) < strategy.num_replicas_in_sync:
+        whole.pop()  # the last step would have had no batch for one of the replicas
+    first = stream(strategy, lambda context: make(context, files))
+    iterator = first.iterate()
+    assert read(first, iterator, stop) == whole[:stop]
+    position = first.position(iterator)
+    assert read(first, iterator, 6) == whole[stop:]  # saving takes nothing away
+    again = stream(strategy, lambda context: make(context, files), start_step=stop)
+    iterator = again.iterate(position)
+    assert read(again, iterator, 6) == whole[stop:]
+    assert f"goes on after step {stop} by its saved state ({len(position)} bytes" in caplog.text
+
+
+@pytest.mark.parametrize("make", [parallel, nested])
+def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
+    caplog.set_level(logging.INFO)
+    whole = expected(strategy, lambda context: make(context, None), 12)
+    skipped = stream(strategy, lambda context: make(context, None), start_step=5)
+    iterator = skipped.iterate()
+    assert f"after step 5 by skipping {5 * strategy.num_replicas_in_sync} batches" in caplog.text
+    assert read(skipped, iterator, 2) == whole[5:7]
+    again = stream(strategy, lambda context: make(context, None), start_step=7)
+    assert read(again, again.iterate(skipped.position(iterator)), 5) == whole[7:]
+
+
+def test_state_outside_of_the_iterator_is_skipped_to(strategy, caplog):
+    caplog.set_level(logging.INFO)
+    whole = expected(strategy, random, 9)
+    first = stream(strategy, random)
+    iterator = first.iterate()
+    assert read(first, iterator, 4) == whole[:4]
+    assert first.position(iterator) is None and first.position(iterator) is None
+    assert caplog.text.count("no position that can be saved") == 1 and "RandomUniform is stateful" in caplog.text
+    again = stream(strategy, random, start_step=4)
+    assert read(again, again.iterate(), 5) == whole[4:]
+
+
+def other_elements(context):
+    return parallel(context).map(lambda ids: (ids, ids))
+
+
+def no_shuffle(context):
+    data = tf.data.Dataset.range(37).repeat().batch(context.per_replica_batch_size, drop_remainder=True)
+    return data.map(square, num_parallel_calls=4).prefetch(tf.data.AUTOTUNE)
+
+
+@pytest.mark.parametrize(
+    "changed", [other_elements, no_shuffle, lambda c: parallel(c, buffer=10), lambda c: parallel(c, buffer=30)]
+)
+def test_a_changed_pipeline_is_skipped_to_with_a_warning(changed, caplog):
+    caplog.set_level(logging.INFO)
+    strategy = make_strategy("mirrored_x2")
+    first = stream(strategy, parallel)
+    iterator = first.iterate()
+    read(first, iterator, 3)
+    again = stream(strategy, changed, start_step=3)
+    iterator = again.iterate(first.position(iterator))
+    assert "is not the pipeline whose state was saved" in caplog.text and "by skipping 6 batches" in caplog.text
+    assert read(again, iterator, 4) == expected(strategy, changed, 7)[3:]
+
+
+def test_bytes_that_are_no_state_are_skipped_over(caplog):
+    again = stream(make_strategy("default"), parallel, start_step=3)
+    again.iterate()
+    for position in (b"", b"nonsense", again._digest + b"nonsense"):
+        iterator = again.iterate(position)
+        assert "is not the pipeline whose state was saved" in caplog.text
+        assert read(again, iterator, 4) == expected(make_strategy("default"), parallel, 7)[3:]
+
+
+def test_another_batch_size_is_a_changed_pipeline(caplog):
+    """The iterator would otherwise go on with the batches of the old size that were prefetched."""
+    small, large = make_strategy("mirrored_x2"), make_strategy("default")
+    first = stream(small, lambda context: finite(context, None))
+    iterator = first.iterate()
+    read(first, iterator, 3)
+    again = stream(large, lambda context: finite(context, None), start_step=3)
+    rest = read(again, again.iterate(first.position(iterator)), 4)
+    assert rest == expected(large, lambda context: finite(context, None), 7)[3:]
+    assert "batch size or length changed" in caplog.text
+
+
+def test_a_large_state_is_not_kept(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(feeds, "_MOST_BYTES", 2 * 2**20)
+
+    def make(context):
+        data = tf.data.Dataset.range(100).map(lambda i: tf.random.stateless_normal([1000, 100], [i, i])).shuffle(20)
+        return data.batch(context.per_replica_batch_size, drop_remainder=True)
+
+    large = stream(make_strategy("default"), make)
+    iterator = large.iterate()
+    read(large, iterator, 1)
+    assert large.position(iterator) is None
+    assert "its buffers take more than 2 MB" in caplog.text
+
+
+def test_a_cache_in_files_is_not_kept(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    make = lambda c: tf.data.Dataset.range(64).cache(str(tmp_path / "cache")).batch(8, drop_remainder=True).repeat()
+    cached = stream(make_strategy("default"), make)
+    iterator = cached.iterate()
+    read(cached, iterator, 9)
+    assert cached.position(iterator) is None and "it caches in files" in caplog.text
+
+
+def test_indices_need_no_state(strategy, caplog):
+    caplog.set_level(logging.INFO)
+    make = lambda context: context.indices(37)
+    first = stream(strategy, make)
+    iterator = first.iterate()
+    whole = read(first, iterator, 9)
+    assert first.position(iterator) is None
+    again = stream(strategy, make, start_step=5)
+    assert read(again, again.iterate(), 4) == whole[5:]
+    assert "goes on after step 5 by its position" in caplog.text and "skipping" not in caplog.text
+
+
+@pytest.mark.parametrize("n", [17, 24, 29])
+def test_every_example_is_evaluated_once_in_elements_of_any_kind(strategy, n):
+    def every_kind(ids):
+        dense = tf.stack([ids, ids + 1], axis=1)
+        return {**ragged(ids), "sparse": tf.sparse.from_dense(dense), "scalar": tf.constant(1)}
+
+    def make(context):
+        return tf.data.Dataset.range(n).batch(context.per_replica_batch_size).map(every_kind)
+
+    seen = []
+    data = stream(strategy, make, training=False)
+    iterator = data.iterate()
+
+    @tf.function(input_signature=[data.element_spec])
+    def step(batch):
+        def count(batch):
+            rows = [tf.size(batch["nested"][0]), batch["rows"].nrows(out_type=tf.int32)]
+            rows += [tf.cast(batch["sparse"].dense_shape[0], tf.int32)]
+            return tf.stack(rows), batch["nested"][1]["id"]
+
+        return strategy.run(count, args=(batch,))
+
+    while data.has_value(batch := data.next_as_optional(iterator)):
+        rows, ids = (strategy.experimental_local_results(value) for value in step(data.get_value(batch)))
+        assert [list(r) for r in rows] == [[len(i)] * 3 for i in ids]
+        seen += np.concatenate(ids).tolist()
+    assert seen == list(range(n))
+
+
+# The loop of a trainer over such data.
+
+
+def task_loop(strategy, make, **settings):
+    class Pipeline(toy.Regression):
+        def dataset(self, context):
+            data = make(context).map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+            return data
+
+    with strategy.scope():
+        trainer = Pipeline()
+    trainer.global_batch_size = GLOBAL_BATCH
+    tasks.build_optimizers(trainer, strategy)
+    settings = dict(engine="graph", global_batch_size=GLOBAL_BATCH, seed=3, clock=Clock(), **settings)
+    return tasks.TaskLoop("train", trainer, strategy=strategy, **settings)
+
+
+def order(loop, steps):
+    for _ in range(steps):
+        loop.run(1, phase="train")
+        loop.read()
+    taken = np.stack(loop.task.order)
+    loop.task.order.clear()
+    return taken
+
+
+def shuffled(context):
+    data = tf.data.Dataset.range(37).shuffle(37, seed=context.seed).repeat()
+    return data.batch(context.per_replica_batch_size, drop_remainder=True).prefetch(2)
+
+
+def test_a_training_rewinds_to_a_position(strategy):
+    loop = task_loop(strategy, shuffled)
+    assert loop.position() is None
+    whole = order(loop, 12)
+    loop.rewind()
+    np.testing.assert_array_equal(order(loop, 7), whole[:7])
+    position = loop.position()
+    np.testing.assert_array_equal(order(loop, 5), whole[7:])
+    loop.rewind(7, position)
+    assert loop.position() == position  # also before the first step
+    np.testing.assert_array_equal(order(loop, 5), whole[7:])
+    assert loop.traces == 1
+    other = task_loop(strategy, shuffled, start_step=7)
+    other.rewind(7, position)
+    np.testing.assert_array_equal(order(other, 5), whole[7:])
+
+
+# What GPUs, TPUs and several workers get, on CPUs.
+
+
+@pytest.fixture
+def distributed(monkeypatch):
+    monkeypatch.setattr(feeds, "runs_on_host", lambda strategy: False)
+
+
+def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog):
+    caplog.set_level(logging.INFO)
+    loop = task_loop(strategy, shuffled)
+    assert type(loop._stream) is feeds.Stream
+    whole = order(loop, 12)
+    assert loop.position() is None and loop.traces == 1
+    make = lambda context: shuffled(context)
+    np.testing.assert_array_equal(whole, np.array(expected(strategy, make, 12)).reshape(12, GLOBAL_BATCH))
+    late = task_loop(strategy, shuffled, start_step=7)
+    late.rewind(7, b"a position saved on other devices")
+    np.testing.assert_array_equal(order(late, 5), whole[7:])
+    assert "goes on after step 7 by skipping" in caplog.text
+
+
+@pytest.mark.parametrize("n, training, steps", [(37, True, 5), (37, False, 5), (33, False, 5), (32, True, 4)])
+def test_tf_distribute_hands_out_the_last_batches_alike(strategy, distributed, n, training, steps):
+    if (n, strategy.num_replicas_in_sync) == (37, 4) and training:
+        steps = 4  # the last step would have had no example for one of the four
+    make = lambda context: tf.data.Dataset.range(n).batch(context.per_replica_batch_size)
+    data = stream(strategy, make, training=training)
+    taken = read(data, data.iterate(), 100)
+    assert len(taken) == steps
+    ids = [i for step in taken for replica in step for i in replica[0]]
+    assert ids == list(range(n if steps == 5 else 32))

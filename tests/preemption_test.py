@@ -1,0 +1,283 @@
+"""Signals, sent to this very process while it trains, evaluates, saves, traces or waits for its input."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import commits, preemption
+from looplib.preemption import Preempted, notice
+
+DEFAULT = make_strategy("default")
+
+
+class Quiet(toy.Regression):
+    """The regression without its ids; with a pause in each step, and in what `pause` names."""
+
+    def __init__(self, seconds=0.0):
+        super().__init__(optimizer="adam")
+        self.seconds = seconds
+        self.traced = 0
+
+    def step_fn(self, inputs):
+        self.traced += 1
+        if self.seconds:
+            inputs = (*inputs[:2], tf.numpy_function(self._sleep, [inputs[2]], tf.int64))
+            inputs[2].set_shape([None])
+        outputs = super().step_fn(inputs)
+        del outputs["ids"]
+        return outputs
+
+    def _sleep(self, labels):
+        time.sleep(self.seconds)
+        return labels
+
+    def loop_end(self, metrics):
+        return metrics
+
+
+@contextlib.contextmanager
+def signal_when(condition, signum=signal.SIGTERM):
+    """Sends a signal from another thread once a condition holds; yields a list that gets the time of it."""
+    sent = []
+
+    def send():
+        while not condition():
+            time.sleep(0.005)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    yield sent
+    thread.join(10)
+
+
+def weights_of_an_uninterrupted_run(steps):
+    trainer = Quiet()
+    toy.controller(DEFAULT, trainer, steps_per_loop=4).train(steps)
+    return trainer.weights()
+
+
+def finish(tmp_path, steps=40, **settings):
+    """Runs the same program again, to the end; checks that it comes out as if nothing had happened."""
+    trainer = Quiet()
+    settings = {"steps_per_loop": 4, "model_dir": tmp_path, **settings}
+    with toy.controller(DEFAULT, trainer, **settings) as controller:
+        controller.train(steps)
+    for a, b in zip(trainer.weights(), weights_of_an_uninterrupted_run(steps)):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("signum", preemption.SIGNALS)
+def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path):
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = Quiet(0.1)
+    controller = toy.controller(strategy, trainer, model_dir=tmp_path, steps_per_loop=10_000)
+    with signal_when(lambda: controller.global_step >= 5, signum) as sent:
+        with pytest.raises(Preempted, match=f"ended by {signal.Signals(signum).name} at step .*saved in") as error:
+            controller.train(10_000)
+        took = time.monotonic() - sent[0]
+    assert error.value.code == 75
+    assert took < 3, f"{took:.2f} s"
+    step = controller.global_step
+    assert 5 <= step <= 8
+    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [step]
+    controller.close()
+    if name == "default":
+        finish(tmp_path)
+
+
+def test_fast_steps_stop_within_a_few_hundredths_of_a_second_too():
+    trainer = Quiet()
+    controller = toy.controller(DEFAULT, trainer, steps_per_loop=100_000_000)
+    controller.train(2_000)
+    with signal_when(lambda: controller.global_step > 5_000) as sent:
+        with pytest.raises(Preempted):
+            controller.train(100_000_000)
+        assert time.monotonic() - sent[0] < 2
+
+
+def test_handlers_are_put_back_and_a_later_training_goes_on():
+    before = [signal.getsignal(signum) for signum in preemption.SIGNALS]
+    trainer = Quiet(0.05)
+    controller = toy.controller(DEFAULT, trainer, steps_per_loop=1000)
+    with signal_when(lambda: controller.global_step >= 2), pytest.raises(Preempted, match="without a model_dir"):
+        controller.train(1000)
+    assert [signal.getsignal(signum) for signum in preemption.SIGNALS] == before
+    step = controller.global_step
+    controller.train(step + 3)
+    assert controller.global_step == step + 3
+
+
+def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
+    class Slow(toy.RegressionEvaluator):
+        def step_fn(self, inputs):
+            slow = tf.numpy_function(lambda y: (time.sleep(0.3), y)[1], [inputs[1]], tf.int64)
+            return super().step_fn((inputs[0], tf.ensure_shape(slow, [None])))
+
+    records = []
+    trainer = Quiet()
+    controller = toy.controller(
+        DEFAULT, trainer, Slow(trainer.model), model_dir=tmp_path, actions=[lambda e: records.append((e.split, e.step))]
+    )
+    with signal_when(lambda: controller._progress()[1] >= 1) as sent:
+        with pytest.raises(Preempted, match="at step 4, saved in"):
+            controller.train_and_evaluate(8, eval_interval=4)
+        assert time.monotonic() - sent[0] < 2
+    assert ("eval", 4) not in records
+    controller.close()
+    trainer = Quiet()
+    with toy.controller(
+        DEFAULT, trainer, toy.RegressionEvaluator(trainer.model), model_dir=tmp_path,
+        actions=[lambda e: records.append((e.split, e.step))],
+    ) as controller:  # fmt: skip
+        controller.train_and_evaluate(8, eval_interval=4)
+    assert [record for record in records if record[0] == "eval"] == [("eval", 4), ("eval", 8)]
+    for a, b in zip(trainer.weights(), weights_of_an_uninterrupted_run(8)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_during_a_save_the_save_is_finished_first(tmp_path, monkeypatch):
+    write, writing = commits.commit, threading.Event()
+
+    def slowly(path, step):
+        writing.set()
+        time.sleep(0.5)
+        return write(path, step)
+
+    monkeypatch.setattr(commits, "commit", slowly)
+    trainer = Quiet(0.02)
+    policy = looplib.CheckpointPolicy(every_steps=4)
+    controller = toy.controller(DEFAULT, trainer, model_dir=tmp_path, steps_per_loop=4, checkpoints=policy)
+    with signal_when(writing.is_set), pytest.raises(Preempted, match="saved in"):
+        controller.train(1000)
+    monkeypatch.undo()
+    newest = commits.newest(str(tmp_path / "checkpoints"))
+    assert newest.step == controller.global_step and not commits.verify(newest)
+    controller.close()
+    finish(tmp_path)
+
+
+def test_while_a_step_is_traced_the_process_ends_at_once(tmp_path):
+    class SlowToTrace(Quiet):
+        def step_fn(self, inputs):
+            for _ in range(300):
+                self.tracing = True
+                time.sleep(0.01)
+            return super().step_fn(inputs)
+
+    trainer = SlowToTrace()
+    trainer.tracing = False
+    with signal_when(lambda: trainer.tracing) as sent, notice.listening():
+        with pytest.raises(Preempted, match="before there was anything to save"):
+            toy.controller(DEFAULT, trainer, model_dir=tmp_path)
+    assert time.monotonic() - sent[0] < 1
+    finish(tmp_path)
+
+
+STALLED = """
+import sys, time
+sys.path[:0] = [{tests!r}, {root!r}]
+import tensorflow as tf
+import toy, looplib
+from looplib import preemption
+preemption.GRACE_SECONDS = 2.0
+
+class Stalling(toy.Regression):
+    def dataset(self, context):
+        def slow(i):
+            if {stalls} and i[0] == first_of_step_10:
+                print("stalled", flush=True)
+                time.sleep(1000)
+            return i
+        first_of_step_10 = next(iter(super().dataset(context).skip(9)))[0][0]
+        data = super().dataset(context)
+        return data.map(lambda i, x, y: (tf.ensure_shape(tf.numpy_function(slow, [i], tf.int64), [8]), x, y))
+
+    def step_fn(self, inputs):
+        outputs = super().step_fn(inputs)
+        del outputs["ids"]
+        return outputs
+
+    def loop_end(self, metrics):
+        return metrics
+
+trainer = Stalling()
+policy = looplib.CheckpointPolicy(every_steps=4, guards=looplib.Guards(stall_limit={limit}))
+controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000,
+                                checkpoints=policy, writers=[])
+controller.train(20)
+print("weights", [w.tolist() for w in trainer.weights()])
+"""
+
+
+def start(tmp_path, stalls, limit=None):
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    text = STALLED.format(
+        tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), stalls=stalls, limit=limit
+    )
+    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_stalled_input_ends_within_the_bound_and_loses_no_example(tmp_path):
+    """Nobody can save in the midst of a step; what was done since the last checkpoint is done again."""
+    with start(tmp_path, True) as process:
+        while process.stdout.readline() != "stalled\n":
+            assert process.poll() is None, process.stderr.read()
+        time.sleep(0.5)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, errors
+    assert time.monotonic() - sent < 5  # the test's process allows 2 s; the default is 15 s
+    assert "the current step did not end in time" in errors
+    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
+    with start(tmp_path, False) as process:
+        output, errors = process.communicate(timeout=120)
+    expected = [weight.tolist() for weight in whole_regression(20)]
+    assert output.strip() == f"weights {expected}", errors
+
+
+def whole_regression(steps):
+    trainer = toy.Regression()
+    toy.controller(DEFAULT, trainer).train(steps)
+    return trainer.weights()
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    with start(tmp_path, True) as process:
+        while process.stdout.readline() != "stalled\n":
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGINT and time.monotonic() - sent < 1.5
+    assert "a second signal (SIGINT) came: leaving without a save" in errors
+
+
+def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(tmp_path):
+    with start(tmp_path, True, limit=3) as process:
+        errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 76
+    assert "in slow" in errors and "in train" in errors  # Python frames of the input's thread and of the main one
+    last = errors.strip().splitlines()[-1]
+    assert "no progress for" in last and "in the phase 'train' at steps (" in last
+    assert f"goes on from {tmp_path}/run/checkpoints/ckpt-8" in last
+    with start(tmp_path, False) as process:
+        output, errors = process.communicate(timeout=120)
+    assert output.strip() == f"weights {[weight.tolist() for weight in whole_regression(20)]}", errors
