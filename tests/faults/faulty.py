@@ -1,0 +1,166 @@
+"""A small binary with much randomness and state, for faults to strike: `python -m faulty --model_dir=...`.
+
+It has dropout, shuffled input, augmentation by random ops, momentum, a learning-rate schedule, and a Keras metric in
+its evaluator. What is slow in it can be set, and it notes in a file what it does, to tell what a kill has struck.
+"""
+
+import dataclasses
+import importlib
+import mmap
+import os
+import time
+
+import numpy as np
+import tensorflow as tf
+
+import looplib
+from looplib import launch
+
+NUM_EXAMPLES, SIDE, NUM_CLASSES = 96, 6, 3
+_random = np.random.RandomState(0)
+Y = _random.randint(0, NUM_CLASSES, NUM_EXAMPLES).astype(np.int64)
+X = (_random.randn(NUM_EXAMPLES, SIDE, SIDE, 1) + Y[:, None, None, None]).astype(np.float32)
+
+
+@dataclasses.dataclass
+class Config:
+    keras: str = "keras"  # or tf_keras
+    data: str = "indices"  # or pipeline
+    state_mb: float = 1.0  # of a variable that each step changes
+    slow_step: float = 0.0  # seconds
+    slow_evaluation: float = 0.0
+    slow_save: float = 0.0  # of taking the snapshot
+    slow_restore: float = 0.0
+    extra_metrics: int = 0  # to make reports long
+    notes: str = ""  # a file of NOTE_BYTES to note in what is being done
+
+
+NOTE_BYTES = 64
+
+
+class Notes:
+    """The last thing that was done, in memory that outlives a kill: "<number> <what>"."""
+
+    def __init__(self, path):
+        self._memory = None
+        self._number = 0
+        if path:
+            with open(path, "r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), NOTE_BYTES)
+
+    def note(self, what, seconds=0.0):
+        """Notes it, and sleeps."""
+        if self._memory is not None:
+            self._number += 1
+            self._memory[:] = f"{self._number} {what}".encode().ljust(NOTE_BYTES)
+        if seconds:
+            time.sleep(seconds)
+
+    def note_in_graph(self, what, seconds):
+        """The same, each time that a step runs."""
+        if self._memory is not None or seconds:
+            tf.py_function(lambda: self.note(what, seconds), [], [])
+
+
+class Noted(tf.train.experimental.PythonState):
+    """State that tells when it is saved and restored."""
+
+    def __init__(self, notes, config):
+        super().__init__()
+        self._notes = notes
+        self._config = config
+
+    def serialize(self):
+        self._notes.note("save", self._config.slow_save)
+        return "kept"
+
+    def deserialize(self, string_value):
+        self._notes.note("restore", self._config.slow_restore)
+
+
+class Faulty(looplib.Trainer):
+    def __init__(self, config, notes):
+        keras = importlib.import_module(config.keras)
+        layers = keras.layers
+        self.keras_is_3 = config.keras == "keras"
+        self.config = config
+        self.notes = notes
+        self.noted = Noted(notes, config)
+        if self.keras_is_3:
+            self.augmentation = keras.Sequential([keras.Input((SIDE, SIDE, 1)), layers.RandomTranslation(0.2, 0.2)])
+        self.model = keras.Sequential([
+            layers.InputLayer((SIDE, SIDE, 1)), layers.Flatten(), layers.Dense(16, "relu"), layers.Dropout(0.3),
+            layers.Dense(NUM_CLASSES),
+        ])  # fmt: skip
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.05, decay_steps=10, decay_rate=0.9)
+        self.optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
+        self.ballast = tf.Variable(tf.zeros([int(config.state_mb * 2**18)]), trainable=False)
+
+    def dataset(self, context):
+        if self.config.data == "indices":
+            return context.indices(NUM_EXAMPLES).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shard(context.num_pipelines, context.pipeline_index)
+        return data.shuffle(NUM_EXAMPLES, seed=context.seed).repeat().batch(context.per_replica_batch_size)
+
+    def step_fn(self, inputs):
+        x, y = inputs
+        self.notes.note_in_graph("step", self.config.slow_step)
+        if self.keras_is_3:
+            x = self.augmentation(x, training=True)
+        seed = tf.stack([tf.cast(self.global_step, tf.int32), 7])
+        x += tf.random.stateless_normal(tf.shape(x), seed, 0, 0.1)
+        with tf.GradientTape() as tape:
+            logits = self.model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            loss = self.global_mean(losses)
+        variables = self.model.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce(tf.distribute.ReduceOp.SUM, loss)
+        self.ballast.assign(self.ballast * 0.5 + total)
+        return {"loss": losses, "accuracy": tf.equal(tf.argmax(logits, 1), y)}
+
+    def loop_end(self, metrics):
+        self.notes.note("report")
+        return {**metrics, **{f"extra_{i}": metrics["loss"] * i for i in range(self.config.extra_metrics)}}
+
+
+class FaultyEvaluator(looplib.Evaluator):
+    def __init__(self, trainer):
+        keras = importlib.import_module(trainer.config.keras)
+        self.model = trainer.model
+        self.keras_accuracy = keras.metrics.SparseCategoricalAccuracy()
+        self.config, self.notes = trainer.config, trainer.notes
+
+    def dataset(self, context):
+        return context.indices(NUM_EXAMPLES).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+
+    def step_fn(self, inputs):
+        x, y = inputs
+        self.notes.note_in_graph("evaluate", self.config.slow_evaluation)
+        logits = self.model(x, training=False)
+        self.keras_accuracy.update_state(y, logits)
+        return {"accuracy": tf.equal(tf.argmax(logits, 1), y), "keras_accuracy": self.keras_accuracy}
+
+    def loop_end(self, metrics):
+        self.notes.note("report")
+        return metrics
+
+
+def build(config):
+    notes = Notes(config.notes)
+    notes.note("build")
+    trainer = Faulty(config, notes)
+    return trainer, FaultyEvaluator(trainer)
+
+
+DEFAULTS = dict(global_batch_size=16, train_steps=60, steps_per_loop=5, eval_interval=20, checkpoint_interval=4)
+
+
+def main():
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    launch.run(build, Config(), **DEFAULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""SIGKILL at random moments of every phase: the run that is started again ends as one that was never killed."""
+
+import collections
+import glob
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import time
+
+import lives
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from looplib import commits
+from looplib.comparisons import compare
+from looplib.writers import read_jsonl
+
+STEPS = 60
+COMMON = [
+    "--config.state_mb=6", "--config.slow_step=0.004", "--config.slow_evaluation=0.005", "--config.slow_save=0.005",
+    "--config.slow_restore=0.03", "--config.extra_metrics=150",
+]  # fmt: skip
+RUNS = {
+    "keras, indices": [],
+    "tf_keras, indices": ["--config.keras=tf_keras"],
+    "keras, pipeline, two devices": ["--config.data=pipeline", "--num_virtual_devices=2"],
+    "tf_keras, pipeline": ["--config.keras=tf_keras", "--config.data=pipeline"],
+    "keras, indices, two devices": ["--num_virtual_devices=2"],
+}
+# What a kill waits for, and the most seconds that it then lets pass.
+AIMS = {"start": 2.0, "step": 0.02, "save": 0.06, "report": 0.03, "evaluate": 0.03, "restore": 0.03}
+KILLS = 7  # of each run
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with lives.Nursery() as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Counts what the kills have struck, and prints it at the end."""
+    struck = collections.Counter()
+    yield struck
+    print("\nkills by what they have struck:", dict(sorted(struck.items())), "in all", sum(struck.values()))
+    if path := os.environ.get("FAULTS_TABLE"):
+        pathlib.Path(path).write_text(json.dumps(struck))
+
+
+def saved_step(folder):
+    done = commits.newest(os.path.join(folder, "checkpoints"))
+    return done.step if done else 0
+
+
+def unfinished(folder):
+    """The files of a save under way, and whether it has come to its marker."""
+    names = os.listdir(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
+    marked = {name.split(".")[0] for name in names if name.endswith(".commit")}
+    found = [name for name in names if re.match(r"ckpt-\d+[._]", name) and re.split(r"[._]", name)[0] not in marked]
+    return found or [name for name in names if name.endswith(".new")]
+
+
+def strike(life, folder, aim, chance, from_step):
+    """Kills a life in the phase that is aimed at, after some steps; returns what it has struck, or "" if it ended."""
+    first, seconds = None, chance.random() * AIMS[aim]
+    while not life.ended():
+        number, what = life.note()
+        first = number if first is None else first
+        if aim == "start" or (aim == "restore" and what == aim):
+            break
+        if aim == "save" and unfinished(folder) and number > 1 and what not in ("start", "build"):
+            if saved_step(folder) >= from_step:
+                break
+        elif what == aim and saved_step(folder) >= from_step:
+            break
+        time.sleep(0.0005)
+    life.ended(seconds)
+    note = life.note()[1]
+    life.kill()
+    if life.code() != -signal.SIGKILL:
+        return ""
+    left = unfinished(folder)
+    during = " while a save was being written" if left and note not in ("start", "build", "restore") else ""
+    return {"start": "start", "build": "start", "report": "report or schedule"}.get(note, note) + during
+
+
+def events(folder):
+    """All scalars in the event files: list of (split, tag, step, value)."""
+    found = []
+    for path in sorted(glob.glob(f"{folder}/**/*tfevents*", recursive=True)):
+        split = os.path.relpath(os.path.dirname(path), folder)
+        for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
+            event = tf.compat.v1.Event.FromString(record)
+            for value in event.summary.value:
+                if value.tag != "steps_per_second":
+                    number = np.asarray(tf.make_ndarray(value.tensor)).item()
+                    found.append((split, value.tag, event.step, number))
+    return sorted(found)
+
+
+def records(folder):
+    """The lines of metrics.jsonl in their order, without times."""
+    return [
+        {key: value for key, value in record.items() if key != "steps_per_second"}
+        for record in read_jsonl(str(folder / "metrics.jsonl"))
+    ]
+
+
+@pytest.mark.parametrize("number, name", list(enumerate(RUNS)), ids=list(RUNS))
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(number, name, nursery, table, tmp_path):
+    arguments = [*COMMON, *RUNS[name]]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    life = nursery.life(whole, *arguments)
+    assert life.code() == 0, life.output()
+    chance = random.Random(number)
+    aims = ["step", "save", "report", "evaluate", "restore", "save", "start"]
+    middle = aims[2:]
+    chance.shuffle(middle)  # the first two leave checkpoints behind, for a restore to have something to do
+    struck = []
+    for i, aim in enumerate(aims[:2] + middle):
+        saved = saved_step(killed)
+        from_step = saved + int(chance.random() * (STEPS - 8 - saved) / (KILLS - i))
+        if aim in ("step", "save") and i < 2:
+            from_step = max(from_step, 4)
+        what = strike(nursery.life(killed, *arguments), killed, aim, chance, from_step)
+        if what:
+            struck.append((aim, what, saved_step(killed)))
+            table[what] += 1
+    print(name, struck)
+    life = nursery.life(killed, *arguments)
+    assert life.code() == 0, life.output()
+    assert len(struck) >= KILLS - 1, struck
+    result = compare(whole, killed)
+    assert result.differences == [] and result.examples and result.records == 15
+    assert records(killed) == records(whole)
+    scalars = events(killed)
+    assert len({scalar[:3] for scalar in scalars}) == len(scalars)
+    assert scalars == events(whole)
+    run = json.loads((killed / "run.json").read_text())
+    assert run["status"] == "done" and 1 <= run["restarts"] <= len(struck) + 1
+
+
+def test_no_kill_loses_a_committed_checkpoint_that_is_to_be_kept(nursery, table, tmp_path):
+    """What a start finds is what the life before it had committed, and half a save is never taken for one."""
+    folder, chance = tmp_path / "run", random.Random(9)
+    arguments = [*COMMON, "--config.state_mb=24", "--checkpoint_interval=1", "--config.slow_step=0"]
+    for _ in range(5):
+        before = saved_step(folder)
+        what = strike(nursery.life(folder, *arguments), folder, "save", chance, min(before + 4, STEPS - 10))
+        assert what
+        table[what] += 1
+        intact = commits.newest_intact(str(folder / "checkpoints"), tidy=False)
+        assert intact.step == saved_step(folder) >= before
+    life = nursery.life(folder, *arguments)
+    assert life.code() == 0, life.output()
+    assert f"restored step {intact.step} from " in life.output()

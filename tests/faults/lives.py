@@ -1,0 +1,127 @@
+"""Starts many lives of the binary `faulty` at little cost: a process that has imported TensorFlow, but not started it.
+
+TensorFlow's runtime starts with the first op or device; before that, a process may fork. Each life is a fork that runs
+the binary's `main` and ends as a process of its own: to import TensorFlow costs 4 s, to fork nothing.
+"""
+
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
+
+
+class Nursery:
+    """The process that forks. Use it in a `with` block, which ends it and all lives."""
+
+    def __init__(self):
+        paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
+        environment = {
+            **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        }  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, **order):
+        """Sends an order and returns the answer."""
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def life(self, folder, *arguments):
+        """Starts the binary on a run directory; returns its `Life`."""
+        return Life(self, folder, [f"--model_dir={folder}", *arguments])
+
+
+class Life:
+    """One start of the binary.
+
+    Attributes:
+      pid: its process id.
+      log: the file that has its output.
+    """
+
+    def __init__(self, nursery, folder, arguments):
+        self._nursery = nursery
+        self.log = pathlib.Path(f"{folder}.log")
+        notes = pathlib.Path(f"{folder}.notes")
+        notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
+        self._notes = open(notes, "rb", buffering=0)
+        self._began = self.log.stat().st_size if self.log.exists() else 0
+        arguments = [*arguments, f"--config.notes={notes}"]
+        self.pid = nursery.ask(arguments=arguments, log=str(self.log))["pid"]
+        self._handle = os.pidfd_open(self.pid)
+
+    def note(self):
+        """What it does: (number, what)."""
+        number, what = os.pread(self._notes.fileno(), NOTE_BYTES, 0).decode().split()
+        return int(number), what
+
+    def ended(self, timeout=0.0):
+        """Whether it has ended, within some seconds."""
+        return bool(select.select([self._handle], [], [], timeout)[0])
+
+    def kill(self):
+        """SIGKILL; it is not waited for yet, so that the number is still its own."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def code(self, timeout=120.0):
+        """Waits for its end and returns the exit code, or the signal's number with a minus."""
+        if not self.ended(timeout):
+            self.kill()
+            raise TimeoutError(f"it did not end within {timeout} s: {self.output()[-2000:]}")
+        code = self._nursery.ask(wait=self.pid)["code"]
+        os.close(self._handle)
+        self._notes.close()
+        return code
+
+    def output(self):
+        """What it has printed so far, standard output and error."""
+        with open(self.log, errors="replace") as file:
+            file.seek(self._began)
+            return file.read()
+
+
+def _serve():
+    import faulty
+    import keras  # noqa: F401  so that both families are there in each life
+    import tf_keras  # noqa: F401
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            answer = {"code": os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                _live(faulty, order)
+            answer = {"pid": pid}
+        print(json.dumps(answer), flush=True)
+
+
+def _live(faulty, order):
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(number, target)
+    sys.argv = ["faulty.py", *order["arguments"]]
+    faulty.main()
+
+
+if __name__ == "__main__":
+    _serve()
