@@ -150,29 +150,24 @@ def newest_intact(directory, tidy):
 
     Args:
       directory: where the checkpoints are.
-      tidy: moves what is newer and does not count into `set_aside`, one warning each. Only the process that holds the
-        directory's lock may.
+      tidy: moves what does not count into `set_aside`, one warning each. Only the process that holds the directory's
+        lock may.
 
     Returns:
       A `Commit`, or None.
     """
-    intact, unfinished = None, []
+    intact, others = None, []
     for step, done, reason in listing(directory):
-        if done is None and reason == "its save was not finished" and (intact or not tidy):
-            continue
-        if intact is None:
-            reason = reason or verify(done)
-            if not reason:
-                intact = done
-                continue
-            unfinished.append((step, reason))
-        elif done is None:
-            unfinished.append((step, reason))
+        reason = reason or (verify(done) if intact is None else "")
+        if reason:
+            others.append((step, reason))
+        elif intact is None:
+            intact = done
     if tidy:
-        for step, reason in unfinished:
+        for step, reason in others:
             place = set_aside(directory, step)
             logging.warning("the checkpoint of step %d does not count: %s; it was moved to %s", step, reason, place)
-        if unfinished and not intact:
+        if others and not intact:
             logging.warning("no checkpoint in %s is whole, so this run starts from the beginning", directory)
     return intact
 
