@@ -10,7 +10,7 @@ from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
 from looplib.errors import DivergenceError, UsageError, positive
-from looplib.guards import Trouble, spike
+from looplib.guards import Trouble, look_for_a_jump
 from looplib.loops import ENGINES
 from looplib.preemption import Preempted, notice
 from looplib.store import Store, warm_start
@@ -68,9 +68,8 @@ class Controller:
         if loop not in ENGINES:
             raise UsageError(f"loop is {loop!r}; expected one of {', '.join(ENGINES)}")
         tasks.check_together(trainer, evaluators, self._strategy, loop)
-        self._global_batch_size = global_batch_size
+        self._settings = {"seed": seed, "global_batch_size": global_batch_size, "loop": loop}
         self._steps_per_loop = steps_per_loop
-        self._seed = seed
         self._policy = checkpoints
         self._actions = list(actions)
         self._model_dir = os.fspath(model_dir) if model_dir else None
@@ -106,11 +105,11 @@ class Controller:
     # Building.
 
     def _build_loops(self, trainer, evaluators, engine, start_step):
-        settings = dict(strategy=self._strategy, engine=engine, seed=self._seed, clock=self.clock)
-        self._training, batch = None, self._global_batch_size
+        settings = dict(strategy=self._strategy, engine=engine, seed=self._settings["seed"], clock=self.clock)
+        self._training, batch = None, self._settings["global_batch_size"]
         if trainer:
             trainer.global_batch_size, trainer.global_step = batch, self._global_step
-            trainer.run_seed = self._seed
+            trainer.run_seed = self._settings["seed"]
             tasks.build_optimizers(trainer, self._strategy)
             self._training = tasks.TaskLoop(
                 "train",
@@ -282,7 +281,7 @@ class Controller:
         if self._training:
             running = self._training.reducer.state()
             self._store.input_state.position = self._training.position() or b""
-        return {"running": running, "seed": self._seed, "global_batch_size": self._global_batch_size}
+        return {"running": running, **self._settings}
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included.
@@ -306,12 +305,8 @@ class Controller:
         if path is None:
             return None
         values = self._store.values
-        for name, ours in (("seed", self._seed), ("global_batch_size", self._global_batch_size)):
-            if self._training and values.get(name, ours) != ours:
-                logging.warning(
-                    "the checkpoint was made with %s %s and this run has %s: from step %d on the examples come in "
-                    "another order than in an uninterrupted run", name, values[name], ours, step
-                )  # fmt: skip
+        if self._training:
+            _warn_of_changes(step, values, self._settings)
         self.restored_from = path
         logging.info("restored step %d from %s", step, path)
         if self._training:
@@ -470,7 +465,7 @@ class Controller:
             metrics = task_loop.read()
             if split == "train":
                 self._window_start = step
-                self._look_for_a_spike(step, metrics)
+                look_for_a_jump(self._store.values, step, metrics, self._policy.guards, self._steps_per_loop)
             if steps_per_second is not None:
                 metrics.setdefault("steps_per_second", steps_per_second)
             for writer in self._writers:
@@ -481,23 +476,6 @@ class Controller:
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self))
         return metrics
-
-    def _look_for_a_spike(self, step, metrics):
-        loss = metrics.get("loss")
-        if loss is None or not self._policy.guards.spike_score:
-            return
-        history = self._store.values.setdefault("losses", [])
-        score = spike(history, loss, self._policy.guards)
-        if score is not None:
-            raise Trouble(
-                f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the "
-                f"last {len(history)}",
-                self._policy.guards.on_spike,
-                good_before=step - self._steps_per_loop,
-                resume_after=step,
-            )
-        history.append(loss)
-        del history[: -self._policy.guards.spike_window]
 
     # Checks.
 
@@ -516,6 +494,17 @@ class Controller:
     def _refuse_while_training(self, what):
         if self._training_now:
             raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
+
+
+def _warn_of_changes(step, values, settings):
+    for name, ours in settings.items():
+        theirs = values.get(name, ours)
+        if theirs != ours:
+            logging.warning(
+                "the checkpoint was made with %s %s and this run has %s: from step %d on %s an uninterrupted run",
+                name, theirs, ours, step,
+                "the last bits may differ from" if name == "loop" else "the examples come in another order than in",
+            )  # fmt: skip
 
 
 def _check_kinds(strategy, actions, writers):

@@ -266,11 +266,16 @@ class Store:
         Returns:
           The path, or None if none came in time.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until, damaged = None if timeout is None else time.monotonic() + timeout, None
         while True:
             done = commits.newest(self.directory)
-            if done and done.path != than and not commits.verify(done, thorough=False):
-                return done.path
+            if done and done.path != than and done != damaged:
+                reason = commits.verify(done)
+                if not reason:
+                    return done.path
+                if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
+                    logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
+                    damaged = done
             if until is not None and time.monotonic() >= until:
                 return None
             time.sleep(min(1.0, timeout if timeout else 1.0))
