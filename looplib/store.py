@@ -200,6 +200,22 @@ class Store:
         self._checked_step = step
         return path, step
 
+    def warn_of_changes(self, step, settings):
+        """Warns where the restored checkpoint was made with other settings that decide the numbers to come.
+
+        Args:
+          step: the step that was restored.
+          settings: dict of this run's.
+        """
+        for name, ours in settings.items():
+            theirs = self.values.get(name, ours)
+            if theirs != ours:
+                logging.warning(
+                    "the checkpoint was made with %s %s and this run has %s: from step %d on %s an uninterrupted run",
+                    name, theirs, ours, step,
+                    "the last bits may differ from" if name == "loop" else "the examples come in another order than in",
+                )  # fmt: skip
+
     def go_back(self, trouble):
         """Finds where to go on after a trouble.
 
