@@ -7,6 +7,7 @@ whole marker does not count, whatever else is there.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 SET_ASIDE = "set_aside"
-_NAME = re.compile(r"(ckpt-(\d+))(?:\.commit|\.commit\.new|\.index|\.data-\d+-of-\d+|_temp|\.tempstate\d*)/?$")
+_NAME = re.compile(r"(ckpt-(\d+))(?:\.commit|\.commit\.new|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp)/?$")
 _BLOCK = 1 << 22
 
 
@@ -164,6 +165,11 @@ def newest_intact(directory, tidy):
         elif intact is None:
             intact = done
     if tidy:
+        in_the_way = os.path.join(directory, "checkpoint")  # where each save writes TensorFlow's list
+        if tf.io.gfile.isdir(in_the_way):
+            place = _free_place(directory, "checkpoint")
+            tf.io.gfile.rename(in_the_way, place)
+            logging.warning("%s is a directory instead of a file; it was moved to %s", in_the_way, place)
         for step, reason in others:
             place = set_aside(directory, step)
             logging.warning("the checkpoint of step %d does not count: %s; it was moved to %s", step, reason, place)
@@ -174,11 +180,8 @@ def newest_intact(directory, tidy):
 
 def set_aside(directory, step):
     """Moves a checkpoint's files into `<directory>/set_aside`, where nothing looks for them; returns the place."""
-    number, prefix = 0, f"ckpt-{step}"
-    place = os.path.join(directory, SET_ASIDE, prefix)
-    while tf.io.gfile.exists(place):
-        number += 1
-        place = os.path.join(directory, SET_ASIDE, f"{prefix}.{number}")
+    prefix = f"ckpt-{step}"
+    place = _free_place(directory, prefix)
     tf.io.gfile.makedirs(place)
     # The marker goes first: at no moment does a checkpoint count that is not whole.
     names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
@@ -190,12 +193,20 @@ def set_aside(directory, step):
     return place
 
 
+def _free_place(directory, name):
+    """Returns a path in `<directory>/set_aside`, which is made, where nothing is yet."""
+    folder = os.path.join(directory, SET_ASIDE)
+    tf.io.gfile.makedirs(folder)
+    paths = (os.path.join(folder, f"{name}.{number}" if number else name) for number in itertools.count())
+    return next(path for path in paths if not tf.io.gfile.exists(path))
+
+
 def remove(done):
     """Deletes a committed checkpoint: the marker first, then the files that it names, and nothing else."""
     tf.io.gfile.remove(done.path + ".commit")
     for name in done.files:
         path = os.path.join(os.path.dirname(done.path), name)
-        if tf.io.gfile.exists(path):
+        if tf.io.gfile.exists(path) and not tf.io.gfile.isdir(path):
             tf.io.gfile.remove(path)
 
 
@@ -221,8 +232,8 @@ def _write_marker(done):
 
 def _read_marker(path):
     with tf.io.gfile.GFile(path + ".commit", "rb") as file:
-        body, checksum = file.read().decode().splitlines()
-    if hashlib.sha256(body.encode()).hexdigest() != checksum:
+        body, _, checksum = file.read().decode().partition("\n")
+    if checksum != hashlib.sha256(body.encode()).hexdigest() + "\n":
         raise ValueError("its checksum is another")
     return Commit(path=path, **json.loads(body))
 

@@ -1,0 +1,346 @@
+"""Checkpoint files cut short, changed, removed, unreadable and half written: a run goes on from the newest whole one.
+
+Three checkpoints are kept, of the steps 3, 6 and 9. What is trained after a damage, to step 12, must equal what was
+trained without one: every record of `metrics.jsonl` and every tensor of the last checkpoint, bit by bit.
+"""
+
+import logging
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+
+import keras as keras3
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import commits
+from looplib.comparisons import compare
+from looplib.errors import UsageError
+from looplib.writers import JsonlWriter
+
+ROOT = pathlib.Path(__file__).parents[2]
+NEWEST, KEPT, LAST = 9, (3, 6, 9), 12
+FILES = {"data": ".data-00000-of-00001", "index": ".index", "marker": ".commit"}
+_random = random.Random(0)
+
+
+class Noisy(toy.Regression):
+    """The regression with dropout, whose seed is state."""
+
+    def __init__(self):
+        keras3.utils.set_random_seed(0)
+        super().__init__(optimizer="adam")
+        kernel, layers = self.model.layers[-1].get_weights(), keras3.layers
+        self.model = keras3.Sequential([keras3.Input((toy.NUM_FEATURES,)), layers.Dropout(0.3), layers.Dense(3)])
+        self.model.layers[-1].set_weights(kernel)
+
+
+def start(folder, keep=3):
+    policy = looplib.CheckpointPolicy(every_steps=3, keep=(looplib.KeepLast(keep),))
+    writers = [JsonlWriter(os.path.join(folder, "metrics.jsonl"))]
+    return toy.controller(
+        make_strategy("default"), Noisy(), model_dir=folder, checkpoints=policy, writers=writers, seed=5
+    )
+
+
+def train(folder, steps, keep=3):
+    with start(folder, keep) as controller:
+        controller.train(steps)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, LAST)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The run that stopped at step 9, for each test to copy."""
+    folder = tmp_path_factory.mktemp("stopped")
+    train(folder, NEWEST)
+    found = [step for step, done, _ in commits.listing(folder / "checkpoints") if done]
+    assert found == sorted(KEPT, reverse=True)
+    return folder
+
+
+@pytest.fixture
+def folder(stopped, tmp_path):
+    """A copy of the run that stopped, to be damaged."""
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
+def file_of(folder, kind, step=NEWEST):
+    return folder / "checkpoints" / f"ckpt-{step}{FILES[kind]}"
+
+
+def truncate(path, length):
+    """Cuts a file to a length: 0, 1, a number below 1 as a part of it, or -1 for its last byte."""
+    size = path.stat().st_size
+    length = size - 1 if length == -1 else int(size * length) if 0 < length < 1 else length
+    os.truncate(path, length)
+
+
+def flip(path, part):
+    """Flips one bit."""
+    content = bytearray(path.read_bytes())
+    place = int(len(content) * part)
+    content[place] ^= 1 << place % 7  # the highest bit would make no text, which is told more easily
+    path.write_bytes(content)
+
+
+def remove(path, _):
+    path.unlink()
+
+
+def replace_by_directory(path, _):
+    path.unlink()
+    path.mkdir()
+    (path / "something").write_text("else")
+
+
+PARTS = [round(_random.random(), 3) for _ in range(3)]
+DAMAGES = [
+    *((truncate, length) for length in (0, 1, *PARTS, -1)),
+    *((flip, part) for part in (0.0, *PARTS)),
+    (remove, None),
+    (replace_by_directory, None),
+]
+
+
+def names(place):
+    return sorted(path.name for path in place.iterdir())
+
+
+def check_it_goes_on(folder, whole, caplog, expected_step, damaged=()):
+    """Starts the run anew, and checks where it goes on from, what it says and sets aside, and what it comes to."""
+    before = {step: names_of(folder, step) for step in damaged}
+    caplog.clear()
+    with start(folder) as controller:
+        restored, messages = controller.restored_from, warnings(caplog)
+        assert restored == (str(folder / "checkpoints" / f"ckpt-{expected_step}") if expected_step else None)
+        controller.train(LAST)
+    for step in damaged:
+        place = folder / "checkpoints" / "set_aside" / f"ckpt-{step}"
+        told = [message for message in messages if f"the checkpoint of step {step} does not count: " in message]
+        assert len(told) == 1 and "\n" not in told[0] and told[0].endswith(f"it was moved to {place}")
+        assert names(place) == before[step]
+    extra = [] if expected_step else [f"no checkpoint in {folder}/checkpoints is whole, so this run starts from"]
+    assert len(messages) == len(damaged) + len(extra), messages
+    assert all(any(text in message for message in messages) for text in extra)
+    if not damaged:
+        assert not (folder / "checkpoints" / "set_aside").exists()
+    assert compare(whole, folder).differences == []
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name == "absl"]
+
+
+def names_of(folder, step):
+    return [name for name in names(folder / "checkpoints") if name.startswith((f"ckpt-{step}.", f"ckpt-{step}_"))]
+
+
+def test_a_run_stopped_and_started_again_equals_one_that_was_not(folder, whole, caplog):
+    check_it_goes_on(folder, whole, caplog, NEWEST)
+
+
+@pytest.mark.parametrize("damage, how", DAMAGES, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize("kind", FILES)
+def test_a_damaged_file_of_the_newest_checkpoint_costs_that_checkpoint_only(kind, damage, how, folder, whole, caplog):
+    damage(file_of(folder, kind), how)
+    check_it_goes_on(folder, whole, caplog, 6, [NEWEST])
+
+
+@pytest.mark.parametrize("damage, how", DAMAGES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder, whole, caplog):
+    damage(folder / "checkpoints" / "checkpoint", how)
+    with start(folder) as controller:
+        assert controller.restored_from.endswith("ckpt-9")
+        told = warnings(caplog)
+        controller.train(LAST)
+    aside = folder / "checkpoints" / "set_aside"
+    if damage is replace_by_directory:
+        assert len(told) == 1 and told[0].endswith(
+            f"is a directory instead of a file; it was moved to {aside}/checkpoint"
+        )
+        assert names(aside / "checkpoint") == ["something"]
+    else:
+        assert not told and not aside.exists()
+    assert compare(whole, folder).differences == []
+    assert tf.train.latest_checkpoint(folder / "checkpoints") == str(folder / "checkpoints" / f"ckpt-{LAST}")
+
+
+def test_every_truncation_and_a_flip_in_every_byte_of_every_file_is_noticed(folder):
+    """Without training: what the start of a controller asks."""
+    directory = str(folder / "checkpoints")
+    intact = commits.newest_intact(directory, tidy=False)
+    assert intact.step == NEWEST
+    tried = {"truncations": 0, "flips": 0}
+    for kind in FILES:
+        path = file_of(folder, kind)
+        content = path.read_bytes()
+        for place in range(len(content)):
+            changed = bytearray(content)
+            changed[place] ^= 1 << _random.randrange(8)
+            for name, damaged in (("truncations", content[:place]), ("flips", bytes(changed))):
+                path.write_bytes(damaged)
+                found = commits.newest_intact(directory, tidy=False)
+                tried[name] += 1
+                assert found.step == 6, (kind, name, place)
+        path.write_bytes(content)
+    assert tried["truncations"] == tried["flips"] > 3000
+    assert commits.newest_intact(directory, tidy=False) == intact
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_two_newest_damaged_cost_both(number, folder, whole, caplog):
+    chance = random.Random(number)
+    for step in (6, 9):
+        damage, how = chance.choice(DAMAGES)
+        damage(file_of(folder, chance.choice(list(FILES)), step), how)
+    check_it_goes_on(folder, whole, caplog, 3, [6, 9])
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_all_damaged_starts_from_the_beginning_and_ends_equal(number, folder, whole, caplog):
+    chance = random.Random(number)
+    for step in KEPT:
+        damage, how = chance.choice(DAMAGES)
+        damage(file_of(folder, chance.choice(list(FILES)), step), how)
+    check_it_goes_on(folder, whole, caplog, None, KEPT)
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("damage, how", [(truncate, 0), (remove, None), (replace_by_directory, None)])
+def test_an_older_checkpoint_that_is_damaged_hinders_nothing(damage, how, kind, folder, whole, caplog):
+    """It is looked at only when it is needed; to delete it when it is no longer kept must not fail."""
+    damage(file_of(folder, kind, 3), how)
+    with start(folder) as controller:
+        assert controller.restored_from.endswith("ckpt-9")
+        controller.train(LAST)
+    assert compare(whole, folder).differences == []
+    assert [step for step, done, _ in commits.listing(folder / "checkpoints") if done] == [12, 9, 6]
+
+
+def half_written():
+    """(name, function of the directory and of a whole checkpoint's files): each moment of a save, in its order."""
+
+    def part(content, length):
+        return content[: int(len(content) * length)]
+
+    data, index, marker = FILES.values()
+    moments = {}
+    # tf.train.Checkpoint.write, the first save of a process: shards in a folder, merged. (As strace tells.)
+    moments["no shard yet"] = lambda c: {"_temp/part-00000-of-00001.data-00000-of-00001.tempstate12345": b""}
+    moments["the shard of a first save"] = lambda c: {
+        "_temp/part-00000-of-00001.data-00000-of-00001": part(c[data], 0.5)
+    }
+    moments["the shards of a first save"] = lambda c: {
+        "_temp/part-00000-of-00001.data-00000-of-00001": c[data],
+        "_temp/part-00000-of-00001.index": part(c[index], 0.5),
+    }
+    moments["data moved, shards left"] = lambda c: {data: c[data], "_temp/part-00000-of-00001.index": c[index]}
+    # SaveV2, the later ones.
+    for length in (0.0, 0.5, 1.0):
+        moments[f"data's temporary file to {length:.0%}"] = lambda c, length=length: {
+            f"{data}.tempstate12345": part(c[data], length)
+        }
+    moments["data without index"] = lambda c: {data: c[data]}
+    moments["data with half an index"] = lambda c: {data: c[data], index: part(c[index], 0.5)}
+    moments["data with half an index's temporary file"] = lambda c: {
+        data: c[data], f"{index}.tempstate12345": part(c[index], 0.5)
+    }  # fmt: skip
+    moments["both without marker"] = lambda c: {data: c[data], index: c[index]}
+    for length in (0.0, 0.5, 1.0):
+        moments[f"marker's new file to {length:.0%}"] = lambda c, length=length: {
+            data: c[data], index: c[index], f"{FILES['marker']}.new": part(c[marker], length)
+        }  # fmt: skip
+    return moments
+
+
+@pytest.mark.parametrize("moment", half_written())
+def test_a_save_that_was_cut_off_does_not_count(moment, folder, whole, caplog):
+    contents = {suffix: (folder / "checkpoints" / f"ckpt-{NEWEST}{suffix}").read_bytes() for suffix in FILES.values()}
+    for kind in FILES:
+        file_of(folder, kind).unlink()
+    for suffix, content in half_written()[moment](contents).items():
+        path = folder / "checkpoints" / f"ckpt-{NEWEST}{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    check_it_goes_on(folder, whole, caplog, 6, [NEWEST])
+    assert names_of(folder, NEWEST) == [f"ckpt-{NEWEST}{suffix}" for suffix in sorted(FILES.values())]
+
+
+def test_a_save_that_was_cut_off_after_its_marker_counts(folder, whole, caplog):
+    """TensorFlow's list is still the old one, and what should have been deleted is still there."""
+    (folder / "checkpoints" / "checkpoint").write_text('model_checkpoint_path: "ckpt-6"\n')
+    (folder / "checkpoints" / "checkpoint.new").write_text("model_check")
+    check_it_goes_on(folder, whole, caplog, NEWEST)
+    assert not (folder / "checkpoints" / "checkpoint.new").exists()
+
+
+def test_a_deletion_that_was_cut_off_leaves_what_does_not_count(folder, whole, caplog):
+    """The marker goes first, then the files."""
+    file_of(folder, "marker", 3).unlink()
+    file_of(folder, "data", 3).unlink()
+    check_it_goes_on(folder, whole, caplog, NEWEST)
+
+
+def test_a_metrics_line_cut_short_is_made_again(folder, whole, caplog):
+    path = folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-7])
+    caplog.set_level(logging.ERROR)
+    file_of(folder, "data").unlink()
+    with start(folder) as controller:
+        assert controller.restored_from.endswith("ckpt-6")
+        controller.train(LAST)
+    assert compare(whole, folder).differences == []
+
+
+def test_an_evaluation_moves_nothing_and_takes_the_newest_whole_one(folder):
+    truncate(file_of(folder, "data"), 0.5)
+    before = names(folder / "checkpoints")
+    trainer = Noisy()
+    evaluator = toy.RegressionEvaluator(trainer.model)
+    with toy.controller(make_strategy("default"), None, evaluator, model_dir=folder) as job:
+        assert job.restored_from.endswith("ckpt-6")
+        assert job.evaluate()["eval"]["examples"] == toy.NUM_EXAMPLES
+    assert names(folder / "checkpoints") == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_left_alone(folder):
+    before = names(folder / "checkpoints")
+    with pytest.raises(UsageError, match="was made by another model"):
+        toy.controller(make_strategy("default"), toy.Regression(), model_dir=folder)
+    assert names(folder / "checkpoints") == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file to another user than the run's")
+def test_a_file_that_this_user_may_not_read_costs_its_checkpoint_only(folder, whole):
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, 65534, 65534)
+    for parent in folder.parents:
+        if parent.stat().st_mode & 0o001 == 0:
+            parent.chmod(parent.stat().st_mode | 0o001)
+    os.chown(file_of(folder, "data"), 0, 0)
+    file_of(folder, "data").chmod(0o600)
+    code = f"import files_test; files_test.train({str(folder)!r}, {LAST})"
+    result = subprocess.run(
+        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=120, cwd="/",
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'faults'}", "HOME": "/nonexistent"},
+    )  # fmt: skip
+    if "Permission denied" in result.stderr and "files_test" in result.stderr and result.returncode:
+        pytest.skip("another user cannot read the sources or packages here")
+    assert result.returncode == 0, result.stderr
+    assert "the checkpoint of step 9 does not count: ckpt-9.data-00000-of-00001 cannot be read:" in result.stderr
+    assert compare(whole, folder).differences == []
