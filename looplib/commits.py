@@ -109,7 +109,7 @@ def listing(directory):
     entries = []
     for step in sorted(found, reverse=True):
         if f"ckpt-{step}.commit" not in found[step]:
-            entries.append((step, None, "its save was not finished"))
+            entries.append((step, None, "its save, or its deletion, was not finished"))
             continue
         try:
             entries.append((step, _read_marker(path_of(directory, step)), ""))
