@@ -109,7 +109,7 @@ def listing(directory):
     entries = []
     for step in sorted(found, reverse=True):
         if f"ckpt-{step}.commit" not in found[step]:
-            entries.append((step, None, "its save was not finished"))
+            entries.append((step, None, "its save, or its deletion, was not finished"))
             continue
         try:
             entries.append((step, _read_marker(path_of(directory, step)), ""))
@@ -151,34 +151,29 @@ def newest_intact(directory, tidy):
 
     Args:
       directory: where the checkpoints are.
-      tidy: moves what is newer and does not count into `set_aside`, one warning each. Only the process that holds the
-        directory's lock may.
+      tidy: moves what does not count into `set_aside`, one warning each. Only the process that holds the directory's
+        lock may.
 
     Returns:
       A `Commit`, or None.
     """
-    intact, unfinished = None, []
+    intact, others = None, []
     for step, done, reason in listing(directory):
-        if done is None and reason == "its save was not finished" and (intact or not tidy):
-            continue
-        if intact is None:
-            reason = reason or verify(done)
-            if not reason:
-                intact = done
-                continue
-            unfinished.append((step, reason))
-        elif done is None:
-            unfinished.append((step, reason))
+        reason = reason or (verify(done) if intact is None else "")
+        if reason:
+            others.append((step, reason))
+        elif intact is None:
+            intact = done
     if tidy:
         in_the_way = os.path.join(directory, "checkpoint")  # where each save writes TensorFlow's list
         if tf.io.gfile.isdir(in_the_way):
             place = _free_place(directory, "checkpoint")
             tf.io.gfile.rename(in_the_way, place)
             logging.warning("%s is a directory instead of a file; it was moved to %s", in_the_way, place)
-        for step, reason in unfinished:
+        for step, reason in others:
             place = set_aside(directory, step)
             logging.warning("the checkpoint of step %d does not count: %s; it was moved to %s", step, reason, place)
-        if unfinished and not intact:
+        if others and not intact:
             logging.warning("no checkpoint in %s is whole, so this run starts from the beginning", directory)
     return intact
 

@@ -19,6 +19,7 @@ _NOT_COMPARED = (
     "_CHECKPOINTABLE_OBJECT_GRAPH",
     "save_counter/.ATTRIBUTES/VARIABLE_VALUE",
     "run_state/.ATTRIBUTES/py_state",
+    "input_state/.ATTRIBUTES/py_state",  # how much of a pipeline's buffers was full is a matter of time
 )
 _TIMES = re.compile("second|time|clock|restart")
 
@@ -68,7 +69,8 @@ def compare(first, second, rtol=0.0, atol=0.0):
       UsageError: if one has no checkpoint.
     """
     result = Comparison()
-    ones, others = _numbers(first), _numbers(second)
+    replicas_differ = bool(rtol or atol)
+    ones, others = _numbers(first, replicas_differ), _numbers(second, replicas_differ)
     for split, where in [*ones, *(key for key in others if key not in ones)]:
         exact = where.endswith((checksums.METRIC, "records"))
         tolerances = (0, 0) if exact else (rtol, atol)
@@ -88,7 +90,7 @@ def compare(first, second, rtol=0.0, atol=0.0):
     return result
 
 
-def _numbers(folder):
+def _numbers(folder, replicas_differ):
     """All numbers of a run but times, as a dict from (split, where) to value; what explains the others comes first."""
     numbers, counts = {}, collections.Counter()
     records = read_jsonl(os.path.join(folder, "metrics.jsonl"))
@@ -104,6 +106,10 @@ def _numbers(folder):
     except (OSError, ValueError):
         run = {}
     _, state = peek(final_checkpoint(folder))
+    if replicas_differ:  # what each replica has added up so far is compared as a sum; Keras metrics are in the tensors
+        running = state.get("running", {})
+        running.pop("keras", None)
+        running["totals"] = np.sum(running.get("totals", []), axis=0).tolist()
     for title, tree in (
         ("run.json", {key: run.get(key) for key in ("status", "step", "metrics")}),
         ("run_state of the final checkpoint", state),

@@ -10,12 +10,12 @@ from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
 from looplib.errors import DivergenceError, UsageError, positive
-from looplib.guards import Trouble, spike
+from looplib.guards import Trouble, look_for_a_jump
 from looplib.loops import ENGINES
 from looplib.preemption import Preempted, notice
 from looplib.store import Store, warm_start
 from looplib.watchdog import Watchdog
-from looplib.writers import Writer, default_writers
+from looplib.writers import make_writers
 
 
 class Controller:
@@ -62,15 +62,14 @@ class Controller:
     ):
         self.clock = Clock()
         self._strategy = strategy or tf.distribute.get_strategy()
-        _check_kinds(self._strategy, actions, writers)
+        tasks.check_kinds(self._strategy, actions)
         evaluators = tasks.check_tasks(trainer, evaluator)
         positive("steps_per_loop", steps_per_loop)
         if loop not in ENGINES:
             raise UsageError(f"loop is {loop!r}; expected one of {', '.join(ENGINES)}")
         tasks.check_together(trainer, evaluators, self._strategy, loop)
-        self._global_batch_size = global_batch_size
+        self._settings = {"seed": seed, "global_batch_size": global_batch_size, "loop": loop}
         self._steps_per_loop = steps_per_loop
-        self._seed = seed
         self._policy = checkpoints
         self._actions = list(actions)
         self._model_dir = os.fspath(model_dir) if model_dir else None
@@ -81,7 +80,7 @@ class Controller:
         self.restored_from = None
 
         self._store = Store(self._model_dir, checkpoints, writes=trainer is not None)
-        self._writers = list(default_writers(self._store.writable and self._model_dir) if writers is None else writers)
+        self._writers = make_writers(writers, self._store.writable and self._model_dir)
         self._build_loops(trainer, evaluators, loop, self._store.start_position())
         self._watchdog = Watchdog(
             self.clock, self._progress, lambda: self._store.latest, self._policy.guards.stall_limit
@@ -106,11 +105,11 @@ class Controller:
     # Building.
 
     def _build_loops(self, trainer, evaluators, engine, start_step):
-        settings = dict(strategy=self._strategy, engine=engine, seed=self._seed, clock=self.clock)
-        self._training, batch = None, self._global_batch_size
+        settings = dict(strategy=self._strategy, engine=engine, seed=self._settings["seed"], clock=self.clock)
+        self._training, batch = None, self._settings["global_batch_size"]
         if trainer:
             trainer.global_batch_size, trainer.global_step = batch, self._global_step
-            trainer.run_seed = self._seed
+            trainer.run_seed = self._settings["seed"]
             tasks.build_optimizers(trainer, self._strategy)
             self._training = tasks.TaskLoop(
                 "train",
@@ -178,7 +177,7 @@ class Controller:
           UsageError: for bad input.
         """
         positive("eval_interval", eval_interval)
-        self._check_evaluation(eval_steps)
+        tasks.check_evaluation(self._evaluations, eval_steps)
         self._train(train_steps, eval_interval, eval_steps)
         return self._last_evaluation
 
@@ -194,7 +193,7 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        self._check_evaluation(steps)
+        tasks.check_evaluation(self._evaluations, steps)
         if self._model_dir and not self._training and not self.restored_from:
             raise UsageError(
                 f"there is no checkpoint in {self._model_dir} to evaluate; train first, or name the directory of a "
@@ -232,7 +231,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no checkpoint came in time.
         """
-        self._check_evaluation(steps)
+        tasks.check_evaluation(self._evaluations, steps)
         results = None
         self._store.need("evaluate_continuously")
         with notice.listening():
@@ -282,7 +281,7 @@ class Controller:
         if self._training:
             running = self._training.reducer.state()
             self._store.input_state.position = self._training.position() or b""
-        return {"running": running, "seed": self._seed, "global_batch_size": self._global_batch_size}
+        return {"running": running, **self._settings}
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included.
@@ -306,12 +305,8 @@ class Controller:
         if path is None:
             return None
         values = self._store.values
-        for name, ours in (("seed", self._seed), ("global_batch_size", self._global_batch_size)):
-            if self._training and values.get(name, ours) != ours:
-                logging.warning(
-                    "the checkpoint was made with %s %s and this run has %s: from step %d on the examples come in "
-                    "another order than in an uninterrupted run", name, values[name], ours, step
-                )  # fmt: skip
+        if self._training:
+            self._store.warn_of_changes(step, self._settings)
         self.restored_from = path
         logging.info("restored step %d from %s", step, path)
         if self._training:
@@ -409,7 +404,7 @@ class Controller:
             for writer in self._writers:
                 writer.progress(step, None if target == -1 else target)
             if ended:
-                self._note_end(step, target)
+                self._training.note_end(step, target)
                 break
         # Saved before an unfinished window of metrics is reported: a longer run goes on with the window whole.
         if self._store and (step or self._store.saved_step is not None):
@@ -447,15 +442,6 @@ class Controller:
             with self.clock.phase("save"):
                 self._store.wait()
 
-    def _note_end(self, step, target):
-        if not step:
-            raise UsageError(
-                f"the training data set is empty: {self._training.who}.dataset has no batch, or not one for each "
-                "replica; check where the data is read from, and that drop_remainder does not drop the only batch"
-            )
-        if target != -1:
-            logging.warning("the training data ended at step %d, before step %d; repeat() it to train on", step, target)
-
     # Reports.
 
     def _mark(self, step):
@@ -470,7 +456,7 @@ class Controller:
             metrics = task_loop.read()
             if split == "train":
                 self._window_start = step
-                self._look_for_a_spike(step, metrics)
+                look_for_a_jump(self._store.values, step, metrics, self._policy.guards, self._steps_per_loop)
             if steps_per_second is not None:
                 metrics.setdefault("steps_per_second", steps_per_second)
             for writer in self._writers:
@@ -482,50 +468,8 @@ class Controller:
                 action(Event(step, split, dict(metrics), self))
         return metrics
 
-    def _look_for_a_spike(self, step, metrics):
-        loss = metrics.get("loss")
-        if loss is None or not self._policy.guards.spike_score:
-            return
-        history = self._store.values.setdefault("losses", [])
-        score = spike(history, loss, self._policy.guards)
-        if score is not None:
-            raise Trouble(
-                f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the "
-                f"last {len(history)}",
-                self._policy.guards.on_spike,
-                good_before=step - self._steps_per_loop,
-                resume_after=step,
-            )
-        history.append(loss)
-        del history[: -self._policy.guards.spike_window]
-
     # Checks.
-
-    def _check_evaluation(self, steps):
-        if not self._evaluations:
-            raise UsageError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
-        if steps != -1:
-            positive("the number of evaluation steps", steps)
-        for name, evaluation in self._evaluations.items():
-            if steps == -1 and evaluation.endless:
-                raise UsageError(
-                    f"the evaluation data set {name!r} never ends ({evaluation.who}.dataset is infinite), "
-                    "so its evaluation would not either; leave out repeat(), or give a number of evaluation steps"
-                )
 
     def _refuse_while_training(self, what):
         if self._training_now:
             raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
-
-
-def _check_kinds(strategy, actions, writers):
-    if not isinstance(strategy, tf.distribute.Strategy):
-        raise UsageError(
-            f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
-        )
-    for action in actions:
-        if not callable(action):
-            raise UsageError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
-    for writer in writers or ():
-        if not isinstance(writer, Writer):
-            raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")

@@ -186,6 +186,33 @@ def spike(history, loss, guards):
     return score if score > guards.spike_score else None
 
 
+def look_for_a_jump(values, step, metrics, guards, steps_per_loop):
+    """Raises `Trouble` if the loss of a report jumps; keeps the last losses.
+
+    Args:
+      values: the controller's own state, where they are kept.
+      step: the global step of the report.
+      metrics: dict of the training metrics, of which `loss` is looked at.
+      guards: `Guards`.
+      steps_per_loop: the steps that a report is over.
+    """
+    loss = metrics.get("loss")
+    if loss is None or not guards.spike_score:
+        return
+    history = values.setdefault("losses", [])
+    score = spike(history, loss, guards)
+    if score is not None:
+        raise Trouble(
+            f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the last "
+            f"{len(history)}",
+            guards.on_spike,
+            good_before=step - steps_per_loop,
+            resume_after=step,
+        )
+    history.append(loss)
+    del history[: -guards.spike_window]
+
+
 def listing(names, most=3):
     """Joins names for a sentence; the first few and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -200,6 +200,22 @@ class Store:
         self._checked_step = step
         return path, step
 
+    def warn_of_changes(self, step, settings):
+        """Warns where the restored checkpoint was made with other settings that decide the numbers to come.
+
+        Args:
+          step: the step that was restored.
+          settings: dict of this run's.
+        """
+        for name, ours in settings.items():
+            theirs = self.values.get(name, ours)
+            if theirs != ours:
+                logging.warning(
+                    "the checkpoint was made with %s %s and this run has %s: from step %d on %s an uninterrupted run",
+                    name, theirs, ours, step,
+                    "the last bits may differ from" if name == "loop" else "the examples come in another order than in",
+                )  # fmt: skip
+
     def go_back(self, trouble):
         """Finds where to go on after a trouble.
 
@@ -266,11 +282,16 @@ class Store:
         Returns:
           The path, or None if none came in time.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until, damaged = None if timeout is None else time.monotonic() + timeout, None
         while True:
             done = commits.newest(self.directory)
-            if done and done.path != than and not commits.verify(done, thorough=False):
-                return done.path
+            if done and done.path != than and done != damaged:
+                reason = commits.verify(done)
+                if not reason:
+                    return done.path
+                if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
+                    logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
+                    damaged = done
             if until is not None and time.monotonic() >= until:
                 return None
             time.sleep(min(1.0, timeout if timeout else 1.0))

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import checksums, guards, inputs, keras_family
-from looplib.errors import UsageError
+from looplib.errors import UsageError, positive
 from looplib.evaluator import Evaluator
 from looplib.loops import ENGINES
 from looplib.metrics import Reducer, check_metric_name
@@ -168,6 +168,16 @@ class TaskLoop:
                     "empty data set, or of files without examples"
                 ) from error
 
+    def note_end(self, step, target):
+        """Says that the data ended before the step that was asked for; raises `UsageError` if there was none."""
+        if not step:
+            raise UsageError(
+                f"the training data set is empty: {self.who}.dataset has no batch, or not one for each "
+                "replica; check where the data is read from, and that drop_remainder does not drop the only batch"
+            )
+        if target != -1:
+            logging.warning("the training data ended at step %d, before step %d; repeat() it to train on", step, target)
+
     def read(self):
         """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
         metrics = self._engine.read()
@@ -195,6 +205,39 @@ def check_tasks(trainer, evaluator):
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
             )
     return dict(evaluators)
+
+
+def check_kinds(strategy, actions):
+    """Raises `UsageError` if the strategy is none, or an action cannot be called."""
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise UsageError(
+            f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
+        )
+    for action in actions:
+        if not callable(action):
+            raise UsageError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
+
+
+def check_evaluation(evaluations, steps):
+    """Checks that there is something to evaluate, and an end to it.
+
+    Args:
+      evaluations: dict from name to `TaskLoop`.
+      steps: how many steps were asked for; -1 for all data.
+
+    Raises:
+      UsageError: if not.
+    """
+    if not evaluations:
+        raise UsageError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
+    if steps != -1:
+        positive("the number of evaluation steps", steps)
+    for name, evaluation in evaluations.items():
+        if steps == -1 and evaluation.endless:
+            raise UsageError(
+                f"the evaluation data set {name!r} never ends ({evaluation.who}.dataset is infinite), "
+                "so its evaluation would not either; leave out repeat(), or give a number of evaluation steps"
+            )
 
 
 def check_together(trainer, evaluators, strategy, engine):

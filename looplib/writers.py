@@ -12,6 +12,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.errors import UsageError
+
 
 class Writer(abc.ABC):
     """Takes the metrics of every loop and evaluation."""
@@ -307,8 +309,22 @@ class ConsoleWriter(Writer):
             self._bar = None
 
 
-def default_writers(model_dir):
-    """Returns the console's writer, and with a run directory TensorBoard's and that of `metrics.jsonl`."""
+def make_writers(writers, model_dir):
+    """Returns what is to take the metrics.
+
+    Args:
+      writers: list of `Writer`, or None for the console's and, with a run directory, TensorBoard's and that of
+        `metrics.jsonl`.
+      model_dir: the run directory, or None.
+
+    Raises:
+      UsageError: for something else in the list.
+    """
+    if writers is not None:
+        for writer in writers:
+            if not isinstance(writer, Writer):
+                raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
+        return list(writers)
     if not model_dir:
         return [ConsoleWriter()]
     jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))

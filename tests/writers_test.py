@@ -16,7 +16,7 @@ import toy
 from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
-from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, TensorBoardWriter
+from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter
 from looplib.writers import format_number, read_jsonl
 
 
@@ -329,7 +329,7 @@ def test_a_controller_stopped_between_a_report_and_a_save_leaves_each_step_once(
 
     def start(steps, actions=()):
         trainer, evaluator = toy.build(make_strategy("default"))
-        policy = CheckpointPolicy(every_steps=5, keep_last=100)
+        policy = CheckpointPolicy(every_steps=5, keep=(KeepLast(100),))
         settings = {"model_dir": tmp_path, "writers": None, "checkpoints": policy, "actions": actions}
         toy_controller = toy.controller(None, trainer, evaluator, **settings)
         toy_controller.train_and_evaluate(steps, 6)  # nothing closes the writers, as after a kill

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
+import tf_keras
 import toy
 from conftest import make_strategy
 
@@ -92,3 +94,56 @@ def test_dropout_trains(strategy, keras):
     assert all(np.isfinite(weight).all() for weight in trainer.weights())
     assert not np.array_equal(before[0], trainer.weights()[0])
     assert controller.global_step == 3
+
+
+def noisy(strategy, keras, pipeline, steps, model_dir=None):
+    """Trains with everything that could go another way: dropout, noise, momentum, a schedule, a shuffle; past an epoch."""
+
+    class Noisy(toy.Regression):
+        def __init__(self):
+            super().__init__(keras)
+            layers = keras.layers
+            self.model = keras.Sequential(
+                [layers.InputLayer((toy.NUM_FEATURES,)), layers.Dropout(0.3), layers.Dense(toy.NUM_CLASSES)]
+            )
+            rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.7)
+            self.optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+
+        def dataset(self, context):
+            if pipeline == "indices":
+                ids = context.indices(self.num_examples, seeds=True)
+            else:
+                size = context.per_replica_batch_size
+                data = tf.data.Dataset.range(self.num_examples).shuffle(20, seed=context.seed).repeat()
+                data = data.map(lambda i: (i, tf.stack([tf.cast(i, tf.int32), 7])), num_parallel_calls=tf.data.AUTOTUNE)
+                ids = data.batch(size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+
+            def augmented(i, seeds):
+                shift = tf.map_fn(
+                    lambda seed: tf.random.stateless_normal([], seed), seeds, fn_output_signature=tf.float32
+                )
+                return i, tf.gather(toy.X, i) + shift[:, None], tf.gather(toy.Y, i)
+
+            return ids.map(augmented)
+
+        def step_fn(self, inputs):
+            ids, x, y = inputs
+            return super().step_fn((ids, x + tf.random.stateless_normal(tf.shape(x), self.step_seed()), y))
+
+    tf_keras.backend.experimental.enable_tf_random_generator()
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        trainer = Noisy()
+    with toy.controller(strategy, trainer, model_dir=model_dir) as controller:
+        controller.train(steps)
+    return trainer
+
+
+@pytest.mark.parametrize("pipeline", ["indices", "ordinary"])
+def test_all_that_is_random_resumes_bit_by_bit(strategy, keras, pipeline, tmp_path, caplog):
+    whole = noisy(strategy, keras, pipeline, 12)
+    first, second = (noisy(strategy, keras, pipeline, steps, tmp_path) for steps in (7, 12))
+    np.testing.assert_array_equal(np.stack(whole.order), np.stack(first.order + second.order))
+    for a, b in zip(whole.weights(), second.weights()):
+        np.testing.assert_array_equal(a, b)
+    assert "cannot be saved" not in caplog.text and "nobody can save" not in caplog.text

@@ -292,7 +292,7 @@ def test_a_deletion_that_was_cut_off_leaves_what_does_not_count(folder, whole, c
     """The marker goes first, then the files."""
     file_of(folder, "marker", 3).unlink()
     file_of(folder, "data", 3).unlink()
-    check_it_goes_on(folder, whole, caplog, NEWEST)
+    check_it_goes_on(folder, whole, caplog, NEWEST, damaged=[3])
 
 
 def test_a_metrics_line_cut_short_is_made_again(folder, whole, caplog):
