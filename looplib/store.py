@@ -1,6 +1,7 @@
 """The store of a run: its directory, the lock on it, its checkpoints, and the controller's own state in them."""
 
 import os
+import re
 import time
 
 import tensorflow as tf
@@ -323,14 +324,33 @@ def warm_start(objects, path):
     saved_model = tf.io.gfile.exists(os.path.join(path, "saved_model.pb"))
     prefix = os.path.join(path, "variables", "variables") if saved_model else path
     if saved_model and len(models) == 1:
-        target = tf.train.Checkpoint(next(iter(models.values())))
+        model = next(iter(models.values()))
+        target = tf.train.Checkpoint(model)
+        if exported := _exported_variables(prefix):
+            if exported != len(model.variables):  # by their places in a list: nothing else tells them apart
+                raise UsageError(
+                    f"nothing could be taken from {path} to start from: it has {exported} variables and the model here "
+                    f"{len(model.variables)}; expected an export of the same model"
+                )
+            target = tf.train.Checkpoint(variables=list(model.variables))
     else:
         target = tf.train.Checkpoint(**models)
     try:
         target.read(prefix).assert_nontrivial_match().expect_partial()
     except (AssertionError, ValueError, IndexError, tf.errors.OpError) as error:
+        none = isinstance(error, AssertionError)  # TensorFlow's message is long, and says so of each object
         raise UsageError(
-            f"nothing could be taken from {path} to start from ({commits.first_line(error)}); expected a checkpoint "
-            f"with weights under {', '.join(sorted(models)) or 'a model'}, or a SavedModel of the same model"
+            f"nothing could be taken from {path} to start from "
+            f"({'no weight there is one of the model here' if none else commits.first_line(error)}); expected a "
+            f"checkpoint with weights under {', '.join(sorted(models)) or 'a model'}, or a SavedModel of the same "
+            "model, made by the same family of Keras"
         ) from error
     logging.info("started from the weights in %s", path)
+
+
+def _exported_variables(prefix):
+    """How many variables a SavedModel of `model.export` has, which holds a list of them and not the layers; else 0."""
+    try:
+        return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(prefix))
+    except (ValueError, tf.errors.OpError):
+        return 0  # it is told by whoever reads it
