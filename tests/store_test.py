@@ -1,0 +1,333 @@
+"""What is kept, what is left alone, what a run starts from, and what a snapshot holds."""
+
+import json
+import logging
+
+import keras as keras3
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import commits
+from looplib.checkpoints import Checkpoints, KeepBest, KeepEvery, KeepLast
+from looplib.errors import UsageError
+from looplib.snapshots import Snapshots
+from looplib.store import warm_start
+
+SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
+
+
+class Scored(toy.RegressionEvaluator):
+    """Reports a given score for each step, to know which is best."""
+
+    def __init__(self, trainer):
+        super().__init__(trainer.model)
+        self.trainer = None
+        self.step_of = lambda: int(trainer.global_step)
+
+    def loop_end(self, metrics):
+        return {**metrics, "score": SCORES[self.step_of()]}
+
+
+def run_scored(folder, steps, *keep):
+    trainer = toy.Regression()
+    policy = looplib.CheckpointPolicy(every_steps=1, keep=keep)
+    with toy.controller(
+        make_strategy("default"), trainer, Scored(trainer), model_dir=folder, checkpoints=policy
+    ) as controller:
+        controller.train_and_evaluate(steps, 1)
+    return sorted(step for step, done, _ in commits.listing(folder / "checkpoints") if done)
+
+
+@pytest.mark.parametrize(
+    "keep, expected",
+    [
+        ((KeepLast(2),), [9, 10]),
+        ((KeepBest("eval/score"),), [2, 10]),
+        ((KeepBest("eval/score", number=2),), [2, 4, 10]),
+        ((KeepBest("eval/score", "min", 2),), [1, 10]),
+        ((KeepEvery(4),), [4, 8, 10]),
+        ((KeepLast(2), KeepBest("eval/score"), KeepEvery(4)), [2, 4, 8, 9, 10]),
+        ((KeepBest("eval/no_such"),), [10]),
+    ],
+)
+def test_rules_are_composed_and_the_newest_is_always_kept(keep, expected, tmp_path):
+    assert run_scored(tmp_path, 10, *keep) == expected
+
+
+def test_the_best_is_remembered_over_restarts(tmp_path):
+    keep = KeepLast(1), KeepBest("eval/score")
+    assert run_scored(tmp_path, 3, *keep) == [2, 3]
+    assert run_scored(tmp_path, 4, *keep) == [2, 4]
+    assert run_scored(tmp_path, 7, *keep) == [2, 7]
+    marker = json.loads((tmp_path / "checkpoints" / "ckpt-2.commit").read_text().splitlines()[0])
+    assert marker["scores"]["eval/score"] == SCORES[2] and "eval/accuracy" in marker["scores"]
+    for name in ("data-00000-of-00001", "index", "commit"):
+        (tmp_path / "checkpoints" / f"ckpt-2.{name}").unlink()
+    assert run_scored(tmp_path, 10, *keep) == [8, 10]
+
+
+def test_foreign_files_are_never_touched(tmp_path):
+    """Names close to those of checkpoints, a checkpoint of TensorFlow's own and folders stay as they are."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    tf.train.Checkpoint(v=tf.Variable(1.0)).write(str(folder / "best-4"))
+    foreign = [
+        "notes.txt",
+        "ckpt-x.commit",
+        "ckpt-1.commit.old",
+        "myckpt-2.index",
+        "ckpt-3.json",
+        "ckpt-",
+        "ckpt-4.indexes",
+    ]
+    for name in foreign:
+        (folder / name).write_text(f"this is {name}")
+    (folder / "ckpt-5-exported").mkdir()
+    (folder / "ckpt-5-exported" / "saved_model.pb").write_text("a model")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert len(before) == len(foreign) + 3
+    assert run_scored(tmp_path, 5, KeepLast(1)) == [5]
+    assert run_scored(tmp_path, 8, KeepLast(1)) == [8]
+    for path, content in before.items():
+        assert path.read_bytes() == content
+    assert not (folder / "set_aside").exists()
+
+
+# What a run starts from.
+
+
+def doubled(keras):
+    """A model whose weights tell where they come from."""
+    model = toy.Regression(keras).model
+    model.layers[-1].set_weights([toy.KERNEL * 2, np.ones(toy.NUM_CLASSES, np.float32)])
+    return model
+
+
+def save_checkpoint(model, folder):
+    trainer = toy.Regression(__import__(type(model).__module__.split(".")[0]))
+    trainer.model.set_weights(model.get_weights())
+    with toy.controller(make_strategy("default"), trainer, model_dir=folder) as controller:
+        return controller.save_checkpoint()
+
+
+SAVED = {
+    "a checkpoint of looplib": (None, save_checkpoint),
+    "tf.saved_model.save": (None, lambda model, folder: tf.saved_model.save(model, str(folder))),
+    "model.export": (None, lambda model, folder: model.export(str(folder))),
+    "model.save": ("tf_keras", lambda model, folder: model.save(str(folder), save_format="tf")),
+}
+
+
+@pytest.mark.parametrize("how", SAVED)
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_path):
+    family, save = SAVED[how]
+    if family not in (None, keras.__name__):
+        pytest.skip("a way of tf_keras only")
+    path = save(doubled(keras), tmp_path / "source") or tmp_path / "source"
+    trainer, _ = toy.build(make_strategy(name), keras, "adam")
+    policy = looplib.CheckpointPolicy(warm_start=str(path))
+    run = tmp_path / "run"
+    with toy.controller(make_strategy(name), trainer, model_dir=run, checkpoints=policy) as controller:
+        assert controller.global_step == 0 and controller.restored_from is None
+        np.testing.assert_array_equal(trainer.weights()[0], toy.KERNEL * 2)
+        np.testing.assert_array_equal(trainer.weights()[1], 1)
+        controller.train(2)
+        trained = trainer.weights()
+    again, _ = toy.build(make_strategy(name), keras, "adam")
+    with toy.controller(make_strategy(name), again, model_dir=run, checkpoints=policy) as controller:
+        assert controller.global_step == 2  # its own checkpoint comes first
+        np.testing.assert_array_equal(again.weights()[0], trained[0])
+
+
+def test_an_export_of_normalization_and_dropout_finds_its_places(keras, tmp_path):
+    def build():
+        layers = keras.layers
+        x = keras.Input((5,))
+        a = layers.Dense(4)(x)
+        b = layers.Dropout(0.5)(layers.BatchNormalization()(a))
+        return keras.Model(x, layers.Dense(4)(layers.Add()([layers.Dense(4)(b), a])))
+
+    source, target = build(), build()
+    source.set_weights([np.random.RandomState(i).randn(*w.shape) for i, w in enumerate(source.get_weights())])
+    source.export(str(tmp_path / "source"))
+    warm_start({"model": target}, str(tmp_path / "source"))
+    for a, b in zip(source.get_weights(), target.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def other_model(keras, units=9):
+    return keras.Sequential([keras.layers.InputLayer((toy.NUM_FEATURES,)), keras.layers.Dense(units)])
+
+
+@pytest.mark.parametrize(
+    "case, sentence",
+    [
+        ("nothing there", "nothing could be taken from .*no_such to start from"),
+        ("other shapes", "nothing could be taken from .* to start from .*shape"),
+        ("the other family", "no weight there is one of the model here.*made by the same family of Keras"),
+        ("an export of more layers", "it has 2 variables and the model here 4; expected an export of the same model"),
+        ("damaged", "nothing could be taken from .* to start from"),
+    ],
+)
+def test_a_warm_start_that_cannot_be_is_a_sentence(case, sentence, tmp_path):
+    import tf_keras
+
+    path, target = tmp_path / "source", toy.Regression().model
+    if case == "nothing there":
+        path = tmp_path / "no_such"
+    elif case == "the other family":
+        tf.saved_model.save(doubled(tf_keras), str(path))
+    elif case == "an export of more layers":
+        doubled(keras3).export(str(path))
+        target = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(3), keras3.layers.Dense(3)])
+    else:
+        tf.saved_model.save(other_model(keras3) if case == "other shapes" else doubled(keras3), str(path))
+        if case == "damaged":
+            (path / "variables" / "variables.index").write_bytes(b"no index")
+    with pytest.raises(UsageError, match=sentence) as caught:
+        warm_start({"model": target}, str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_path):
+    class Extended(toy.Regression):
+        def __init__(self):
+            super().__init__(keras)
+            self.extra = tf.Variable([5.0, 6.0], trainable=False)
+
+    first = toy.Regression(keras)
+    with toy.controller(make_strategy("default"), first, model_dir=tmp_path) as controller:
+        controller.train(3)
+    with pytest.raises(UsageError, match="only here: extra"):
+        toy.controller(make_strategy("default"), Extended(), model_dir=tmp_path)
+    policy = looplib.CheckpointPolicy(partial=True)
+    second = Extended()
+    with toy.controller(make_strategy("default"), second, model_dir=tmp_path, checkpoints=policy) as controller:
+        assert controller.global_step == 3
+        np.testing.assert_array_equal(second.weights()[0], first.weights()[0])
+        np.testing.assert_array_equal(second.extra, [5.0, 6.0])
+        controller.train(4)
+    third = toy.Regression(keras)  # and the other way round: the checkpoint has more
+    with toy.controller(make_strategy("default"), third, model_dir=tmp_path, checkpoints=policy) as controller:
+        assert controller.global_step == 4
+        np.testing.assert_array_equal(third.weights()[0], second.weights()[0])
+
+
+# Snapshots.
+
+
+class Embedded:
+    """An embedding, whose gradients are sparse, a dense layer, and Adam with its slots; and how to train a step."""
+
+    def __init__(self, keras, strategy):
+        self.strategy = strategy
+        with strategy.scope():
+            layers = keras.layers
+            self.model = keras.Sequential(
+                [layers.InputLayer((4,)), layers.Embedding(50, 8), layers.Flatten(), layers.Dense(3)]
+            )
+            self.optimizer = keras.optimizers.Adam(0.1)
+            self.optimizer.build(self.model.trainable_variables)
+            self.counter = tf.Variable(0, tf.int64)
+        self.checkpoint = tf.train.Checkpoint(model=self.model, optimizer=self.optimizer, counter=self.counter)
+        _ = self.checkpoint.save_counter
+        self.step = tf.function(lambda ids: strategy.run(self._step, (ids,)))
+
+    def _step(self, ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.model(ids, training=True)))
+        variables = self.model.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        self.optimizer.apply_gradients(zip(gradients, variables))
+        self.counter.assign_add(1)
+
+    def train(self, first, last):
+        for i in range(first, last):
+            self.step(tf.constant([[i, i + 1, i + 2, 3], [7, 8, i, i]]) % 50)
+
+
+def read(path):
+    reader = tf.train.load_checkpoint(str(path))
+    return {key: np.asarray(reader.get_tensor(key)) for key in reader.get_variable_to_shape_map()}
+
+
+def assert_same_tensors(one, other):
+    assert one.keys() == other.keys()
+    for key in one:
+        assert one[key].dtype == other[key].dtype and one[key].shape == other[key].shape, key
+        assert one[key].tobytes() == other[key].tobytes() or one[key].tolist() == other[key].tolist(), key
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_snapshot_holds_what_tensorflow_would_have_saved_at_that_time(name, keras, tmp_path):
+    """Dense and sparse updates of the same variables follow before it is written."""
+    run = Embedded(keras, make_strategy(name))
+    run.train(0, 3)
+    run.checkpoint.write(str(tmp_path / "first"))
+    snapshots = Snapshots(run.checkpoint, str(tmp_path / "first"))
+    run.train(3, 6)
+    run.checkpoint.write(str(tmp_path / "expected"))
+    snapshot = snapshots.take()
+    run.train(6, 12)
+    snapshots.write(str(tmp_path / "found"), snapshot)
+    expected, found = read(tmp_path / "expected"), read(tmp_path / "found")
+    assert_same_tensors(expected, found)
+    run.checkpoint.write(str(tmp_path / "later"))
+    later = read(tmp_path / "later")
+    changed = [key for key in found if found[key].tobytes() != later[key].tobytes() and found[key].dtype.kind == "f"]
+    assert len(changed) >= 9  # three variables, each with two slots
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_many_snapshots_held_at_once_do_not_disturb_each_other(name, keras, tmp_path):
+    run = Embedded(keras, make_strategy(name))
+    run.checkpoint.write(str(tmp_path / "first"))
+    snapshots = Snapshots(run.checkpoint, str(tmp_path / "first"))
+    taken = []
+    for i in range(6):
+        run.checkpoint.write(str(tmp_path / f"expected-{i}"))
+        taken.append(snapshots.take())
+        run.train(5 * i, 5 * i + 5)
+    for i, snapshot in enumerate(taken):
+        snapshots.write(str(tmp_path / f"found-{i}"), snapshot)
+        assert_same_tensors(read(tmp_path / f"expected-{i}"), read(tmp_path / f"found-{i}"))
+
+
+def test_what_a_snapshot_wrote_is_restored_by_tensorflow_alone(keras, tmp_path):
+    run, fresh = (Embedded(keras, make_strategy("default")) for _ in range(2))
+    run.checkpoint.write(str(tmp_path / "first"))
+    snapshots = Snapshots(run.checkpoint, str(tmp_path / "first"))
+    run.train(0, 3)
+    snapshots.write(str(tmp_path / "found"), snapshots.take())
+    fresh.checkpoint.restore(str(tmp_path / "found")).assert_consumed()
+    for a, b in zip(run.model.get_weights(), fresh.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    run.train(3, 6)
+    fresh.train(3, 6)
+    for a, b in zip(run.model.get_weights(), fresh.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_lookup_table_makes_saves_wait_and_is_restored(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="absl")
+
+    def table():
+        return tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, default_value=-1.0)
+
+    first = table()
+    checkpoints = Checkpoints(str(tmp_path / "c"), {"table": first, "v": tf.Variable(1.0)})
+    for step in (1, 2):
+        first.insert(tf.constant([step], tf.int64), tf.constant([step / 2]))
+        checkpoints.save(step, wait=False)
+        assert not checkpoints.saving  # it has waited
+        assert commits.newest(str(tmp_path / "c")).step == step
+    assert "so the training waits for each save" in caplog.text
+    second = table()
+    Checkpoints(str(tmp_path / "c"), {"table": second, "v": tf.Variable(0.0)}).restore(str(tmp_path / "c" / "ckpt-2"))
+    np.testing.assert_array_equal(second.lookup(tf.constant([1, 2, 3], tf.int64)), [0.5, 1.0, -1.0])
