@@ -67,7 +67,8 @@ def commit(path, step):
       OSError, tf.errors.OpError: if files are missing or cannot be read or written.
     """
     directory, prefix = os.path.split(path)
-    names = [name for name in tf.io.gfile.listdir(directory) if name.startswith((f"{prefix}.data-", f"{prefix}.index"))]
+    ours = re.compile(re.escape(prefix) + r"\.(index|data-\d+-of-\d+)")  # not a user's ckpt-4.index.bak
+    names = [name for name in tf.io.gfile.listdir(directory) if ours.fullmatch(name)]
     if f"{prefix}.index" not in names or len(names) < 2:
         raise OSError(f"only {', '.join(sorted(names)) or 'nothing'} of the files of {prefix} was written")
     tf.train.list_variables(path)  # what TensorFlow itself cannot open is not committed

@@ -82,7 +82,7 @@ def test_foreign_files_are_never_touched(tmp_path):
         "myckpt-2.index",
         "ckpt-3.json",
         "ckpt-",
-        "ckpt-4.indexes",
+        "ckpt-4.index.bak",
     ]
     for name in foreign:
         (folder / name).write_text(f"this is {name}")
