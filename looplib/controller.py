@@ -391,7 +391,7 @@ class Controller:
             if not finite:
                 after, names = self._training.reducer.first_bad()
                 raise self._store.trouble_in_step(self._window_start + after, names)
-            self._store.look(step)
+            self._store.raise_failure()
             if step % self._steps_per_loop == 0 and done:
                 self._report(step, mark)
                 mark = self._mark(step)

@@ -157,7 +157,8 @@ class StateCheck:
     def __init__(self, variables):
         variables = [(name, variable) for name, variable in variables if variable.dtype.is_floating]
         self._names = [name for name, _ in variables]
-        self._finite = tf.function(lambda: [tf.reduce_all(tf.math.is_finite(variable)) for _, variable in variables])
+        variables = [variable for _, variable in variables]
+        self._finite = tf.function(lambda: [tf.reduce_all(tf.math.is_finite(variable)) for variable in variables])
         self._meant_so = set()
         self._meant_so = set(self.bad())
 

@@ -14,9 +14,6 @@ from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
 from looplib.state import InputState, RunState, variables_of
 
-# Between saves the state is looked at for values that are not finite after at least this many steps.
-_CHECK_STEPS = 20
-
 
 class Store:
     """What of a run is on disk, and what the controller keeps there besides the tasks' state.
@@ -143,12 +140,10 @@ class Store:
         if self._checkpoints:
             self._checkpoints.wait()
 
-    def look(self, step):
-        """Raises what a background save has met, and now and then what `check` finds; cheap."""
+    def raise_failure(self):
+        """Raises the `UsageError` of a background save that has failed meanwhile; does not wait."""
         if self._checkpoints:
             self._checkpoints.check()
-        if self._guards.non_finite in ("halt", "rollback") and step - self._checked_step >= _CHECK_STEPS:
-            self.check(step)
 
     def check(self, step):
         """Raises `Trouble` if a variable of the state is not finite."""
