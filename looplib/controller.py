@@ -90,7 +90,7 @@ class Controller:
             self._training.warn_of_what_is_not_saved(objects)
         self._store.open(objects, self._global_step)
         if self._store.start:
-            self.restore_checkpoint(self._store.start.path)
+            self._restore_start(self._store.start.path)
         elif trainer:
             for writer in self._writers:
                 writer.resume(
@@ -298,6 +298,18 @@ class Controller:
         self._store.need("restore_checkpoint")
         self._refuse_while_training("restore_checkpoint")
         return self._restore(path)
+
+    def _restore_start(self, path):
+        """Restores what the run starts from; an evaluation whose training has deleted it meanwhile, a newer one."""
+        while True:
+            try:
+                self.restore_checkpoint(path)
+                return
+            except UsageError:
+                newer = None if self._training else self._store.latest
+                if newer is None or newer == path or tf.io.gfile.exists(path + ".commit"):
+                    raise
+                path = newer
 
     def _restore(self, path, changes=None):
         with self.clock.phase("restore"):

@@ -20,6 +20,7 @@ class Nursery:
     """The process that forks. Use it in a `with` block, which ends it and all lives."""
 
     def __init__(self):
+        self.lives = 0
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
@@ -58,11 +59,11 @@ class Life:
 
     def __init__(self, nursery, folder, arguments):
         self._nursery = nursery
-        self.log = pathlib.Path(f"{folder}.log")
-        notes = pathlib.Path(f"{folder}.notes")
+        nursery.lives += 1
+        self.log = pathlib.Path(f"{folder}.{nursery.lives}.log")
+        notes = pathlib.Path(f"{folder}.{nursery.lives}.notes")
         notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
         self._notes = open(notes, "rb", buffering=0)
-        self._began = self.log.stat().st_size if self.log.exists() else 0
         arguments = [*arguments, f"--config.notes={notes}"]
         self.pid = nursery.ask(arguments=arguments, log=str(self.log))["pid"]
         self._handle = os.pidfd_open(self.pid)
@@ -92,9 +93,7 @@ class Life:
 
     def output(self):
         """What it has printed so far, standard output and error."""
-        with open(self.log, errors="replace") as file:
-            file.seek(self._began)
-            return file.read()
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 def _serve():

@@ -46,9 +46,9 @@ def test_a_second_training_is_refused_by_name_and_a_killed_one_blocks_nobody(nur
     assert first.code() == -signal.SIGKILL
     reached = saved_step(run)
     steps = f"--train_steps={reached + 8}"
-    third, alone = nursery.life(run, *LONG, steps), None
+    third = nursery.life(run, *LONG, steps)
     assert third.code() == 0, third.output()
-    assert f"restored step {reached} from " in third.output() or "does not count" in third.output()
+    assert f"restored step {reached} from " in third.output()
     alone = nursery.life(whole, *LONG, steps)
     assert alone.code() == 0, alone.output()
     assert compare(whole, run).differences == [] and records(whole) == records(run)
@@ -58,8 +58,7 @@ def test_two_started_at_once_are_one_that_trains_and_one_that_is_refused(nursery
     both = [nursery.life(tmp_path / "run") for _ in range(2)]
     codes = [life.code() for life in both]
     assert sorted(codes) == [0, 1]
-    output = both[0].output()
-    assert f"is in use by process {both[codes.index(0)].pid} on " in output
+    assert f"is in use by process {both[codes.index(0)].pid} on " in both[codes.index(1)].output()
 
 
 def state_of(folder):
@@ -75,7 +74,7 @@ def test_an_evaluation_runs_beside_a_training_and_holds_nothing_up(nursery, tmp_
     run = tmp_path / "run"
     training = nursery.life(run, *LONG)
     wait_for_step(training, run, 4)
-    evaluation = nursery.life(run, "--mode=eval")
+    evaluation = nursery.life(run, "--mode=eval")  # by the time that it is built, what it found is long deleted
     assert evaluation.code() == 0, evaluation.output()
     reached = saved_step(run)
     wait_for_step(training, run, reached + 4)
@@ -107,8 +106,7 @@ def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_th
     finally:
         subprocess.run(["umount", str(view)], check=True)
     accuracy = next(record for record in records(run) if record["step"] == 60 and record["split"] == "eval")["accuracy"]
-    output = evaluation.output()
-    assert f"step      60  eval   accuracy {accuracy:.4g}" in output.replace(output[: evaluation._began], "", 1)
+    assert f"step      60  eval   accuracy {accuracy:.4g}" in evaluation.output()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start it as another user")
