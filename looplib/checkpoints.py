@@ -14,7 +14,7 @@ from looplib import commits
 from looplib.commits import first_line
 from looplib.errors import UsageError, positive
 from looplib.guards import Guards, listing
-from looplib.snapshots import Snapshots
+from looplib.snapshots import Snapshots, assign_what_fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,26 @@ class CheckpointPolicy:
             raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
         object.__setattr__(self, "keep", tuple(keep))
 
+    def check(self, evaluators, model_dir):
+        """Raises `UsageError` for what a training with these evaluators and this directory could not do.
+
+        Args:
+          evaluators: dict from name to `Evaluator`.
+          model_dir: the run directory, or None.
+        """
+        for rule in self.keep:
+            name = (getattr(rule, "metric", None) or "").partition("/")[0]
+            if name and name not in evaluators:
+                raise UsageError(
+                    f"the best checkpoints by {rule.metric!r} are to be kept, and there is no evaluator {name!r}; "
+                    f"there is {', '.join(sorted(evaluators)) or 'none'}"
+                )
+        if self.guards.may_roll_back and not model_dir:
+            raise UsageError(
+                "a rollback needs checkpoints, and there is no model_dir to keep them in; give "
+                "Controller(model_dir=...)"
+            )
+
 
 class Checkpoints:
     """The checkpoints of one run directory, written by one process.
@@ -166,9 +186,12 @@ class Checkpoints:
 
     def _save(self, path, step):
         tf.io.gfile.makedirs(self.directory)
-        for _, done, _ in commits.listing(self.directory):
-            if done and done.step == step:
-                commits.remove(done)  # made by a run that went on otherwise and was rolled back
+        for other, done, _ in commits.listing(self.directory):
+            if done and other >= step:  # an older one was restored, and the run goes on otherwise
+                place = commits.set_aside(self.directory, other)
+                logging.warning(
+                    "the checkpoint of step %d is of a run that went on otherwise; it is in %s", other, place
+                )
         if not self._policy.in_background or self._snapshots is None:
             self._checkpoint.write(path)
             self._commit(path, step)
@@ -233,7 +256,16 @@ class Checkpoints:
         Args:
           step: the global step.
           scores: dict from "<evaluator>/<metric>" to number.
+
+        Raises:
+          UsageError: if the policy keeps the best by a metric that is not among them.
         """
+        for rule in self._policy.keep:
+            if getattr(rule, "metric", None) and rule.metric not in scores:
+                raise UsageError(
+                    f"the best checkpoints by {rule.metric!r} are to be kept, and the evaluation gives "
+                    f"{', '.join(sorted(scores))}; name one of these"
+                )
         self.wait()
         for _, done, _ in commits.listing(self.directory):
             if done and done.step == step:
@@ -260,11 +292,12 @@ class Checkpoints:
             then be partly restored.
         """
         self.wait()
+        if partial == "both":
+            take_what_fits(self._checkpoint, path)
+            return
         try:
             status = self._checkpoint.restore(path)
-            if partial == "both":
-                status.assert_nontrivial_match().expect_partial()
-            elif partial:
+            if partial:
                 status.assert_existing_objects_matched().expect_partial()
             else:
                 status.assert_consumed()
@@ -295,6 +328,31 @@ class Checkpoints:
             + "; ".join(f"{title}: {listing(items, most=4)}" for title, items in differences if items)
             + ")"
         )
+
+
+def take_what_fits(root, path):
+    """Restores the values that a checkpoint and some objects have in common, by name and shape; logs the others.
+
+    Args:
+      root: the objects, under a `tf.train.Checkpoint`, or a model itself for a SavedModel of it.
+      path: the checkpoint to take values from.
+
+    Raises:
+      UsageError: if nothing fits, or it cannot be read.
+    """
+    try:
+        taken, others = assign_what_fits(root, path)
+    except (ValueError, IndexError, tf.errors.OpError) as error:
+        raise UsageError(f"{path} cannot be read ({first_line(error)}); name a checkpoint such as ckpt-1000") from error
+    left_out = "; ".join(f"{title}: {listing(sorted(names), most=6)}" for title, names in others.items() if names)
+    if not taken:
+        raise UsageError(
+            f"nothing in {path} fits ({left_out}); name a checkpoint of the same model, or of a part of it under the "
+            "same attribute names"
+        )
+    logging.info("took %d values from %s", taken, path)
+    if left_out:
+        logging.warning("not taken from %s (%s)", path, left_out)
 
 
 def latest_checkpoint(directory):

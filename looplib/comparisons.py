@@ -19,6 +19,7 @@ _NOT_COMPARED = (
     "_CHECKPOINTABLE_OBJECT_GRAPH",
     "save_counter/.ATTRIBUTES/VARIABLE_VALUE",
     "run_state/.ATTRIBUTES/py_state",
+    "replica_state/.ATTRIBUTES/py_state",  # as a zip file it holds the time; its values decide those of the others
     "input_state/.ATTRIBUTES/py_state",  # how much of a pipeline's buffers was full is a matter of time
 )
 _TIMES = re.compile("second|time|clock|restart")
@@ -106,9 +107,8 @@ def _numbers(folder, replicas_differ):
     except (OSError, ValueError):
         run = {}
     _, state = peek(final_checkpoint(folder))
-    if replicas_differ:  # what each replica has added up so far is compared as a sum; Keras metrics are in the tensors
+    if replicas_differ:  # what each replica has added up so far is compared as a sum
         running = state.get("running", {})
-        running.pop("keras", None)
         running["totals"] = np.sum(running.get("totals", []), axis=0).tolist()
     for title, tree in (
         ("run.json", {key: run.get(key) for key in ("status", "step", "metrics")}),

@@ -5,7 +5,7 @@ import os
 import tensorflow as tf
 from absl import logging
 
-from looplib import tasks
+from looplib import keras_family, tasks
 from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
@@ -13,6 +13,7 @@ from looplib.errors import DivergenceError, UsageError, positive
 from looplib.guards import Trouble, look_for_a_jump
 from looplib.loops import ENGINES
 from looplib.preemption import Preempted, notice
+from looplib.state import ReplicaState, differing_variables
 from looplib.store import Store, warm_start
 from looplib.watchdog import Watchdog
 from looplib.writers import make_writers
@@ -69,6 +70,9 @@ class Controller:
             raise UsageError(f"loop is {loop!r}; expected one of {', '.join(ENGINES)}")
         tasks.check_together(trainer, evaluators, self._strategy, loop)
         self._settings = {"seed": seed, "global_batch_size": global_batch_size, "loop": loop}
+        self._optimizers = (
+            [type(optimizer).__name__ for optimizer in keras_family.optimizers(trainer)] if trainer else []
+        )
         self._steps_per_loop = steps_per_loop
         self._policy = checkpoints
         self._actions = list(actions)
@@ -79,6 +83,8 @@ class Controller:
         self._last_evaluation = {}
         self.restored_from = None
 
+        if trainer:
+            checkpoints.check(evaluators, self._model_dir)
         self._store = Store(self._model_dir, checkpoints, writes=trainer is not None)
         self._writers = make_writers(writers, self._store.writable and self._model_dir)
         self._build_loops(trainer, evaluators, loop, self._store.start_position())
@@ -88,7 +94,8 @@ class Controller:
         objects = tasks.collect_state(trainer, evaluators)
         if self._training:
             self._training.warn_of_what_is_not_saved(objects)
-        self._store.open(objects, self._global_step)
+        own = ReplicaState(self._strategy, differing_variables(self._strategy, trainer, objects)) if trainer else None
+        self._store.open(objects, self._global_step, own)
         if self._store.start:
             self._restore_start(self._store.start.path)
         elif trainer:
@@ -281,7 +288,7 @@ class Controller:
         if self._training:
             running = self._training.reducer.state()
             self._store.input_state.position = self._training.position() or b""
-        return {"running": running, **self._settings}
+        return {"running": running, "optimizers": self._optimizers, **self._settings}
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included.
@@ -318,6 +325,7 @@ class Controller:
             return None
         values = self._store.values
         if self._training:
+            self._store.check_optimizers(path, self._optimizers)
             self._store.warn_of_changes(step, self._settings)
         self.restored_from = path
         logging.info("restored step %d from %s", step, path)
@@ -375,8 +383,18 @@ class Controller:
                         return self._train_on(target, eval_interval, eval_steps)
                     except Trouble as trouble:
                         self._restore(*self._store.go_back(trouble))
+        except BaseException:
+            self._finish_save()
+            raise
         finally:
             self._training_now = False
+
+    def _finish_save(self):
+        """Lets a background save end where something else has already ended the training."""
+        try:
+            self._store.wait()
+        except UsageError as error:
+            logging.error("%s", error)
 
     def _train_on(self, target, eval_interval, eval_steps):
         step, reported = self.global_step, self._store.values.setdefault("reported", {})

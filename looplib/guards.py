@@ -49,11 +49,10 @@ class Guards:
             raise UsageError(f"non_finite is {self.non_finite!r}; expected one of {', '.join(POLICIES)}")
         if self.on_spike not in ("halt", "rollback"):
             raise UsageError(f"on_spike is {self.on_spike!r}; expected halt or rollback")
-        if self.spike_score < 0 or self.spike_window < 4 or self.rollbacks < 0 or (self.stall_limit or 0) < 0:
-            raise UsageError(
-                f"{self} has a number that is too small; expected spike_score, rollbacks and stall_limit of at least 0 "
-                "and a spike_window of at least 4"
-            )
+        for name, least in (("spike_score", 0), ("spike_window", 4), ("rollbacks", 0), ("stall_limit", 0)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise UsageError(f"{name} is {value!r}; expected at least {least}")
 
     @property
     def may_roll_back(self):
@@ -158,7 +157,8 @@ class StateCheck:
         variables = [(name, variable) for name, variable in variables if variable.dtype.is_floating]
         self._names = [name for name, _ in variables]
         variables = [variable for _, variable in variables]
-        self._finite = tf.function(lambda: [tf.reduce_all(tf.math.is_finite(variable)) for variable in variables])
+        check = tf.function(lambda: [tf.reduce_all(tf.math.is_finite(variable)) for variable in variables])
+        self._finite = check.get_concrete_function()
         self._meant_so = set()
         self._meant_so = set(self.bad())
 

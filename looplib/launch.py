@@ -109,7 +109,7 @@ def _main(build, parsed_config, argv):
                 or os.path.dirname(tf.__file__) not in record.pathname
             )
         )
-    with notice.listening():
+    with notice.listening(to_the_end=True):
         _run_experiment(build, parsed_config, argv)
 
 
@@ -194,9 +194,14 @@ def _fail(sentence, controller=None, report=None):
 def _policy(values):
     keep = [KeepLast(values["keep_last"])]
     if values["keep_best"]:
-        mode, _, metric = values["keep_best"].partition(":")
+        mode, colon, metric = values["keep_best"].partition(":")
+        if not colon:
+            raise UsageError(
+                f"--keep_best is {values['keep_best']!r}; expected max or min, a colon, and evaluator/metric, such as "
+                "max:eval/accuracy"
+            )
         keep.append(KeepBest(metric, mode))
-    if values["keep_every"]:
+    if values["keep_every"] is not None:
         keep.append(KeepEvery(values["keep_every"]))
     return CheckpointPolicy(
         every_steps=values["checkpoint_interval"],

@@ -377,25 +377,17 @@ class Reducer:
         """What has been accumulated since the last `read`, for a checkpoint.
 
         Returns:
-          dict of what JSON can hold: `names`, and `totals`, a list for each replica. On several replicas also `keras`,
-          the values of Keras metrics on each: a checkpoint itself holds only their sum, and float32 sums depend on the
-          order of the terms.
+          dict of what JSON can hold: `names`, and `totals`, a list for each replica.
         """
         if not self.created:
             return self._pending or {}
         local = self._local(self._totals)
         if len(local) < self._strategy.num_replicas_in_sync:  # other workers have the rest
             local = [tf.function(self._sum_replicas)()]
-        state = {
+        return {
             "names": [slot.name for slot in self._slots],
             "totals": [total.numpy()[: self._size].tolist() for total in local],
         }
-        if len(local) > 1:
-            state["keras"] = {
-                name: [[part.numpy().tolist() for part in self._local(variable)] for variable in metric.variables]
-                for name, metric in self._keras.items()
-            }
-        return state
 
     def load(self, state):
         """Goes on from a `state()`; anew from one of other metrics, which belongs to an earlier program."""
@@ -410,15 +402,10 @@ class Reducer:
             totals = np.stack([totals.sum(axis=0)] + [np.zeros_like(totals[0])] * (len(local) - 1))
         for part, values in zip(local, totals):
             part.assign(np.pad(values, [0, int(part.shape[0]) - self._size]))
-        for name, metric in self._keras.items() if same else ():
-            for variable, parts in zip(metric.variables, state.get("keras", {}).get(name, [])):
-                for part, value in zip(self._local(variable), parts):
-                    part.assign(tf.constant(value, part.dtype))
 
     def _local(self, variable):
         """The variables of this worker's replicas behind a distributed one."""
-        value = variable if isinstance(variable, tf.Variable) else variable.value
-        return self._strategy.experimental_local_results(value)
+        return self._strategy.experimental_local_results(variable)
 
 
 def check_metric_name(who, name):

@@ -62,10 +62,13 @@ class Notice:
             self._flag = tf.Variable(False, trainable=False, name="stop")
 
     @contextlib.contextmanager
-    def listening(self):
+    def listening(self, to_the_end=False):
         """Listens for signals inside a `with` block; in the main thread, and once if blocks are nested.
 
         Outside of `deferred` a signal raises `Preempted` at once, as there is nothing to save.
+
+        Args:
+          to_the_end: the process ends with the block, so that signals are ignored after it.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -78,7 +81,7 @@ class Notice:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._end()
+                self._end(to_the_end)
 
     @contextlib.contextmanager
     def deferred(self, busy):
@@ -107,19 +110,22 @@ class Notice:
         self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
         self._thread.start()
 
-    def _end(self):
+    def _end(self, to_the_end):
+        for signum in self._handlers:
+            signal.signal(signum, signal.SIG_IGN)
         signal.set_wakeup_fd(self._previous)
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
         os.close(self._write)  # the thread reads the end of the pipe
         self._thread.join()
         os.close(self._read)
+        if not to_the_end:
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
 
     def _handle(self, signum, frame):
         """Python's handler, in the main thread, once no op runs there."""
         self.requested = self.requested or signal.Signals(signum).name
         if not self._deferred:
-            raise Preempted(f"ended by {self.requested} before there was anything to save")
+            raise Preempted(f"ended by {self.requested} while it started; nothing is lost, run the same command again")
 
     def _listen(self):
         deadline = None
@@ -139,7 +145,7 @@ class Notice:
                 self.flag.assign(True)
                 deadline = time.monotonic() + max(GRACE_SECONDS, 3 * self.step_seconds)
                 logging.warning(
-                    "%s came: the run ends after the current step, with a save (again, to leave at once)",
+                    "%s came: the run ends once the current step is done (a second one ends it at once)",
                     self.requested,
                 )
             if deadline is not None and time.monotonic() > deadline and not self._busy():

@@ -1,5 +1,7 @@
 """The machine: strategy, virtual devices, precision, seeds and determinism."""
 
+import importlib.abc
+import importlib.util
 import os
 import random
 import sys
@@ -46,11 +48,8 @@ def setup(strategy="auto", *, tpu=None, num_virtual_devices=1, seed=0, determini
     _seed_everything(seed)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
-    if "tf_keras" in sys.modules:  # so that dropout keeps its state in a variable, which a checkpoint holds
-        sys.modules["tf_keras"].backend.experimental.enable_tf_random_generator()
-    if mixed_precision != "float32":
-        for root in _keras_families():
-            sys.modules[root].mixed_precision.set_global_policy(mixed_precision)
+    for root in ("keras", "tf_keras"):
+        _when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
     gpus = _prepare_devices(num_virtual_devices)
     chosen, why = _choose(strategy, tpu, gpus)
     logging.info("strategy: %s (%s)", describe(chosen), why)
@@ -122,8 +121,37 @@ def _tpu_strategy(tpu):
     return tf.distribute.TPUStrategy(resolver)
 
 
-def _keras_families():
-    return [root for root in ("keras", "tf_keras") if root in sys.modules]
+def _set_up_keras(module, seed, mixed_precision):
+    module.utils.set_random_seed(seed)  # each family keeps generators of its own
+    if module.__name__ == "tf_keras":  # so that dropout keeps its state in a variable, which a checkpoint holds
+        module.backend.experimental.enable_tf_random_generator()
+    if mixed_precision != "float32":
+        module.mixed_precision.set_global_policy(mixed_precision)
+
+
+def _when_imported(name, function):
+    """Calls a function of a module now, or right after it is imported: a `build` may import its Keras family late."""
+    if name in sys.modules:
+        function(sys.modules[name])
+        return
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname, path, target=None):
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def execute_and_call(module):
+                    execute(module)
+                    function(module)
+
+                spec.loader.exec_module = execute_and_call
+            return spec
+
+    sys.meta_path.insert(0, Finder())
 
 
 def _seed_everything(seed):
@@ -132,5 +160,3 @@ def _seed_everything(seed):
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)
-    for root in _keras_families():  # each keeps generators of its own
-        sys.modules[root].utils.set_random_seed(seed)

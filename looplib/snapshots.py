@@ -63,6 +63,51 @@ class Snapshots:
             )
 
 
+def assign_what_fits(root, path):
+    """Gives objects the values of a checkpoint where names and shapes agree.
+
+    Args:
+      root: a trackable object, such as a `tf.train.Checkpoint` or a model.
+      path: the checkpoint.
+
+    Returns:
+      `(taken, others)`: how many values were taken, and a dict from a reason to names of what was not.
+
+    Raises:
+      ValueError, IndexError, tf.errors.OpError: if it cannot be read.
+    """
+    reader = tf.train.load_checkpoint(path)
+    proto = trackable_object_graph_pb2.TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH))
+    objects, taken = _objects(proto, root), set()
+    others = {"only here": [], "only there": [], "of another shape": []}
+    for number, node in enumerate(proto.nodes):
+        for attribute in node.attributes:
+            value, key = objects.get(number), attribute.checkpoint_key
+            variable = value.value if keras_family.is_variable(value) else value
+            name = attribute.full_name or key
+            if isinstance(value, tf.train.experimental.PythonState):
+                value.deserialize(reader.get_tensor(key))
+            elif not isinstance(variable, tf.Variable):
+                if attribute.name != "py_state" and name != "save_counter":
+                    others["only there"].append(name)
+            elif reader.get_variable_to_shape_map()[key] != variable.shape.as_list():
+                others["of another shape"].append(name)
+                taken.add(id(variable))
+            else:
+                variable.assign(reader.get_tensor(key))
+                taken.add(id(variable))
+    others["only here"] = [name for name, variable in _variables_below(root) if id(variable) not in taken]
+    return len(taken) - len(others["of another shape"]), others
+
+
+def _variables_below(root):
+    for value in tf.train.TrackableView(root).descendants():
+        if keras_family.is_variable(value):
+            yield value.path, value.value
+        elif isinstance(value, tf.Variable) and value.name != "save_counter:0":
+            yield value.name, value
+
+
 def _objects(proto, checkpoint):
     """Walks a saved object graph and the live one side by side; returns a dict from node number to object."""
     view = tf.train.TrackableView(checkpoint)
@@ -77,7 +122,7 @@ def _objects(proto, checkpoint):
     for number, node in enumerate(proto.nodes):  # the slots of optimizers of tf_keras.optimizers.legacy are no children
         for slot in node.slot_variables:
             owner, original = objects.get(number), objects.get(slot.original_variable_node_id)
-            if owner is not None and original is not None:
+            if owner is not None and original is not None and slot.slot_name in owner.get_slot_names():
                 objects[slot.slot_variable_node_id] = owner.get_slot(original, slot.slot_name)
     return objects
 

@@ -1,7 +1,9 @@
 """What the state of a run is: the objects that a checkpoint holds."""
 
+import io
 import json
 
+import numpy as np
 import tensorflow as tf
 
 from looplib import keras_family
@@ -45,6 +47,74 @@ class InputState(tf.train.experimental.PythonState):
     def deserialize(self, string_value):
         """Takes the bytes that were saved."""
         self.position = string_value
+
+
+class ReplicaState(tf.train.experimental.PythonState):
+    """What replicas keep each for itself, such as the moving statistics of a batch normalization, kept as bytes.
+
+    A checkpoint itself holds one value of each variable (the first replica's, or the mean), which is what a run on
+    another number of replicas, or an evaluation, goes on with.
+
+    Args:
+      strategy: `tf.distribute.Strategy`.
+      variables: list of distributed `tf.Variable` whose replicas may differ.
+    """
+
+    def __init__(self, strategy, variables):
+        super().__init__()
+        self._parts = [strategy.experimental_local_results(variable) for variable in variables]
+        self._saved = b""
+
+    def serialize(self):
+        """Returns the values of those that differ, as the bytes of an `.npz` file; none on one replica."""
+        arrays = {}
+        for number, parts in enumerate(self._parts):
+            values = [part.numpy() for part in parts]
+            if any(value.tobytes() != values[0].tobytes() for value in values[1:]):
+                arrays[str(number)] = np.stack(values)
+        if not arrays:
+            return b""
+        with io.BytesIO() as file:
+            np.savez(file, **arrays)
+            return file.getvalue()
+
+    def deserialize(self, string_value):
+        """Takes the bytes that were saved, for `apply`."""
+        self._saved = string_value
+
+    def apply(self):
+        """Gives each replica its own values again, after all else is restored."""
+        if not self._saved:
+            return
+        with np.load(io.BytesIO(self._saved)) as arrays:
+            for number, values in arrays.items():
+                parts = self._parts[int(number)] if int(number) < len(self._parts) else ()
+                if len(parts) == len(values) and parts[0].shape == values.shape[1:]:
+                    for part, value in zip(parts, values):
+                        part.assign(value)
+
+
+def differing_variables(strategy, task, objects):
+    """Lists the variables of a trainer's state whose replicas may differ: all but weights and optimizers'.
+
+    Args:
+      strategy: `tf.distribute.Strategy`.
+      task: the `Trainer`.
+      objects: its state, dict from name to trackable object.
+
+    Returns:
+      list of `tf.Variable`; [] on one replica.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return []
+    optimizers = {str(number): optimizer for number, optimizer in enumerate(keras_family.optimizers(task))}
+    same = {id(variable) for _, variable in variables_of(optimizers)}
+    return [
+        variable
+        for _, variable in variables_of(objects)
+        if not variable.trainable and id(variable) not in same
+        and len(strategy.experimental_local_results(variable)) > 1
+    ]  # fmt: skip
 
 
 def state_of(task):

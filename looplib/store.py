@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import commits, keras_family
-from looplib.checkpoints import Checkpoints, check_writable, peek
+from looplib.checkpoints import Checkpoints, check_writable, peek, take_what_fits
 from looplib.errors import DivergenceError, UsageError
 from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
@@ -77,19 +77,21 @@ class Store:
         step, values = peek(self.start.path)
         return step + values.get("input_offset", 0)
 
-    def open(self, objects, global_step):
+    def open(self, objects, global_step, replica_state):
         """Takes the objects that make the state, once all variables exist.
 
         Args:
           objects: dict from attribute name to trackable object.
           global_step: the step's `tf.Variable`.
+          replica_state: `state.ReplicaState`, or None for an evaluation.
 
         Raises:
           UsageError: if a name is one of looplib's own.
         """
         own = {"global_step": global_step, "run_state": self._run_state}
         if self._writes:
-            own["input_state"] = self.input_state
+            own |= {"input_state": self.input_state, "replica_state": replica_state}
+        self._replica_state = replica_state
         for name in objects.keys() & {*own, "save_counter"}:
             raise UsageError(f"the attribute {name!r} has the name of something else in a checkpoint; rename it")
         if self.directory:
@@ -191,10 +193,22 @@ class Store:
             return None, None
         step, _ = peek(path)
         self._checkpoints.restore(path, partial="both" if self._policy.partial else not self._writes)
+        if self._replica_state:
+            self._replica_state.apply()
         self.values.update(changes or {})
         self.saved_step = step if os.path.dirname(path) == self.directory else None
         self._checked_step = step
         return path, step
+
+    def check_optimizers(self, path, names):
+        """Raises `UsageError` if the restored checkpoint was made with other optimizers, of which slots may fit."""
+        theirs = self.values.get("optimizers", names)
+        if theirs != names and not self._policy.partial:
+            raise UsageError(
+                f"the checkpoint {path} was made by another optimizer ({', '.join(theirs)}) than this run's "
+                f"({', '.join(names)}); give this run a model_dir of its own (and start from these weights with "
+                "--warm_start), or build the optimizer that the checkpoint was made with"
+            )
 
     def warn_of_changes(self, step, settings):
         """Warns where the restored checkpoint was made with other settings that decide the numbers to come.
@@ -303,49 +317,41 @@ def _not_finite(names):
 
 
 def warm_start(objects, path):
-    """Takes the weights that fit from another run's checkpoint or a SavedModel.
+    """Takes the weights that fit, by name and shape, from another run's checkpoint or a SavedModel.
 
-    Only models and layers are looked at; optimizers start anew.
+    Only models and layers are looked at; optimizers start anew. What does not fit, such as a head for other classes, is
+    left as it is and named in the log.
 
     Args:
       objects: dict from attribute name to trackable object.
-      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`, or the directory of a SavedModel, which is taken
-        for the only model here.
+      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for its newest; or the directory
+        of a SavedModel, which is taken for the only model here.
 
     Raises:
-      UsageError: if it cannot be read, fits nothing, or has a weight of another shape.
+      UsageError: if it cannot be read or fits nothing.
     """
     models = {name: value for name, value in objects.items() if keras_family.is_layer(value)}
-    saved_model = tf.io.gfile.exists(os.path.join(path, "saved_model.pb"))
-    prefix = os.path.join(path, "variables", "variables") if saved_model else path
-    if saved_model and len(models) == 1:
-        model = next(iter(models.values()))
-        target = tf.train.Checkpoint(model)
-        if exported := _exported_variables(prefix):
-            if exported != len(model.variables):  # by their places in a list: nothing else tells them apart
-                raise UsageError(
-                    f"nothing could be taken from {path} to start from: it has {exported} variables and the model here "
-                    f"{len(model.variables)}; expected an export of the same model"
-                )
-            target = tf.train.Checkpoint(variables=list(model.variables))
-    else:
-        target = tf.train.Checkpoint(**models)
-    try:
-        target.read(prefix).assert_nontrivial_match().expect_partial()
-    except (AssertionError, ValueError, IndexError, tf.errors.OpError) as error:
-        none = isinstance(error, AssertionError)  # TensorFlow's message is long, and says so of each object
-        raise UsageError(
-            f"nothing could be taken from {path} to start from "
-            f"({'no weight there is one of the model here' if none else commits.first_line(error)}); expected a "
-            f"checkpoint with weights under {', '.join(sorted(models)) or 'a model'}, or a SavedModel of the same "
-            "model, made by the same family of Keras"
-        ) from error
-    logging.info("started from the weights in %s", path)
+    root = tf.train.Checkpoint(**models)
+    runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
+    if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
+        path = os.path.join(path, "variables", "variables")
+        if len(models) == 1:
+            root = next(iter(models.values()))
+            if exported := _exported_variables(path):
+                if exported != len(root.variables):  # by their places in a list: nothing else tells them apart
+                    raise UsageError(
+                        f"nothing in {path} fits: it has {exported} variables and the model here "
+                        f"{len(root.variables)}; expected an export of the same model"
+                    )
+                root = tf.train.Checkpoint(variables=list(root.variables))
+    elif runs:
+        path = commits.newest_intact(runs[0], tidy=False).path
+    take_what_fits(root, path.removesuffix(".index"))
 
 
-def _exported_variables(prefix):
+def _exported_variables(path):
     """How many variables a SavedModel of `model.export` has, which holds a list of them and not the layers; else 0."""
     try:
-        return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(prefix))
+        return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(path))
     except (ValueError, tf.errors.OpError):
         return 0  # it is told by whoever reads it

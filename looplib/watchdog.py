@@ -78,8 +78,8 @@ class Watchdog:
         kept = self._checkpoint()
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
         print(
-            f"looplib: error: no progress for {seconds:.0f} s in the phase {phase!r} at steps {steps}; the stacks "
-            f"above say where; {advice} (--stall_limit sets how long to wait)",
+            f"looplib: error: no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; the "
+            f"stacks above say where; {advice} (--stall_limit sets how long to wait)",
             file=sys.stderr,
             flush=True,
         )

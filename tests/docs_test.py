@@ -57,9 +57,7 @@ def test_the_readmes_table_has_every_flag_with_its_default():
     rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [name for name, _, _ in rows] == [name for name, *_ in launch.FLAGS]
     for (name, default, text), (_, _, value, help_text, *values) in zip(rows, launch.FLAGS):
-        assert default == {None: "none", True: "true", False: "false"}.get(value, str(value)) or default == str(
-            value
-        ), name
+        assert default == ("none" if value is None else str(value).lower()), name
         assert text == help_text + (f" One of {', '.join(values[0])}." if values else ""), name
 
 

@@ -51,7 +51,6 @@ def run_scored(folder, steps, *keep):
         ((KeepBest("eval/score", "min", 2),), [1, 10]),
         ((KeepEvery(4),), [4, 8, 10]),
         ((KeepLast(2), KeepBest("eval/score"), KeepEvery(4)), [2, 4, 8, 9, 10]),
-        ((KeepBest("eval/no_such"),), [10]),
     ],
 )
 def test_rules_are_composed_and_the_newest_is_always_kept(keep, expected, tmp_path):
@@ -167,11 +166,11 @@ def other_model(keras, units=9):
 @pytest.mark.parametrize(
     "case, sentence",
     [
-        ("nothing there", "nothing could be taken from .*no_such to start from"),
-        ("other shapes", "nothing could be taken from .* to start from .*shape"),
-        ("the other family", "no weight there is one of the model here.*made by the same family of Keras"),
+        ("nothing there", "no_such cannot be read"),
+        ("other shapes", "nothing in .* fits .*of another shape: .*kernel"),
+        ("the other family", "nothing in .* fits .*only here: .*kernel"),
         ("an export of more layers", "it has 2 variables and the model here 4; expected an export of the same model"),
-        ("damaged", "nothing could be taken from .* to start from"),
+        ("damaged", "cannot be read"),
     ],
 )
 def test_a_warm_start_that_cannot_be_is_a_sentence(case, sentence, tmp_path):
@@ -216,6 +215,74 @@ def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_p
     with toy.controller(make_strategy("default"), third, model_dir=tmp_path, checkpoints=policy) as controller:
         assert controller.global_step == 4
         np.testing.assert_array_equal(third.weights()[0], second.weights()[0])
+
+
+def test_a_partial_restore_and_a_warm_start_leave_a_new_head_as_it_is_and_name_it(keras, tmp_path, caplog):
+    def build(classes):
+        trainer = toy.Regression(keras)
+        layers = [keras.layers.InputLayer((5,)), keras.layers.Dense(4), keras.layers.Dense(classes)]
+        trainer.model = keras.Sequential(layers)
+        return trainer
+
+    first = build(3)
+    with toy.controller(make_strategy("default"), first, model_dir=tmp_path / "a") as controller:
+        controller.train(3)
+    body = first.weights()[0]
+    for place, settings, step in (
+        ("a", {"partial": True}, 3),
+        ("b", {"warm_start": str(tmp_path / "a" / "checkpoints" / "ckpt-3")}, 0),
+    ):
+        caplog.clear()
+        other = build(7)
+        head = other.weights()[2]
+        policy = looplib.CheckpointPolicy(**settings)
+        with toy.controller(
+            make_strategy("default"), other, model_dir=tmp_path / place, checkpoints=policy
+        ) as controller:
+            assert controller.global_step == step
+            np.testing.assert_array_equal(other.weights()[0], body)
+            np.testing.assert_array_equal(other.weights()[2], head)
+            assert "of another shape: " in caplog.text and "not taken from" in caplog.text
+            controller.train(5)
+
+
+def test_checkpoints_of_another_optimizer_are_refused_also_where_their_slots_fit(tmp_path):
+    with toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path) as controller:
+        controller.train(3)
+    other = toy.Regression()
+    other.optimizer = keras3.optimizers.RMSprop(0.1)
+    with pytest.raises(UsageError, match=r"made by another optimizer \(SGD\) than this run's \(RMSprop\)"):
+        toy.controller(make_strategy("default"), other, model_dir=tmp_path)
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, caplog):
+    policy = looplib.CheckpointPolicy(every_steps=2)
+    with toy.controller(
+        make_strategy("default"), toy.Regression(), model_dir=tmp_path, checkpoints=policy
+    ) as controller:
+        controller.train(6)
+        controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-2")
+        controller.train(4)
+    assert [step for step, _, _ in commits.listing(str(tmp_path / "checkpoints"))] == [4, 2]
+    assert "the checkpoint of step 6 is of a run that went on otherwise" in caplog.text
+
+
+def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
+    trainer, evaluator = toy.build(make_strategy("default"))
+    for metric, message in (
+        ("test/accuracy", "no evaluator 'test'; there is eval"),
+        ("eval/acc", "gives eval/accuracy"),
+    ):
+        policy = looplib.CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest(metric)))
+        with pytest.raises(UsageError, match=message):
+            settings = dict(model_dir=tmp_path, checkpoints=policy)
+            toy.controller(make_strategy("default"), trainer, evaluator, **settings).train_and_evaluate(4, 2)
+
+
+def test_a_rollback_without_a_directory_is_refused_at_once():
+    policy = looplib.CheckpointPolicy(guards=looplib.Guards(non_finite="rollback"))
+    with pytest.raises(UsageError, match="a rollback needs checkpoints, and there is no model_dir"):
+        toy.controller(make_strategy("default"), toy.Regression(), checkpoints=policy)
 
 
 # Snapshots.

@@ -147,3 +147,42 @@ def test_all_that_is_random_resumes_bit_by_bit(strategy, keras, pipeline, tmp_pa
     for a, b in zip(whole.weights(), second.weights()):
         np.testing.assert_array_equal(a, b)
     assert "cannot be saved" not in caplog.text and "nobody can save" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["mirrored_x2", "mirrored_x4"])
+def test_what_each_replica_keeps_for_itself_resumes_too(name, keras, tmp_path):
+    """The moving statistics of a batch normalization differ between replicas, and evaluation uses them."""
+    strategy = make_strategy(name)
+
+    class Normalized(toy.Regression):
+        def __init__(self):
+            super().__init__(keras)
+            layers = [keras.layers.InputLayer((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+            self.model = keras.Sequential(layers)
+
+    def run(steps, model_dir=None):
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            trainer = Normalized()
+            evaluator = toy.RegressionEvaluator(trainer.model)
+        records = []
+        with toy.controller(
+            strategy, trainer, evaluator, model_dir=model_dir, actions=[lambda e: records.append((e.split, e.metrics))]
+        ) as controller:
+            controller.train_and_evaluate(steps, eval_interval=4)
+        return trainer, [metrics["accuracy"] for split, metrics in records if split == "eval"]
+
+    def values(trainer):
+        variables = [getattr(variable, "value", variable) for variable in trainer.model.variables]
+        variables = [variable() if callable(variable) else variable for variable in variables]
+        held = [v if isinstance(v, tf.Variable) else w for v, w in zip(variables, trainer.model.variables)]
+        return [part.numpy() for variable in held for part in strategy.experimental_local_results(variable)]
+
+    whole, evaluations = run(12)
+    _, first = run(8, tmp_path)
+    second, rest = run(12, tmp_path)
+    assert len({value.tobytes() for value in values(whole) if value.shape == (5,)}) > 4  # they do differ
+    for a, b in zip(values(whole), values(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert first + rest[1:] == evaluations
+    assert rest[0] == first[-1]  # done again, from the restored state
