@@ -8,9 +8,11 @@ import json
 import os
 import pathlib
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
@@ -21,6 +23,7 @@ class Nursery:
 
     def __init__(self):
         self.lives = 0
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
@@ -43,6 +46,7 @@ class Nursery:
     def __exit__(self, *_):
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+        shutil.rmtree(self.folder)
 
     def life(self, folder, *arguments):
         """Starts the binary on a run directory; returns its `Life`."""
@@ -60,8 +64,8 @@ class Life:
     def __init__(self, nursery, folder, arguments):
         self._nursery = nursery
         nursery.lives += 1
-        self.log = pathlib.Path(f"{folder}.{nursery.lives}.log")
-        notes = pathlib.Path(f"{folder}.{nursery.lives}.notes")
+        self.log = nursery.folder / f"{nursery.lives}.log"  # not beside the run, whose disk may be full
+        notes = nursery.folder / f"{nursery.lives}.notes"
         notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
         self._notes = open(notes, "rb", buffering=0)
         arguments = [*arguments, f"--config.notes={notes}"]
