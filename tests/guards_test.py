@@ -105,6 +105,17 @@ def test_halt_names_the_step_and_the_value_and_commits_nothing_bad(where, name, 
     assert all_finite(tmp_path)
 
 
+def test_a_nan_that_a_relu_hides_from_the_loss_is_found_in_the_gradient(tmp_path):
+    """In a tf.function on a CPU, TensorFlow 2.20 makes 0 of relu(NaN), and the loss stays finite."""
+    trainer = build(make_strategy("default"), "input")
+    layers = keras3.layers
+    trainer.model = keras3.Sequential([keras3.Input((5,)), layers.Dense(8, activation="relu"), layers.Dense(3)])
+    trainer.optimizer = keras3.optimizers.SGD(0.1)
+    with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, steps_per_loop=5) as controller:
+        with pytest.raises(looplib.DivergenceError, match=f"at step {BAD_STEP}, .*the gradient of .*kernel"):
+            controller.train(20)
+
+
 def test_a_bad_update_in_the_last_step_before_a_save_is_not_saved(tmp_path):
     with pytest.raises(looplib.DivergenceError, match=r"after step 10, .*bias.* not finite"):
         run(make_strategy("default"), "weight", bad_steps=(10,), model_dir=tmp_path)
