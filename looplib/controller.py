@@ -10,7 +10,7 @@ from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
 from looplib.errors import DivergenceError, UsageError, positive
-from looplib.guards import Trouble, look_for_a_jump
+from looplib.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
 from looplib.loops import ENGINES
 from looplib.preemption import Preempted, notice
 from looplib.state import ReplicaState, differing_variables
@@ -270,6 +270,8 @@ class Controller:
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
         self._store.need("save_checkpoint")
+        if self._training is None:
+            raise UsageError("save_checkpoint needs a trainer, and this controller has none; an evaluation only reads")
         try:
             self._save(wait=True)
         except Trouble as trouble:
@@ -485,6 +487,7 @@ class Controller:
         with self.clock.phase("report"):
             metrics = task_loop.read()
             if split == "train":
+                look_for_nothing_but_skips(step, metrics, step - self._window_start)
                 self._window_start = step
                 look_for_a_jump(self._store.values, step, metrics, self._policy.guards, self._steps_per_loop)
             if steps_per_second is not None:

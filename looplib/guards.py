@@ -26,8 +26,9 @@ class Guards:
     Attributes:
       non_finite: for a loss, gradient or weight that is NaN or infinite (or a gradient whose square overflows float32):
         "halt" ends the run with an error; "skip" undoes the step, on every replica alike, and goes on with the next
-        batch, at the price of a copy of the state each step; "rollback" goes back to the newest checkpoint and on from
-        there with the data after the bad step; "off" looks only before a save, which it then leaves out.
+        batch, at the price of a copy of the state each step, until ten or more steps of one report are all skipped;
+        "rollback" goes back to the newest checkpoint and on from there with the data after the bad step; "off" looks
+        only before a save, which it then leaves out.
       spike_score: the robust z-score of a reported loss from which it counts as a jump (6, say); 0 looks at none. The
         score is 0.6745 (loss - median) / MAD over the last `spike_window` reports (Iglewicz and Hoaglin, 1993).
       spike_window: how many reports the score is over; none is scored before there are half as many.
@@ -212,6 +213,20 @@ def look_for_a_jump(values, step, metrics, guards, steps_per_loop):
         )
     history.append(loss)
     del history[: -guards.spike_window]
+
+
+def look_for_nothing_but_skips(step, metrics, steps):
+    """Raises `Trouble` if every one of at least ten steps was skipped, as none that follows will be better.
+
+    Args:
+      step: the global step of the report.
+      metrics: dict of the training metrics, of which `skipped_steps` is looked at.
+      steps: how many steps the report is over.
+    """
+    if steps >= 10 and metrics.get("skipped_steps", 0) >= steps:
+        raise Trouble(
+            f"all {steps} steps up to step {step} were not finite and were skipped", "halt", step - steps, step
+        )
 
 
 def listing(names, most=3):

@@ -152,6 +152,14 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, name, kera
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
+def test_skipping_ends_where_nothing_else_is_left():
+    guards = looplib.Guards(non_finite="skip")
+    with pytest.raises(looplib.DivergenceError, match="all 10 steps up to step 30 were not finite and were skipped"):
+        run(
+            make_strategy("default"), "loss", steps=60, bad_steps=tuple(range(15, 60)), guards=guards, steps_per_loop=10
+        )
+
+
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
 def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, name, tmp_path, caplog):
