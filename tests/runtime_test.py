@@ -67,13 +67,23 @@ def test_bad_values_are_sentences(arguments, message):
 def test_the_seed_seeds_everything():
     draws = []
     for _ in range(2):
-        runtime._seed_everything(7)
+        runtime.setup("one_device", seed=7)
         kernel = keras.layers.Dense(3)
         kernel.build((None, 2))
         draws.append(
             [random.random(), np.random.rand(), float(tf.random.uniform([])), kernel.get_weights()[0].tolist()]
         )
     assert draws[0] == draws[1]
+
+
+def test_a_keras_family_that_is_imported_late_is_set_up_too():
+    code = """
+runtime.setup("auto", seed=7, mixed_precision="mixed_bfloat16")
+import tf_keras
+enabled = tf_keras.backend.experimental.is_tf_random_generator_enabled()
+print(enabled, tf_keras.mixed_precision.global_policy().name, float(tf_keras.backend.random_uniform([1])[0]) >= 0)
+"""
+    assert in_a_new_process(code) == "True mixed_bfloat16 True"
 
 
 class StandInResolver:
