@@ -145,11 +145,11 @@ class Reducer:
         self._watched = [slot.name for slot in losses] + [name for name, _ in norms]
         if not self._watched:
             return tf.concat([contribution, tf.constant([1.0, 0.0], tf.float64)], axis=0)
-        each = [contribution[slot.start] for slot in losses]
-        each += tf.unstack(tf.cast(tf.stack([norm for _, norm in norms]), tf.float64)) if norms else []
-        each = tf.stack(each)
-        watch = tf.concat([tf.ones([1], tf.float64), tf.reduce_sum(each)[None], each], axis=0)
-        return tf.concat([contribution, watch], axis=0)
+        parts = [contribution[slot.start : slot.start + 1] for slot in losses]
+        if norms:
+            parts.append(tf.cast(tf.stack([norm for _, norm in norms]), tf.float64))
+        total_watched = tf.add_n([tf.reduce_sum(part, keepdims=True) for part in parts])
+        return tf.concat([contribution, tf.ones([1], tf.float64), total_watched, *parts], axis=0)
 
     def contribution(self, outputs, inputs):
         """Packs one step's outputs; in replica context.
