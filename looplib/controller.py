@@ -455,7 +455,9 @@ class Controller:
 
     def _leave(self, step):
         """Ends the run for a signal: saves, flushes, raises `Preempted`."""
-        if self._training_now and self._store:
+        if not self._training_now:
+            raise Preempted(f"ended by {notice.requested} in the evaluation of step {step}; run the same command again")
+        if self._store:
             self._save(wait=True)
         for writer in self._writers:
             writer.flush()
