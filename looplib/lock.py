@@ -41,8 +41,7 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.seek(0)
-            holder = _describe(self._file.read())
+            holder = self._holder()
             self._file.close()
             raise UsageError(
                 f"the run directory {directory} is in use by {holder}; wait until it ends or stop it, or give this run "
@@ -56,6 +55,15 @@ class RunLock:
             {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": sys.argv}, self._file
         )
         self._file.flush()
+
+    def _holder(self):
+        """Says who has the lock; it may have taken it this very moment, and write its name in the next."""
+        for _ in range(20):
+            self._file.seek(0)
+            if text := self._file.read():
+                break
+            time.sleep(0.05)
+        return _describe(text)
 
     def __del__(self):
         if self._file is not None:
