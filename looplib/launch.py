@@ -155,7 +155,8 @@ def _run_experiment(build, parsed_config, argv):
         if report:
             report.write("preempted")
         print(f"looplib: {preempted}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_PREEMPTED)
+        sys.stdout.flush()
+        os._exit(EXIT_PREEMPTED)  # all is saved and closed, and Python's own end would wait for an input that stalls
     except UsageError as error:
         logging.debug("where it was raised:", exc_info=True)
         _fail(str(error), controller, report)

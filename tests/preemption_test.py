@@ -261,6 +261,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     with start(tmp_path, True) as process:
         while process.stdout.readline() != "stalled\n":
             assert process.poll() is None, process.stderr.read()
+        time.sleep(0.5)  # the input reads ahead of the step that will wait for it
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         sent = time.monotonic()
