@@ -99,10 +99,8 @@ class Controller:
         if self._store.start:
             self._restore_start(self._store.start.path)
         elif trainer:
-            for writer in self._writers:
-                writer.resume(
-                    0, dict.fromkeys(["train", *evaluators], 0)
-                )  # of a run that was killed before its first save
+            for writer in self._writers:  # what a run wrote that was killed before its first save is void
+                writer.resume(0, dict.fromkeys(["train", *evaluators], 0))
             with self._strategy.scope():
                 trainer.initialize()
             if checkpoints.warm_start:
@@ -286,11 +284,8 @@ class Controller:
             self._store.save(self.global_step, self._own_state, wait)
 
     def _own_state(self):
-        running = {}
-        if self._training:
-            running = self._training.reducer.state()
-            self._store.input_state.position = self._training.position() or b""
-        return {"running": running, "optimizers": self._optimizers, **self._settings}
+        self._store.input_state.position = self._training.position() or b""
+        return {"running": self._training.reducer.state(), "optimizers": self._optimizers, **self._settings}
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included.

@@ -45,7 +45,7 @@ class Notice:
         self._depth = 0
         self._deferred = 0
         self._flag = None
-        self._busy = lambda: ""
+        self._busy = lambda: False
 
     @property
     def flag(self):
@@ -88,8 +88,8 @@ class Notice:
         """Inside this `with` block a signal only sets `requested` and `flag`: a save is needed before the run ends.
 
         Args:
-          busy: function without arguments; "" where the process may be ended, although the current step does not end in
-            time, because the newest checkpoint is whole; otherwise what it is waiting for.
+          busy: function without arguments that tells whether a save is under way, so that the process may not be ended
+            although the current step does not end in time.
         """
         previous, self._busy = self._busy, busy
         self._deferred += 1

@@ -96,15 +96,18 @@ def assign_what_fits(root, path):
             else:
                 variable.assign(reader.get_tensor(key))
                 taken.add(id(variable))
-    others["only here"] = [name for name, variable in _variables_below(root) if id(variable) not in taken]
+    others["only here"] = [
+        name for name, variable in variables_below(root) if id(variable) not in taken and name != "save_counter:0"
+    ]
     return len(taken) - len(others["of another shape"]), others
 
 
-def _variables_below(root):
+def variables_below(root):
+    """Yields (name, `tf.Variable`) of all that a trackable object holds, the one in a Keras 3 variable twice."""
     for value in tf.train.TrackableView(root).descendants():
         if keras_family.is_variable(value):
             yield value.path, value.value
-        elif isinstance(value, tf.Variable) and value.name != "save_counter:0":
+        elif isinstance(value, tf.Variable):
             yield value.name, value
 
 

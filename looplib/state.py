@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import keras_family
+from looplib.snapshots import variables_below
 
 
 class RunState(tf.train.experimental.PythonState):
@@ -163,12 +164,8 @@ def variables_of(objects):
     Returns:
       list of (name, `tf.Variable`).
     """
-    found, root = [], tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
-    for value in tf.train.TrackableView(root).descendants():
-        if keras_family.is_variable(value):
-            found.append((value.path, value.value))
-        elif isinstance(value, tf.Variable):
-            found.append((value.name, value))
+    root = tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
+    found = list(variables_below(root))
     names = {id(variable): name for name, variable in reversed(found)}  # a Keras variable and the tf.Variable in it
     variables = {id(variable): variable for _, variable in found}
     return [(names[key], variables[key]) for key in variables]
