@@ -11,8 +11,8 @@ from looplib.errors import DivergenceError, UsageError
 from looplib.evaluator import Evaluator
 from looplib.guards import Guards
 from looplib.inputs import InputContext
-from looplib.metrics import last, mean, total
 from looplib.preemption import Preempted
+from looplib.reductions import each, last, mean, total
 from looplib.trainer import Trainer
 from looplib.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
 
@@ -36,6 +36,7 @@ __all__ = [
     "Trainer",
     "UsageError",
     "Writer",
+    "each",
     "last",
     "mean",
     "total",

@@ -97,6 +97,10 @@ class CheckpointPolicy:
       guards: `Guards`, what may be committed, and when to go back to a checkpoint.
       warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, or a SavedModel's directory,
         from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
+      continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
+        do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
+        newest. A run without a checkpoint of its own goes on from there, step, weights and optimizer, with its data
+        from the start, as such a checkpoint has no place in it; default "" for none.
     """
 
     every_steps: int = 1000
@@ -105,9 +109,15 @@ class CheckpointPolicy:
     partial: bool = False
     guards: Guards = Guards()
     warm_start: str = ""
+    continue_from: str = ""
 
     def __post_init__(self):
         positive("every_steps", self.every_steps)
+        if self.warm_start and self.continue_from:
+            raise UsageError(
+                f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "
+                "from both; leave one out"
+            )
         keep = self.keep if isinstance(self.keep, (tuple, list)) else (self.keep,)
         if not keep or not all(hasattr(rule, "select") for rule in keep):
             raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")

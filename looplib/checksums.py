@@ -4,7 +4,7 @@ import os
 
 import tensorflow as tf
 
-from looplib.metrics import total
+from looplib.reductions import total
 
 VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metric to every training
 METRIC = "examples_checksum"

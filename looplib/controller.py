@@ -14,7 +14,7 @@ from looplib.errors import DivergenceError, UsageError, positive
 from looplib.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
 from looplib.preemption import Preempted, notice
 from looplib.state import ReplicaState, differing_variables
-from looplib.store import Store, warm_start
+from looplib.store import Store, continue_from, warm_start
 from looplib.watchdog import Watchdog
 from looplib.workers import Workers
 from looplib.writers import make_writers
@@ -102,16 +102,27 @@ class Controller:
         self._store.open(objects, self._global_step, own)
         if self._store.start:
             self._restore_start(self._store.start.path)
-        elif trainer:
-            for writer in self._writers:  # what a run wrote that was killed before its first save is void
-                writer.resume(0, dict.fromkeys(["train", *evaluators], 0))
-            with self._strategy.scope():
-                trainer.initialize()
-            if checkpoints.warm_start:
-                warm_start(objects, checkpoints.warm_start)
+        else:
+            self._start(trainer, objects)
         self._store.guard(objects)
 
     # Building.
+
+    def _start(self, trainer, objects):
+        """Starts a run that has no checkpoint of its own."""
+        step = 0
+        if self._policy.continue_from:
+            self.restored_from, step = continue_from(objects, self._global_step, self._policy.continue_from)
+            logging.info("goes on from step %d of %s, with the data from its start", step, self.restored_from)
+            self._store.values["input_offset"], self._window_start = -step, step
+        elif trainer:
+            with self._strategy.scope():
+                trainer.initialize()
+            if self._policy.warm_start:
+                warm_start(objects, self._policy.warm_start)
+        if trainer:  # what a run wrote that was killed before its first save is void
+            for writer in self._writers:
+                writer.resume(step, dict.fromkeys(["train", *self._evaluations], step))
 
     def _build_loops(self, trainer, evaluators, engine, start_step, values):
         chosen = values.get("engines", {})
@@ -137,6 +148,8 @@ class Controller:
                 chosen=chosen.get("train"),
                 **settings,
             )
+        for task in evaluators.values():
+            task.global_step = self._global_step
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
         self._evaluations = {
             name: tasks.TaskLoop(
@@ -239,20 +252,25 @@ class Controller:
         step, results = self.global_step, {}
         with notice.listening(), self._watchdog.watching():
             for name, evaluation in self._evaluations.items():
-                evaluation.rewind()
-                ran = evaluation.run(steps, phase="evaluate", read=True)
-                if ran.stopped:
-                    self._leave(step)
-                if not ran.done:
-                    raise UsageError(
-                        f"the evaluation data set {name!r} is empty: {evaluation.who}.dataset has no batch; "
-                        "check where the data is read from"
-                    )
-                results[name] = self._publish(name, step, evaluation)
+                results[name] = self._publish(name, step, self._evaluate(name, evaluation, steps, step))
         with self.clock.phase("save"):
             self._store.add_scores(step, results)
         self._last_evaluation = results
         return results
+
+    def _evaluate(self, name, evaluation, steps, step):
+        with evaluation.task.evaluating():
+            evaluation.rewind()
+            ran = evaluation.run(steps, phase="evaluate", read=True)
+            if ran.done and not ran.stopped:
+                with self.clock.phase("report"):
+                    return evaluation.read()
+        if ran.stopped:
+            self._leave(step)
+        raise UsageError(
+            f"the evaluation data set {name!r} is empty: {evaluation.who}.dataset has no batch; check where the data "
+            "is read from"
+        )
 
     def evaluate_continuously(self, steps=-1, until_step=None, timeout=None):
         """Evaluates each new checkpoint in `model_dir`, as another job writes them.
@@ -522,17 +540,18 @@ class Controller:
 
     def _report(self, step, mark):
         steps, seconds = step - mark[0], self._training_seconds() - mark[1]
-        return self._publish("train", step, self._training, round(steps / seconds, 2) if steps and seconds else None)
-
-    def _publish(self, split, step, task_loop, steps_per_second=None):
         with self.clock.phase("report"):
-            metrics = task_loop.read()
-            if split == "train":
-                look_for_nothing_but_skips(step, metrics, step - self._window_start)
-                self._window_start = step
-                look_for_a_jump(self._store.values, step, metrics, self._policy.guards, self._steps_per_loop)
-            if steps_per_second is not None:
-                metrics.setdefault("steps_per_second", steps_per_second)
+            metrics = self._training.read()
+            look_for_nothing_but_skips(step, metrics, step - self._window_start)
+            self._window_start = step
+            loss = metrics.get(self._training.task.loss_name)
+            look_for_a_jump(self._store.values, step, loss, self._policy.guards, self._steps_per_loop)
+            if steps and seconds:
+                metrics.setdefault("steps_per_second", round(steps / seconds, 2))
+        self._publish("train", step, metrics)
+
+    def _publish(self, split, step, metrics):
+        with self.clock.phase("report"):
             for writer in self._writers:
                 writer.write(step, split, metrics)
             self._store.values.setdefault("reported", {})[split] = step

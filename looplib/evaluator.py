@@ -1,6 +1,9 @@
 """Evaluator: what a researcher writes to evaluate a model."""
 
 import abc
+import contextlib
+
+import tensorflow as tf
 
 
 class Evaluator(abc.ABC):
@@ -12,6 +15,7 @@ class Evaluator(abc.ABC):
 
     Attributes:
       global_batch_size: int, examples of a step over all replicas; None takes the controller's.
+      global_step: int64 scalar `tf.Variable`, the training steps that the weights have seen; set by the `Controller`.
 
     Example:
         class LineError(looplib.Evaluator):
@@ -26,6 +30,7 @@ class Evaluator(abc.ABC):
     """
 
     global_batch_size: int | None = None
+    global_step: tf.Variable | None = None
 
     @abc.abstractmethod
     def dataset(self, context):
@@ -51,6 +56,30 @@ class Evaluator(abc.ABC):
           A dict as `Trainer.step_fn` returns it. The number of examples is added as `examples`, counted from the
           first dimension of the first tensor of `inputs`, unless the dict has an `examples` of its own.
         """
+
+    def evaluating(self):
+        """Returns a context manager that an evaluation runs in, up to its report; does nothing by default.
+
+        For what holds during an evaluation only, such as averaged weights that are swapped in and out again:
+
+            @contextlib.contextmanager
+            def evaluating(self):
+                self.averages.swap(self.model)
+                try:
+                    yield
+                finally:
+                    self.averages.swap(self.model)
+        """
+        return contextlib.nullcontext()
+
+    def collect(self, outputs):
+        """Takes what a step returned as `looplib.each`, on the host; once a step, in order.
+
+        Args:
+          outputs: list with a dict for each replica that had examples, of all workers, from metric name to the
+            structure of eager tensors that its `step_fn` returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.step_fn returns looplib.each, and there is no collect")
 
     def loop_end(self, metrics):
         """Finishes the metrics of an evaluation; returns them unchanged by default. See `Trainer.loop_end`."""

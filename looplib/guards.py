@@ -32,7 +32,9 @@ class Guards:
       spike_score: the robust z-score of a reported loss from which it counts as a jump (6, say); 0 looks at none. The
         score is 0.6745 (loss - median) / MAD over the last `spike_window` reports (Iglewicz and Hoaglin, 1993).
       spike_window: how many reports the score is over; none is scored before there are half as many.
-      on_spike: "halt" or "rollback", for a jump.
+      loss_limit: a reported loss above this leads to `on_spike` too; default infinity, which is none.
+      loss_limit_from: the first step whose report `loss_limit` holds for; default 0.
+      on_spike: "halt" or "rollback", for a jump or a loss above the limit.
       rollbacks: how many rollbacks a run may do, over all its restarts.
       stall_limit: seconds without progress after which the watchdog ends the process; None learns them from the run's
         own times, 0 watches nothing.
@@ -41,6 +43,8 @@ class Guards:
     non_finite: str = "halt"
     spike_score: float = 0.0
     spike_window: int = 50
+    loss_limit: float = math.inf
+    loss_limit_from: int = 0
     on_spike: str = "rollback"
     rollbacks: int = 3
     stall_limit: float | None = None
@@ -50,6 +54,8 @@ class Guards:
             raise UsageError(f"non_finite is {self.non_finite!r}; expected one of {', '.join(POLICIES)}")
         if self.on_spike not in ("halt", "rollback"):
             raise UsageError(f"on_spike is {self.on_spike!r}; expected halt or rollback")
+        if math.isnan(self.loss_limit):
+            raise UsageError("loss_limit is NaN; expected a number, or infinity for none")
         for name, least in (("spike_score", 0), ("spike_window", 4), ("rollbacks", 0), ("stall_limit", 0)):
             value = getattr(self, name)
             if value is not None and not value >= least:
@@ -58,7 +64,8 @@ class Guards:
     @property
     def may_roll_back(self):
         """Whether something leads to a rollback, so that there must be a checkpoint from the start."""
-        return self.non_finite == "rollback" or (self.spike_score > 0 and self.on_spike == "rollback")
+        looks = self.spike_score > 0 or self.loss_limit < math.inf
+        return self.non_finite == "rollback" or (looks and self.on_spike == "rollback")
 
 
 class Trouble(Exception):
@@ -195,29 +202,29 @@ def spike(history, loss, guards):
     return score if score > guards.spike_score else None
 
 
-def look_for_a_jump(values, step, metrics, guards, steps_per_loop):
-    """Raises `Trouble` if the loss of a report jumps; keeps the last losses.
+def look_for_a_jump(values, step, loss, guards, steps_per_loop):
+    """Raises `Trouble` if the loss of a report jumps, or is above the limit; keeps the last losses.
 
     Args:
       values: the controller's own state, where they are kept.
       step: the global step of the report.
-      metrics: dict of the training metrics, of which `loss` is looked at.
+      loss: float, the reported loss; None if there is none.
       guards: `Guards`.
       steps_per_loop: the steps that a report is over.
     """
-    loss = metrics.get("loss")
-    if loss is None or not guards.spike_score:
+    if loss is None:
+        return
+    where = f"the loss reported at step {step}, {loss:.4g}, is"
+    trouble = dict(policy=guards.on_spike, good_before=step - steps_per_loop, resume_after=step)
+    if loss > guards.loss_limit and step >= guards.loss_limit_from:
+        raise Trouble(f"{where} above the limit of {guards.loss_limit:.4g}", **trouble)
+    if not guards.spike_score:
         return
     history = values.setdefault("losses", [])
     score = spike(history, loss, guards)
     if score is not None:
-        raise Trouble(
-            f"the loss reported at step {step}, {loss:.4g}, is {score:.1f} robust standard deviations above the last "
-            f"{len(history)}",
-            guards.on_spike,
-            good_before=step - steps_per_loop,
-            resume_after=step,
-        )
+        what = f"{where} {score:.1f} robust standard deviations above the last {len(history)}"
+        raise Trouble(what, **trouble)
     history.append(loss)
     del history[: -guards.spike_window]
 

@@ -28,8 +28,8 @@ def _is_a(value, *path):
         return False
     kind = sys.modules[root]
     for name in path:
-        kind = getattr(kind, name)
-    return isinstance(value, kind)
+        kind = getattr(kind, name, None)
+    return kind is not None and isinstance(value, kind)
 
 
 def is_metric(value):
@@ -53,8 +53,8 @@ def is_variable(value):
 
 
 def is_optimizer(value):
-    """Whether `value` is a Keras optimizer of either family."""
-    return _is_a(value, "optimizers", "Optimizer")
+    """Whether `value` is a Keras optimizer of either family, one of `tf_keras.optimizers.legacy` included."""
+    return _is_a(value, "optimizers", "Optimizer") or _is_a(value, "optimizers", "legacy", "Optimizer")
 
 
 def optimizers(task):

@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -44,7 +45,7 @@ _THEIRS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.error
            tf.errors.CancelledError)  # fmt: skip
 _THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0
 _IMPORTED = time.perf_counter()
-MODES = ("train", "eval", "train_and_eval", "continuous_eval")
+MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval")
 
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
 FLAGS = (
@@ -62,14 +63,19 @@ FLAGS = (
     ("loop", flags.DEFINE_enum, "graph", "The loop's engine; auto finds the fastest; eager is for debugging.", ENGINES),
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
+    ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none waits on."),
     ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
     ("keep_last", flags.DEFINE_integer, 5, "How many of the newest checkpoints to keep."),
     ("keep_best", flags.DEFINE_string, None, "Keeps the best checkpoint too: max:eval/accuracy, min:eval/loss."),
     ("keep_every", flags.DEFINE_integer, None, "Keeps the checkpoints at multiples of this many steps too."),
     ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel that a new run takes its weights from."),
+    ("continue_from", flags.DEFINE_string, None, "Checkpoint of Orbit or Model Garden that a new run goes on from."),
     ("partial_restore", flags.DEFINE_boolean, False, "Resumes with what a checkpoint and the model have in common."),
     ("non_finite", flags.DEFINE_enum, "halt", "What a NaN or infinite loss, gradient or weight does.", guards.POLICIES),
     ("spike_score", flags.DEFINE_float, 0.0, "Robust z-score of the loss that leads to a rollback; 0 looks at none."),
+    ("loss_limit", flags.DEFINE_float, None, "A reported loss above this leads to on_spike; none looks at none."),
+    ("loss_limit_from", flags.DEFINE_integer, 0, "The first step whose report loss_limit holds for."),
+    ("on_spike", flags.DEFINE_enum, "rollback", "What a jump, or a loss above loss_limit, does.", ("halt", "rollback")),
     ("rollbacks", flags.DEFINE_integer, 3, "How often a run may go back to a checkpoint."),
     ("stall_limit", flags.DEFINE_float, None, "Seconds without progress that end the run; 0 never, none learns them."),
     ("seed", flags.DEFINE_integer, 0, "Seeds initial weights, data order and everything else."),
@@ -78,7 +84,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def run(build, config, argv=None, **defaults):
+def run(build, config=None, argv=None, settings=None, **defaults):
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
     Exit codes: 0 done; 1 failed; 75 ended by SIGTERM or SIGINT and saved, to be run again; 76 ended by the watchdog. A
@@ -89,15 +95,28 @@ def run(build, config, argv=None, **defaults):
         evaluator is an `Evaluator` or a dict from name to `Evaluator`.
       config: a dataclass instance with the experiment's own settings, each a flag `--config.<field>=<value>`.
       argv: the command line; default `sys.argv`.
+      settings: in place of `config`, a function without arguments that is called once the command line is parsed, for a
+        binary whose settings come from elsewhere; returns `(config, values)`: what `build` is given, with an `as_dict`
+        for `run.json`, and a dict of values for the flags that the command line leaves out.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
-    if not dataclasses.is_dataclass(config):
+    if settings is None and not dataclasses.is_dataclass(config):
         raise TypeError(f"config is a {type(config).__name__}; expected an instance of a dataclass")
     for name, define, default, help_text, *values in FLAGS:
         arguments = [values[0]] if values else []
         define(name, defaults.pop(name, default), *arguments, help=help_text)
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
+    if settings is None:
+        settings = _define_config(config, argv)
+    for name, *_ in FLAGS:  # so that --help shows them
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    gc.freeze()  # what is imported stays: the collector need not go through it, least of all as the process ends
+    app.run(lambda argv: _main(build, settings, argv), argv=argv)
+
+
+def _define_config(config, argv):
+    """Makes a flag of each field; returns a `settings` function."""
     try:
         parsed = config_flags.DEFINE_config_dataclass("config", config, sys_argv=argv)  # reads the command line already
     except (KeyError, AttributeError, TypeError, ValueError) as error:
@@ -105,13 +124,11 @@ def run(build, config, argv=None, **defaults):
         _fail(
             f"a --config flag is wrong: {error.args[0] if error.args else error}; expected one of the fields {fields}"
         )
-    for name in ("config", *(name for name, *_ in FLAGS)):  # so that --help shows them
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-    gc.freeze()  # what is imported stays: the collector need not go through it, least of all as the process ends
-    app.run(lambda argv: _main(build, parsed, argv), argv=argv)
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
+    return lambda: (parsed.value, {})
 
 
-def _main(build, parsed_config, argv):
+def _main(build, settings, argv):
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
         # TensorFlow's own notes are left out; its warnings and errors stay.
@@ -123,16 +140,17 @@ def _main(build, parsed_config, argv):
             )
         )
     with notice.listening(to_the_end=True):
-        _run_experiment(build, parsed_config, argv)
+        _run_experiment(build, settings, argv)
 
 
-def _run_experiment(build, parsed_config, argv):
+def _run_experiment(build, settings, argv):
     controller = report = strategy = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
-    values.update(preflight.settings())
     try:
+        config, others = settings()
+        values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
+        values.update(preflight.settings())
         _check(values, argv)
-        config = parsed_config.value
         earlier = _read_report(values)
         strategy = runtime.setup(
             values["strategy"],
@@ -286,9 +304,13 @@ def _policy(values):
         keep=tuple(keep),
         partial=values["partial_restore"],
         warm_start=values["warm_start"] or "",
+        continue_from=values["continue_from"] or "",
         guards=Guards(
             non_finite=values["non_finite"],
             spike_score=values["spike_score"],
+            loss_limit=math.inf if values["loss_limit"] is None else values["loss_limit"],
+            loss_limit_from=values["loss_limit_from"],
+            on_spike=values["on_spike"],
             rollbacks=values["rollbacks"],
             stall_limit=values["stall_limit"],
         ),
@@ -314,10 +336,12 @@ def _run_mode(controller, values):
         return {"train": controller.train(values["train_steps"])}
     if values["mode"] == "train_and_eval":
         return controller.train_and_evaluate(values["train_steps"], values["eval_interval"], values["eval_steps"])
+    if values["mode"] == "train_and_post_eval":
+        return {"train": controller.train(values["train_steps"]), **controller.evaluate(values["eval_steps"])}
     if values["mode"] == "eval":
         return controller.evaluate(values["eval_steps"])
     until = values["train_steps"] if values["train_steps"] > 0 else None
-    return controller.evaluate_continuously(values["eval_steps"], until_step=until)
+    return controller.evaluate_continuously(values["eval_steps"], until_step=until, timeout=values["eval_timeout"])
 
 
 def _report_path(values):
@@ -343,7 +367,7 @@ class _RunReport:
         self._content = {
             "command": sys.argv,
             "flags": values,
-            "config": dataclasses.asdict(config),
+            "config": config.as_dict() if hasattr(config, "as_dict") else dataclasses.asdict(config),
             "versions": _versions(),
             "strategy": runtime.describe(strategy),
             "num_replicas": strategy.num_replicas_in_sync,

@@ -302,13 +302,14 @@ def _alike(batches):
 class EagerLoop:
     """The same steps one by one without `tf.function`, for print, pdb and exact stack traces.
 
-    Takes the arguments of `Step`. The structure of the step's outputs is known only after the first step.
+    Takes the arguments of `Step`, and the `collect` of an evaluator. The structure of the step's outputs is known only
+    after the first step.
     """
 
     variables = random_ops = ()  # none are known without a trace
     traces = 0
 
-    def __init__(self, strategy, step_fn, reducer, stream, counter=None, skip_bad=False):
+    def __init__(self, strategy, step_fn, reducer, stream, counter=None, skip_bad=False, collect=None):
         if skip_bad:
             raise UsageError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
         self._stream = stream
@@ -317,6 +318,7 @@ class EagerLoop:
         self._counter = counter
         self._reducer = reducer
         self._step_fn = step_fn
+        self._collect = collect
 
     def __call__(self, iterator, steps, *, sure=0, read=False, horizon=0):
         """Runs steps; see `GraphLoop`. It looks after each step whether to go on."""
@@ -328,14 +330,30 @@ class EagerLoop:
             if not self._stream.has_value(batch):
                 break
             waited += time.perf_counter() - started
-            contributions = self._strategy.run(self._replica_step, args=(self._stream.get_value(batch),))
-            if not self._reducer.created:
-                self._reducer.create()
-            self._reducer.add(contributions)
-            if self._counter is not None:
-                self._counter.assign_add(1)
+            collected = self._do(self._stream.get_value(batch))
+            if self._reducer.collects:
+                self._hand_over(collected)
             done += 1
         return Ran(done, self._finite(), self._stopped(), waited=waited)
+
+    def _do(self, batch):
+        """Does and counts one step; returns what it collects."""
+        contributions, collected = self._strategy.run(self._replica_step, args=(batch,)), None
+        if self._reducer.collects:
+            contributions, collected = contributions
+        if not self._reducer.created:
+            self._reducer.create()
+        self._reducer.add(contributions)
+        if self._counter is not None:
+            self._counter.assign_add(1)
+        return collected
+
+    def _hand_over(self, collected):
+        """Gives the task what the replicas that had examples collected, those of all workers in order."""
+        parts = [self._strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(collected)]
+        replicas = self._workers.gather_tensors(list(zip(*parts)))
+        replicas = [tf.nest.pack_sequence_as(collected, leaves) for leaves in replicas]
+        self._collect([values for had_examples, values in replicas if had_examples])
 
     def _stopped(self):
         return self._workers.any_of(bool(notice.requested))
@@ -352,3 +370,16 @@ class EagerLoop:
 
     def trace(self, iterator):
         """Nothing to trace."""
+
+
+class StepwiseLoop(EagerLoop):
+    """One call into the device for each step, as the host takes what it collects in between.
+
+    Args:
+      step: `steps.Step` of an evaluation.
+      collect: `Evaluator.collect`.
+    """
+
+    def __init__(self, step, collect):
+        super().__init__(step.strategy, None, step.reducer, step.stream, collect=collect)
+        self._do = tf.function(step.__call__, autograph=False)

@@ -13,66 +13,8 @@ import tensorflow as tf
 
 from looplib import guards, keras_family
 from looplib.errors import UsageError
+from looplib.reductions import Reduction, total
 from looplib.workers import Workers
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """A value and how it reduces; made by `mean`, `total` and `last`."""
-
-    kind: str
-    value: tf.Tensor
-    weight: tf.Tensor | None = None
-
-
-@tf.autograph.experimental.do_not_convert
-def mean(value, weight=None):
-    """A weighted mean over all steps and replicas: sum(value * weight) / sum(weight).
-
-    Args:
-      value: real tensor of any shape. Where the weight is 0 the value is ignored, even if it is not finite.
-      weight: real tensor that broadcasts to `value`; default 1 for each element. A scalar `value` needs a weight, such
-        as the number of examples that it already averages.
-
-    Returns:
-      A `Reduction` to return from `step_fn`.
-
-    Raises:
-      UsageError: for a scalar without a weight.
-    """
-    value = tf.convert_to_tensor(value)
-    if weight is None and value.shape.rank == 0:
-        raise UsageError(
-            "looplib.mean got a scalar without a weight, and means of means are wrong when batches differ in size; "
-            "write looplib.mean(value, weight=<the number of examples it averages>) or return the value per example"
-        )
-    return Reduction("mean", value, None if weight is None else tf.convert_to_tensor(weight))
-
-
-@tf.autograph.experimental.do_not_convert
-def total(value):
-    """A sum over all steps and replicas, element by element, exact for whole numbers up to 2**53.
-
-    Args:
-      value: real tensor whose shape is fully known, often a scalar; an array reaches `loop_end` as numpy.
-
-    Returns:
-      A `Reduction` to return from `step_fn`.
-    """
-    return Reduction("total", tf.convert_to_tensor(value))
-
-
-@tf.autograph.experimental.do_not_convert
-def last(value):
-    """The value of the last step, as the first replica saw it.
-
-    Args:
-      value: real tensor whose shape is fully known, often a scalar such as a learning rate.
-
-    Returns:
-      A `Reduction` to return from `step_fn`.
-    """
-    return Reduction("last", tf.convert_to_tensor(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +45,9 @@ class Reducer:
       guarded: watches losses and gradients for values that are not finite. From the first such step on nothing more is
         added, so that what stands there tells which step and which value it was.
       skips: counts steps that were undone, as `skipped_steps`.
+
+    Attributes:
+      collects: the `tf.TypeSpec`s of what the step returns as `looplib.each`, once it is traced; None for nothing.
     """
 
     def __init__(self, strategy, who, count_examples, guarded=False, skips=False):
@@ -116,6 +61,8 @@ class Reducer:
         self._keras = {}
         self._totals = None
         self._pending = None
+        self._each = None
+        self.collects = None
 
     def run_step(self, step_fn, inputs, may_be_empty):
         """Runs one step on one replica and packs its outputs; in replica context.
@@ -127,16 +74,36 @@ class Reducer:
             2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
 
         Returns:
-          float64 tensor `[n]` as `contribution` makes it, zeros for an empty batch.
+          float64 tensor `[n]` as `contribution` makes it, zeros for an empty batch. If the step returns a
+          `looplib.each`, the tensor and `(whether there was an example, dict of these values)`.
         """
         batch = _batch_size(inputs)
         if self._guarded:
             return self._watch(*guards.watched(step_fn, inputs), inputs)
         if not may_be_empty or batch is None:
-            return self.contribution(step_fn(inputs), inputs)
+            return self._with_collected(self.contribution(step_fn(inputs), inputs))
         return tf.cond(
-            batch[1] > 0, lambda: self.contribution(step_fn(inputs), inputs), lambda: tf.zeros([self._size], tf.float64)
+            batch[1] > 0, lambda: self._with_collected(self.contribution(step_fn(inputs), inputs)), self._nothing
         )
+
+    @tf.autograph.experimental.do_not_convert
+    def _with_collected(self, contribution):
+        values, self._each = self._each, None
+        if not values:
+            return contribution
+        self.collects = tf.nest.map_structure(tf.type_spec_from_value, values)
+        return contribution, (tf.constant(True), values)
+
+    @tf.autograph.experimental.do_not_convert
+    def _nothing(self):
+        """What a replica without examples returns; the step has been traced before."""
+        contribution = tf.zeros([self._size], tf.float64)
+        if not self.collects:
+            return contribution
+        empty = tf.nest.map_structure(
+            lambda spec: tf.zeros([size or 0 for size in spec.shape.as_list()], spec.dtype), self.collects
+        )
+        return contribution, (tf.constant(False), empty)
 
     @property
     def _size(self):
@@ -176,7 +143,7 @@ class Reducer:
                 'such as {"loss": losses} with losses of shape [per_replica_batch]'
             )
         batch = _batch_size(inputs)
-        slots, parts, metrics, start = [], [], {}, 0
+        slots, parts, metrics, collected, start = [], [], {}, {}, 0
         values = dict(outputs)
         if self._count_examples and "examples" not in values and batch is not None:
             values["examples"] = total(batch[1])
@@ -187,10 +154,19 @@ class Reducer:
             if keras_family.is_metric(value):
                 metrics[name] = value
                 continue
+            if isinstance(value, Reduction) and value.kind == "each":
+                collected[name] = value.value
+                continue
             slot, part = self._pack(name, value, batch, start)
             slots.append(slot)
             parts.append(part)
             start += slot.size
+        if collected and not self._count_examples:
+            raise UsageError(
+                f"{self._who}.step_fn returned {', '.join(map(repr, collected))} as looplib.each, and a training "
+                "collects nothing on the host; only an evaluator does"
+            )
+        self._each = collected
         if self._slots is None:
             self._slots, self._keras = slots, metrics
         elif self._slots != slots or self._keras != metrics:

@@ -80,13 +80,19 @@ class Step:
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, inputs):
-        """Does and counts one step; in a `tf.function`, across replicas."""
+        """Does and counts one step; in a `tf.function`, across replicas.
+
+        Returns:
+          What the replicas collect, see `metrics.Reducer.run_step`; None for nothing.
+        """
         contributions = self._undone_if_bad(inputs) if self._skip_bad else self.contribution(inputs)
+        contributions, collected = contributions if self.reducer.collects else (contributions, None)
         self.reducer.add(contributions)
         if self._counter is not None:
             # A step counts only once it had its data: without this, one that finds none is counted as it fails.
             with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)[:1]):
                 self._counter.assign_add(1)
+        return collected
 
     def _undone_if_bad(self, inputs):
         """One step; if a value in it is not finite, every variable is as before it, and it contributes nothing."""

@@ -12,6 +12,7 @@ from looplib.checkpoints import Checkpoints, check_writable, peek, take_what_fit
 from looplib.errors import DivergenceError, UsageError
 from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
+from looplib.snapshots import assign_what_fits
 from looplib.state import InputState, RunState, variables_of
 
 
@@ -388,6 +389,47 @@ def warm_start(objects, path):
     elif runs:
         path = commits.newest_intact(runs[0], tidy=False).path
     take_what_fits(root, path.removesuffix(".index"))
+
+
+def continue_from(objects, global_step, path):
+    """Takes step, weights and optimizers from a checkpoint that another program wrote.
+
+    Args:
+      objects: dict from attribute name to trackable object.
+      global_step: the step's `tf.Variable`.
+      path: the checkpoint, or a directory, for its newest.
+
+    Returns:
+      `(path, step)`: what was taken.
+
+    Raises:
+      UsageError: if it cannot be read, has no `global_step`, or lacks a weight or a variable of an optimizer.
+    """
+    if tf.io.gfile.isdir(path) and not (path := tf.train.latest_checkpoint(folder := path)):
+        raise UsageError(f"there is no checkpoint in {folder} to continue from; name one, or leave continue_from out")
+    path = path.removesuffix(".index")
+    needed = {
+        name: value
+        for name, value in objects.items()
+        if keras_family.is_layer(value) or keras_family.is_optimizer(value)
+    }
+    try:
+        global_step.assign(tf.train.load_checkpoint(path).get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
+        _, others = assign_what_fits(tf.train.Checkpoint(global_step=global_step, **objects), path)
+    except (ValueError, IndexError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"{path} cannot be continued from ({commits.first_line(error)}); expected a checkpoint with global_step"
+        ) from error
+    names = {name for name, _ in variables_of(needed)}
+    missing = [name for name in others["only here"] if name in names]
+    differences = (("only here", missing), *((title, others[title]) for title in ("only there", "of another shape")))
+    if missing or others["of another shape"]:
+        told = "; ".join(f"{title}: {listing(items, most=4)}" for title, items in differences if items)
+        raise UsageError(
+            f"{path} cannot be continued from, as it is of another model or optimizer ({told}); start from the weights "
+            "of it that fit with warm_start instead"
+        )
+    return path, int(global_step)
 
 
 def _exported_variables(path):

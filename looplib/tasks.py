@@ -11,7 +11,7 @@ from absl import logging
 from looplib import checksums, coordinator, engines, feeds, fused, guards, inputs, keras_family
 from looplib.errors import UsageError, positive
 from looplib.evaluator import Evaluator
-from looplib.loops import EagerLoop
+from looplib.loops import EagerLoop, StepwiseLoop
 from looplib.metrics import Reducer, check_metric_name
 from looplib.preemption import notice
 from looplib.state import state_of, variables_of
@@ -90,13 +90,23 @@ class TaskLoop:
             arguments = (strategy, step_fn, self.reducer, self._stream, counter, skips)
             if remote:
                 self._step = Step(*arguments)
+                if self.reducer.collects:
+                    raise UsageError(
+                        f"{self.who}.step_fn returns looplib.each, which the workers of a parameter server strategy "
+                        "have no way to hand over; evaluate in a job of its own, with --mode=continuous_eval and "
+                        "another strategy"
+                    )
                 self._engine = coordinator.RemoteLoop(strategy, self._step, self.who, counter)
                 return
+            collect = getattr(task, "collect", None)
             if engine == "eager":
-                self._step = self._engine = EagerLoop(*arguments)
+                self._step = self._engine = EagerLoop(*arguments, collect=collect)
                 return
             before = clock.of("compile")
             self._step = Step(*arguments)
+            if self.reducer.collects:
+                self._engine = StepwiseLoop(self._step, collect)
+                return
             self._engine = engines.make(
                 engine,
                 self._step,

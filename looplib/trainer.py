@@ -19,6 +19,7 @@ class Trainer(abc.ABC):
       global_step: int64 scalar `tf.Variable`, the number of steps done; set by the `Controller`, which owns it. Read it
         in `step_fn` (for a schedule, say), never assign it.
       run_seed: int, the run's seed; set by the `Controller`.
+      loss_name: str, the training metric that the guards against jumps and large values look at; default "loss".
 
     Example:
         class Line(looplib.Trainer):
@@ -43,6 +44,7 @@ class Trainer(abc.ABC):
     global_batch_size: int | None = None
     global_step: tf.Variable | None = None
     run_seed: int = 0
+    loss_name: str = "loss"
 
     @abc.abstractmethod
     def dataset(self, context):

@@ -62,7 +62,7 @@ def test_no_room_imports_a_higher_one():
     import pathlib
 
     order = ["imports", "errors", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "tpu", "keras_family", "clock", "trainer", "evaluator",
-             "commits", "lock", "preemption", "servers", "watchdog", "guards", "fused", "workers", "metrics", "checksums", "feeds", "inputs", "steps", "loops",
+             "commits", "lock", "preemption", "servers", "watchdog", "guards", "fused", "workers", "reductions", "metrics", "checksums", "feeds", "inputs", "steps", "loops",
              "engines", "coordinator", "snapshots", "checkpoints", "state", "preflight", "tasks", "actions",
              "store", "writers", "controller", "runtime", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
     folder = pathlib.Path(__file__).parents[1] / "looplib"

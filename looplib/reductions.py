@@ -1,0 +1,82 @@
+"""How the values that a step returns reduce over steps, replicas and workers, as its author says it."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from looplib.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A value and how it reduces; made by `mean`, `total`, `last` and `each`."""
+
+    kind: str
+    value: tf.Tensor
+    weight: tf.Tensor | None = None
+
+
+@tf.autograph.experimental.do_not_convert
+def mean(value, weight=None):
+    """A weighted mean over all steps and replicas: sum(value * weight) / sum(weight).
+
+    Args:
+      value: real tensor of any shape. Where the weight is 0 the value is ignored, even if it is not finite.
+      weight: real tensor that broadcasts to `value`; default 1 for each element. A scalar `value` needs a weight, such
+        as the number of examples that it already averages.
+
+    Returns:
+      A `Reduction` to return from `step_fn`.
+
+    Raises:
+      UsageError: for a scalar without a weight.
+    """
+    value = tf.convert_to_tensor(value)
+    if weight is None and value.shape.rank == 0:
+        raise UsageError(
+            "looplib.mean got a scalar without a weight, and means of means are wrong when batches differ in size; "
+            "write looplib.mean(value, weight=<the number of examples it averages>) or return the value per example"
+        )
+    return Reduction("mean", value, None if weight is None else tf.convert_to_tensor(weight))
+
+
+@tf.autograph.experimental.do_not_convert
+def total(value):
+    """A sum over all steps and replicas, element by element, exact for whole numbers up to 2**53.
+
+    Args:
+      value: real tensor whose shape is fully known, often a scalar; an array reaches `loop_end` as numpy.
+
+    Returns:
+      A `Reduction` to return from `step_fn`.
+    """
+    return Reduction("total", tf.convert_to_tensor(value))
+
+
+@tf.autograph.experimental.do_not_convert
+def last(value):
+    """The value of the last step, as the first replica saw it.
+
+    Args:
+      value: real tensor whose shape is fully known, often a scalar such as a learning rate.
+
+    Returns:
+      A `Reduction` to return from `step_fn`.
+    """
+    return Reduction("last", tf.convert_to_tensor(value))
+
+
+@tf.autograph.experimental.do_not_convert
+def each(value):
+    """The value of every step and replica, handed to `Evaluator.collect` on the host instead of being reduced.
+
+    For what no sum can tell, such as boxes for a COCO evaluation or sentences for BLEU. An evaluation that has one goes
+    to the device once a step.
+
+    Args:
+      value: tensor or nested structure of tensors of any dtype.
+
+    Returns:
+      A `Reduction` to return from an evaluator's `step_fn`.
+    """
+    return Reduction("each", tf.nest.map_structure(tf.convert_to_tensor, value))

@@ -1,0 +1,126 @@
+"""What an evaluation hands to the host, and what it runs in."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+
+VALUES = np.random.RandomState(1).randn(50)
+
+
+class Collected(looplib.Evaluator):
+    """Collects ids, squares and words of its examples, an example twice where its id is even."""
+
+    def __init__(self, n):
+        self.n, self.calls, self.begun = n, [], 0
+
+    def dataset(self, context):
+        return context.indices(self.n).map(lambda i: (i, tf.gather(VALUES, i)))
+
+    def step_fn(self, inputs):
+        ids, values = inputs
+        twice = tf.repeat(ids, 2 - ids % 2)
+        words = tf.strings.as_string(ids)
+        return {"value": values, "pair": looplib.each((twice, {"squares": values**2, "words": words}))}
+
+    @contextlib.contextmanager
+    def evaluating(self):
+        self.calls, self.begun = [], self.begun + 1
+        yield
+        self.begun += 100
+
+    def collect(self, outputs):
+        self.calls.append([output["pair"] for output in outputs])
+
+    def loop_end(self, metrics):
+        assert self.begun < 100  # still inside
+        return metrics
+
+
+@pytest.mark.parametrize("loop", ["graph", "auto", "eager"])
+@pytest.mark.parametrize("n", [1, 16, 23])
+def test_what_steps_return_as_each_reaches_the_host_in_order(strategy, n, loop):
+    evaluator = Collected(n)
+    controller = looplib.Controller(evaluator=evaluator, strategy=strategy, global_batch_size=8, writers=[], loop=loop)
+    for _ in range(2):
+        evaluator.begun = 0
+        metrics = controller.evaluate()["eval"]
+        assert evaluator.begun == 101
+        assert metrics["examples"] == n and metrics["value"] == pytest.approx(VALUES[:n].mean())
+        assert "pair" not in metrics
+        assert len(evaluator.calls) == -(-n // 8)
+        parts = [part for call in evaluator.calls for part in call]
+        assert len(parts) == -(-n // (8 // strategy.num_replicas_in_sync))  # one a replica that had examples
+        ids = np.repeat(np.arange(n), 2 - np.arange(n) % 2)
+        np.testing.assert_array_equal(np.concatenate([ids.numpy() for ids, _ in parts]), ids)
+        np.testing.assert_allclose(np.concatenate([rest["squares"] for _, rest in parts]), VALUES[:n] ** 2)
+        words = [word for _, rest in parts for word in rest["words"].numpy()]
+        assert words == [str(i).encode() for i in range(n)]
+
+
+def test_a_number_of_steps_is_kept_to():
+    evaluator = Collected(50)
+    controller = looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[])
+    assert controller.evaluate(steps=2)["eval"]["examples"] == 16 and len(evaluator.calls) == 2
+
+
+def test_what_holds_during_an_evaluation_is_undone_before_its_report_and_after_an_error(tmp_path):
+    class Swapped(toy.RegressionEvaluator):
+        fails = False
+
+        @contextlib.contextmanager
+        def evaluating(self):
+            kept = self.model.get_weights()
+            self.model.set_weights([weight + 1 for weight in kept])
+            try:
+                yield
+            finally:
+                self.model.set_weights(kept)
+
+        def loop_end(self, metrics):
+            if self.fails:
+                raise ArithmeticError("planted")
+            return metrics
+
+    strategy = make_strategy("default")
+    trainer, _ = toy.build(strategy)
+    evaluator = Swapped(trainer.model)
+    seen = []
+    controller = toy.controller(
+        strategy, trainer, evaluator, actions=[lambda event: seen.append((event.split, trainer.weights()))]
+    )
+    controller.train_and_evaluate(2, 1)
+    during = [weight + 1 for weight in trainer.weights()]
+    assert controller.evaluate()["eval"]["accuracy"] == toy.numpy_accuracy(during)
+    for (split, at_report), (_, before) in zip(seen[1:], seen):
+        if split == "eval":
+            for a, b in zip(at_report, before):
+                np.testing.assert_array_equal(a, b)
+    kept, evaluator.fails = trainer.weights(), True
+    with pytest.raises(ArithmeticError):
+        controller.evaluate()
+    for a, b in zip(trainer.weights(), kept):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_only_an_evaluator_collects():
+    class Collecting(toy.Regression):
+        def step_fn(self, inputs):
+            return {**super().step_fn(inputs), "x": looplib.each(inputs[1])}
+
+    with pytest.raises(looplib.UsageError, match="'x' as looplib.each, and a training collects nothing"):
+        toy.controller(make_strategy("default"), Collecting())
+
+
+def test_an_evaluator_that_collects_nothing_says_what_is_missing():
+    class Lacking(Collected):
+        collect = looplib.Evaluator.collect
+
+    controller = looplib.Controller(evaluator=Lacking(8), global_batch_size=8, writers=[])
+    with pytest.raises(NotImplementedError, match="Lacking.step_fn returns looplib.each, and there is no collect"):
+        controller.evaluate()

@@ -1,0 +1,115 @@
+"""Runs any experiment of TensorFlow Model Garden: `python -m trainers.model_garden --experiment=resnet_imagenet ...`.
+
+Takes the flags of Model Garden's own `train.py` (`--experiment --mode --model_dir --config_file --params_override --tpu
+--gin_file --gin_params --tf_data_service`), and looplib's, which come before what the configuration says.
+"""
+
+import gin
+import tensorflow as tf
+from absl import flags, logging
+from official.common import registry_imports  # noqa: F401  (registers the experiments)
+from official.core import exp_factory, task_factory, train_utils
+from official.modeling.multitask import configs as multitask_configs
+
+from looplib import UsageError, launch
+from trainers import model_garden_config
+from trainers.model_garden_tasks import Experiment, TaskEvaluator, TaskTrainer
+
+flags.DEFINE_string("experiment", None, "The name of a registered experiment.")
+flags.DEFINE_multi_string("config_file", None, "YAML or JSON files that override the experiment's configuration.")
+flags.DEFINE_string("params_override", None, "Overrides as YAML or JSON, or the path of a YAML file; they come last.")
+flags.DEFINE_multi_string("gin_file", None, "Files of gin bindings.")
+flags.DEFINE_multi_string("gin_params", None, "Gin bindings.")
+flags.DEFINE_string("tf_data_service", None, "Address of a tf.data service.")
+for _name in ("experiment", "config_file", "params_override", "gin_file", "gin_params", "tf_data_service"):
+    flags.declare_key_flag(_name)
+
+
+def settings():
+    """Reads the experiment's configuration from the flags.
+
+    Returns:
+      `(params, values)`: the `ExperimentConfig`, and what it says of looplib's flags.
+
+    Raises:
+      UsageError: for an unknown experiment, or a configuration that cannot be read.
+    """
+    chosen = flags.FLAGS
+    if not chosen.experiment:
+        raise UsageError("--experiment is missing; name one of Model Garden's, such as --experiment=resnet_imagenet")
+    try:
+        gin.parse_config_files_and_bindings(chosen.gin_file, chosen.gin_params)
+        params = train_utils.parse_configuration(chosen, lock_return=False, print_return=False)
+    except LookupError as error:
+        raise UsageError(
+            f"the experiment {chosen.experiment!r} or a field of its configuration does not exist ({error}); there are "
+            f"{', '.join(experiments())}"
+        ) from error
+    except (ValueError, TypeError, OSError, tf.errors.OpError, AttributeError) as error:
+        raise UsageError(
+            f"the configuration of {chosen.experiment} cannot be read ({error}); look at --config_file, "
+            "--params_override and the gin flags"
+        ) from error
+    if chosen["global_batch_size"].present:
+        params.override({"task": {"train_data": {"global_batch_size": chosen.global_batch_size}}})
+    values = model_garden_config.flag_values(params)
+    if chosen.model_dir and tf.train.latest_checkpoint(chosen.model_dir):  # of Model Garden's own driver
+        values["continue_from"] = chosen.model_dir
+    params.lock()
+    return params, values
+
+
+def experiments():
+    """The names of all registered experiments."""
+
+    def walk(found, prefix=""):
+        for name, value in found.items():
+            yield from walk(value, f"{prefix}{name}/") if isinstance(value, dict) else [prefix + name]
+
+    return sorted(walk(exp_factory._REGISTERED_CONFIGS))
+
+
+def build(params):
+    """Builds the experiment that the flags ask for, under the strategy's scope; what `launch.run` calls.
+
+    Args:
+      params: the `ExperimentConfig`.
+
+    Returns:
+      As `make` does.
+    """
+    mode, model_dir = flags.FLAGS.mode, flags.FLAGS.model_dir
+    for sentence in model_garden_config.not_honoured(params):
+        logging.warning("not honoured: %s", sentence)
+    if "train" in mode and tf.distribute.get_strategy().extended.should_checkpoint:
+        train_utils.serialize_config(params, model_dir)
+        train_utils.save_gin_config(mode, model_dir)
+    return make(params, model_dir, mode)
+
+
+def make(params, model_dir, mode="train_and_eval"):
+    """Makes the trainer and the evaluators of an experiment, under the strategy's scope.
+
+    Args:
+      params: the `ExperimentConfig`.
+      model_dir: the run directory.
+      mode: what of it is needed, as in `--mode`.
+
+    Returns:
+      `(trainer, evaluators)`: `TaskTrainer`, and a dict of `TaskEvaluator` by the names of their TensorBoard
+      directories; None for what the mode does not need.
+    """
+    experiment = Experiment(task_factory.get_task(params.task, logging_dir=model_dir), params, model_dir)
+    evaluators = {}
+    if isinstance(params, multitask_configs.MultiEvalExperimentConfig):
+        for routine in params.eval_tasks:
+            name = routine.task_name or routine.task_config.name
+            task = task_factory.get_task(routine.task_config, logging_dir=model_dir, name=name)
+            evaluators[name] = TaskEvaluator(experiment.of_task(task))
+    elif "eval" in mode:
+        evaluators[params.trainer.validation_summary_subdir] = TaskEvaluator(experiment)
+    return TaskTrainer(experiment) if "train" in mode else None, evaluators or None
+
+
+if __name__ == "__main__":
+    launch.run(build, settings=settings)

@@ -1,0 +1,129 @@
+"""What Model Garden's configuration says of looplib's flags, and what of it looplib does not honour."""
+
+import math
+import os
+
+import tensorflow as tf
+from official.common import distribute_utils
+
+from looplib import UsageError
+
+_STRATEGIES = {
+    "off": "one_device", "one_device": "one_device", "mirrored": "auto", "multi_worker_mirrored": "multi_worker",
+    "parameter_server": "parameter_server", "tpu": "tpu",
+}  # fmt: skip
+_PRECISIONS = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
+
+# What of `trainer` and `runtime` is honoured by flags, by the task's own objects, or by how looplib works.
+_HONOURED = {
+    "trainer": {
+        "optimizer_config", "steps_per_loop", "checkpoint_interval", "max_to_keep", "continuous_eval_timeout",
+        "train_steps", "validation_steps", "validation_interval", "best_checkpoint_export_subdir",
+        "best_checkpoint_eval_metric", "best_checkpoint_metric_comp", "loss_upper_bound", "recovery_begin_steps",
+        "recovery_max_trials", "validation_summary_subdir", "preemption_on_demand_checkpoint", "train_tf_function",
+        "train_tf_while_loop", "eval_tf_function", "eval_tf_while_loop", "trainer_type", "task_sampler",
+    },
+    "runtime": {
+        "distribution_strategy", "tpu", "num_gpus", "worker_hosts", "task_index", "mixed_precision_dtype",
+        "loss_scale", "run_eagerly", "num_cores_per_replica", "enable_xla",
+    },
+}  # fmt: skip
+_WHY = {
+    "trainer.summary_interval": "every report, each of steps_per_loop steps, is written",
+    "trainer.allow_tpu_summary": "summaries are written from the host, between loops",
+    "runtime.all_reduce_alg": "tf.distribute chooses the algorithm",
+    "runtime.num_packs": "tf.distribute chooses how gradients are packed",
+    "runtime.gpu_thread_mode": "set TF_GPU_THREAD_MODE in the environment",
+    "runtime.per_gpu_thread_count": "set TF_GPU_THREAD_COUNT in the environment",
+    "runtime.dataset_num_private_threads": "tf.data tunes its threads itself",
+    "runtime.batchnorm_spatial_persistent": "set TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT=1 in the environment",
+    "runtime.tpu_enable_xla_dynamic_padder": "XLA's default holds",
+    "runtime.default_shard_dim": "use --tpu_spmd, which divides by the shardings of tensors",
+    "runtime.use_tpu_mp_strategy": "use --tpu_spmd, which divides by the shardings of tensors",
+}
+
+
+def flag_values(params):
+    """Returns what a configuration says of looplib's flags.
+
+    Args:
+      params: an `ExperimentConfig`.
+
+    Returns:
+      dict from flag to value.
+
+    Raises:
+      UsageError: for a setting that no run can have.
+    """
+    trainer, runtime, task = params.trainer, params.runtime, params.task
+    _check(params)
+    data = getattr(task, "train_data", None) or task.task_routines[0].task_config.train_data
+    values = dict(
+        train_steps=trainer.train_steps,
+        global_batch_size=data.global_batch_size,
+        steps_per_loop=trainer.steps_per_loop,
+        eval_interval=trainer.validation_interval,
+        eval_steps=trainer.validation_steps,
+        eval_timeout=trainer.continuous_eval_timeout,
+        checkpoint_interval=trainer.checkpoint_interval,
+        keep_last=trainer.max_to_keep,
+        tpu=runtime.tpu or None,
+        tpu_cores_per_replica=runtime.num_cores_per_replica,
+        strategy="auto" if runtime.tpu else _STRATEGIES[runtime.distribution_strategy],
+        mixed_precision=_PRECISIONS[runtime.mixed_precision_dtype or "float32"],
+        loop="eager" if runtime.run_eagerly or not trainer.train_tf_function else "graph",
+        **_recovery(trainer),
+    )
+    if runtime.enable_xla and runtime.num_gpus > 0:
+        values["loop"] = "xla"
+    return values
+
+
+def _check(params):
+    trainer, runtime = params.trainer, params.runtime
+    for name, value, known in (
+        ("distribution_strategy", runtime.distribution_strategy, _STRATEGIES),
+        ("mixed_precision_dtype", runtime.mixed_precision_dtype or "float32", _PRECISIONS),
+    ):
+        if value not in known:
+            raise UsageError(f"runtime.{name} is {value!r}; expected one of {', '.join(known)}")
+    gpus = tf.config.list_physical_devices("GPU")
+    if runtime.num_gpus > len(gpus):
+        raise UsageError(f"runtime.num_gpus is {runtime.num_gpus}, and this machine has {len(gpus)}")
+    if runtime.num_gpus:
+        tf.config.set_visible_devices(gpus[: runtime.num_gpus], "GPU")
+    if runtime.worker_hosts and "TF_CONFIG" not in os.environ:
+        distribute_utils.configure_cluster(runtime.worker_hosts, runtime.task_index)
+    if trainer.best_checkpoint_metric_comp not in ("higher", "lower"):
+        raise UsageError(
+            f"trainer.best_checkpoint_metric_comp is {trainer.best_checkpoint_metric_comp!r}; expected higher or lower"
+        )
+
+
+def _recovery(trainer):
+    """Model Garden's recovery: below 0 trials it looks at nothing, at 0 it fails, above it restores so many times."""
+    if trainer.recovery_max_trials < 0:
+        return dict(non_finite="off")
+    policy = "rollback" if trainer.recovery_max_trials else "halt"
+    return dict(
+        non_finite=policy,
+        on_spike=policy,
+        rollbacks=trainer.recovery_max_trials,
+        loss_limit=trainer.loss_upper_bound if trainer.loss_upper_bound < math.inf else None,
+        loss_limit_from=trainer.recovery_begin_steps,
+    )
+
+
+def not_honoured(params):
+    """Returns a sentence for each setting of `trainer` and `runtime` that is changed and not honoured."""
+    sentences = []
+    for section, honoured in _HONOURED.items():
+        config = getattr(params, section)
+        default = type(config)().as_dict()
+        for name, value in config.as_dict().items():
+            if name not in honoured and value != default.get(name):
+                why = _WHY.get(f"{section}.{name}", "looplib has nothing like it")
+                sentences.append(f"{section}.{name}={value!r} ({why})")
+    if getattr(params.task, "allow_image_summary", False):
+        sentences.append("task.allow_image_summary=True (looplib writes numbers)")
+    return sentences

@@ -1,0 +1,261 @@
+"""A Model Garden task as a looplib Trainer and Evaluator."""
+
+import contextlib
+import copy
+import os
+import tempfile
+
+import numpy as np
+import tensorflow as tf
+from official.core import base_task, train_utils
+from official.modeling import optimization
+
+import looplib
+from looplib import UsageError
+
+
+class Experiment:
+    """What a trainer and an evaluator of one experiment share. A plain object: a checkpoint does not look into it.
+
+    Args:
+      task: `official.core.base_task.Task`.
+      params: the `ExperimentConfig`.
+      model_dir: the run directory.
+
+    Attributes:
+      model: the task's model, with its variables.
+      strategy: the `tf.distribute.Strategy` in whose scope this is made.
+      optimizer: the task's optimizer, with shadow variables if it averages weights; None if the experiment has none.
+    """
+
+    def __init__(self, task, params, model_dir):
+        self.task = task
+        self.params = params
+        self.model_dir = model_dir
+        self.strategy = tf.distribute.get_strategy()
+        self.model = task.build_model()
+        if not self.model.built:
+            self._make_variables()
+        has_optimizer = params.trainer.optimizer_config and params.trainer.optimizer_config.optimizer.type
+        self.optimizer = train_utils.create_optimizer(task, params) if has_optimizer else None
+        if self.averages:
+            self.optimizer.shadow_copy(self.model)
+
+    @property
+    def averages(self):
+        """Whether the optimizer keeps an exponential moving average of the weights."""
+        return isinstance(self.optimizer, optimization.ExponentialMovingAverage)
+
+    def averaged(self):
+        """Yields (weight of the model, its average), both `tf.Variable`."""
+        for weight in self.model.variables:
+            try:
+                yield weight, self.optimizer.get_slot(weight, "average")
+            except KeyError:
+                pass  # it may keep those of trainable weights only
+
+    def of_task(self, task):
+        """The same experiment, model and all, with another task: one to evaluate."""
+        other = copy.copy(self)
+        other.task = task
+        return other
+
+    def inputs(self, data, context):
+        """The task's pipeline for `data`, one of its `DataConfig`s, and a `looplib.InputContext`."""
+        place = tf.distribute.InputContext(context.num_pipelines, context.pipeline_index, context.num_replicas)
+        return self.task.build_inputs(data, place)
+
+    def _make_variables(self):
+        """Calls a model that has no variables before its first call with a batch of zeros."""
+        dataset = self.task.build_inputs(self.params.task.train_data, tf.distribute.InputContext(1, 0, 1))
+
+        def zeros(spec):
+            return tf.zeros([size or 1 for size in spec.shape.as_list()], spec.dtype)
+
+        inputs = tf.nest.map_structure(zeros, dataset.element_spec)
+        self.model(inputs[0] if isinstance(inputs, tuple) and len(inputs) == 2 else inputs, training=False)
+
+
+class TaskTrainer(looplib.Trainer):
+    """Trains a Model Garden task by its own `train_step`.
+
+    Reports what Model Garden's driver does under the same names: `training_loss`, the task's training metrics and
+    `learning_rate`.
+
+    Args:
+      experiment: `Experiment`.
+    """
+
+    loss_name = "training_loss"
+
+    def __init__(self, experiment):
+        self._experiment = experiment
+        self.model = experiment.model
+        self.optimizer = experiment.optimizer
+        self.train_metrics = experiment.task.build_metrics(training=True) + list(self.model.metrics)
+        for name, item in getattr(self.model, "checkpoint_items", {}).items():
+            setattr(self, name, item)
+
+    def dataset(self, context):
+        """See `looplib.Trainer.dataset`."""
+        return self._experiment.inputs(self._experiment.params.task.train_data, context)
+
+    def step_fn(self, inputs):
+        """The task's `train_step` on one replica's batch."""
+        task = self._experiment.task
+        logs = task.train_step(inputs, model=self.model, optimizer=self.optimizer, metrics=self.train_metrics)
+        return {"training_loss": _mean(logs[task.loss], inputs), **_by_name(self.train_metrics)}
+
+    def initialize(self):
+        """Loads the task's pre-trained checkpoint, if its configuration names one."""
+        self._experiment.task.initialize(self.model)
+
+    def loop_end(self, metrics):
+        """Adds the learning rate, and gives each number of a metric with several a name of its own."""
+        rate = self.optimizer.learning_rate
+        rate = rate(self.optimizer.iterations) if callable(rate) else rate
+        return {**_flat(metrics), "learning_rate": float(rate)}
+
+
+class TaskEvaluator(looplib.Evaluator):
+    """Evaluates a Model Garden task by its own `validation_step`, with averaged weights where its optimizer has them.
+
+    `validation_loss` is the mean of the batches' losses weighted by their examples: Model Garden's own driver does not
+    weight them, so that a smaller last batch counts too much there. What the task aggregates on the host is handed to
+    its `aggregate_logs`, as its driver does.
+
+    Args:
+      experiment: `Experiment`.
+    """
+
+    def __init__(self, experiment):
+        self._experiment = experiment
+        self.model = experiment.model
+        if experiment.averages:
+            self.optimizer = experiment.optimizer
+        self.validation_metrics = experiment.task.build_metrics(training=False) + list(self.model.metrics)
+        self.global_batch_size = self._data.global_batch_size or None
+        self._aggregates = type(experiment.task).aggregate_logs is not base_task.Task.aggregate_logs
+        self._state = self._exporter = self._averages = None
+        self._options = experiment.params.trainer
+
+    @property
+    def _data(self):
+        return self._experiment.task.task_config.validation_data
+
+    def dataset(self, context):
+        """See `looplib.Evaluator.dataset`."""
+        return self._experiment.inputs(self._data, context)
+
+    def step_fn(self, inputs):
+        """The task's `validation_step` on one replica's batch."""
+        task = self._experiment.task
+        logs = task.validation_step(inputs, model=self.model, metrics=self.validation_metrics)
+        outputs = _by_name(self.validation_metrics)
+        if task.loss in logs:
+            outputs["validation_loss"] = _mean(logs[task.loss], inputs)
+        if self._aggregates:
+            outputs["logs"] = looplib.each(logs)
+        return outputs
+
+    @contextlib.contextmanager
+    def evaluating(self):
+        """Lets the model have its averaged weights; afterwards it has the very same ones again as before.
+
+        The optimizer's own `swap_weights` adds and subtracts, so that rounding errors stay in the weights.
+        """
+        self._state = None
+        if not self._experiment.averages:
+            yield
+            return
+        local = self._experiment.strategy.experimental_local_results
+        pairs = [pair for pair in self._experiment.averaged() for pair in zip(*map(local, pair))]
+        kept = [weight.read_value() for weight, _ in pairs]
+        for weight, average in pairs:
+            weight.assign(average)
+        try:
+            yield
+        finally:
+            for (weight, _), value in zip(pairs, kept):
+                weight.assign(value)
+
+    def collect(self, outputs):
+        """Hands a step's logs to the task's `aggregate_logs`."""
+        if outputs:
+            logs = tf.nest.map_structure(lambda *parts: parts, *(output["logs"] for output in outputs))
+            self._state = self._experiment.task.aggregate_logs(self._state, logs)
+
+    def loop_end(self, metrics):
+        """Adds what the task makes of its aggregated logs, and exports the best and the averaged weights."""
+        if self._state:
+            reduced = self._experiment.task.reduce_aggregated_logs(self._state, global_step=self.global_step)
+            metrics = {**metrics, **{name: np.asarray(value) for name, value in reduced.items()}}
+            self._state = None
+        metrics = _flat(metrics)
+        if self._options.best_checkpoint_export_subdir and self._options.best_checkpoint_eval_metric:
+            metrics = self._export_best(metrics)
+        if self._experiment.averages:
+            self._save_averages()
+        return metrics
+
+    def _checkpoint(self):
+        items = {"optimizer": self._experiment.optimizer} if self._experiment.optimizer else {}
+        return tf.train.Checkpoint(model=self.model, global_step=self.global_step, **items)
+
+    def _directory(self, name):
+        """Where to export to: all workers have to take part in a save, and the chief's is the one that is kept."""
+        chief = self._experiment.strategy.extended.should_checkpoint
+        return os.path.join(self._experiment.model_dir if chief else tempfile.mkdtemp(), name)
+
+    def _export_best(self, metrics):
+        options, name = self._options, self._options.best_checkpoint_eval_metric
+        if name not in metrics:
+            raise UsageError(
+                f"trainer.best_checkpoint_eval_metric is {name!r}, and the evaluation gives "
+                f"{', '.join(sorted(metrics))}; name one of these"
+            )
+        if self._exporter is None:
+            folder = self._directory(options.best_checkpoint_export_subdir)
+            better = options.best_checkpoint_metric_comp
+            self._exporter = train_utils.BestCheckpointExporter(folder, name, better), self._checkpoint()
+        exporter, checkpoint = self._exporter
+        exporter.maybe_export_checkpoint(checkpoint, metrics, int(self.global_step))
+        return {**metrics, f"best_{name}": float(exporter.best_ckpt_logs[name])}
+
+    def _save_averages(self):
+        if self._averages is None:
+            folder, most = self._directory("ema_checkpoints"), self._options.max_to_keep
+            name = "average_weights"
+            self._averages = tf.train.CheckpointManager(
+                self._checkpoint(), folder, max_to_keep=most, checkpoint_name=name
+            )
+        self._averages.save(checkpoint_number=int(self.global_step))
+
+
+def _mean(loss, inputs):
+    """A batch's mean loss, weighted by the number of its examples."""
+    leaf = next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0)
+    return looplib.mean(loss, weight=tf.shape(leaf)[0])
+
+
+def _by_name(metrics):
+    """Metric objects by their names; a second one of a name gets a number."""
+    named = {}
+    for metric in metrics:
+        name, number = metric.name, 2
+        while name in named:
+            name, number = f"{metric.name}_{number}", number + 1
+        named[name] = metric
+    return named
+
+
+def _flat(metrics):
+    """Numbers by name: a metric that is an array gives one for each element, such as `iou_0`, `iou_1`."""
+    flat = {}
+    for name, value in metrics.items():
+        value = np.asarray(value)
+        if value.shape == ():
+            flat[name] = value.item()
+        elif value.dtype.kind in "fiub":
+            flat.update({f"{name}_{number}": part.item() for number, part in enumerate(value.ravel())})
+    return flat
