@@ -71,7 +71,9 @@ def write_records(path, examples):
     count = 0
     with tf.io.TFRecordWriter(str(path)) as writer:
         for features in examples:
-            writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
+            writer.write(
+                tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString(deterministic=True)
+            )
             count += 1
     return count
 
