@@ -114,10 +114,13 @@ def in_memory(name, train, test):
     return ImageData(name, splits[0][0].shape[1:], num_classes, source(*splits[0]), source(*splits[1]))
 
 
-def digits():
+def digits_arrays():
     """scikit-learn's 1,797 digits of 8x8 pixels, which come with the package: 1,437 to train on and 360 to test on.
 
     The split is drawn at random once and for all (seed 0) with each digit's share alike in both.
+
+    Returns:
+      ((images, labels) to train on, (images, labels) to test on); images are float32 `[n, 8, 8]` in [0, 1].
     """
     import sklearn.datasets
     import sklearn.model_selection
@@ -127,7 +130,12 @@ def digits():
     train_x, test_x, train_y, test_y = sklearn.model_selection.train_test_split(
         images, labels, test_size=_DIGITS_TEST, random_state=0, stratify=labels
     )
-    return in_memory("digits", (train_x, train_y), (test_x, test_y))
+    return (train_x, train_y), (test_x, test_y)
+
+
+def digits():
+    """The digits of `digits_arrays`."""
+    return in_memory("digits", *digits_arrays())
 
 
 def numpy_file(path):

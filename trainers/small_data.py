@@ -1,0 +1,294 @@
+"""Small data sets made of what is on any machine that has looplib, in the formats that Model Garden reads.
+
+    python -m trainers.small_data --dir=build/small_data
+
+writes, without a download and the same each time with the same versions of the packages:
+
+- `digits/`: scikit-learn's digits as JPEG images of 32x32 pixels, for the experiments of image classification;
+- `text/`: sentences of the documentation in Python files, each with the package that it comes from, for
+  bert/sentence_prediction; `vocab.txt` is the vocabulary of word pieces;
+- `masked_lm/`: pairs of such sentences with words masked, for bert/pretraining and electra/pretraining.
+
+Each has `train.tfrecord` and `validation.tfrecord`. The files in `trainers/configs` expect them in `build/small_data`.
+"""
+
+import ast
+import collections
+import importlib.util
+import os
+import pathlib
+import random
+import re
+import sysconfig
+
+import tensorflow as tf
+from absl import app, flags
+
+from trainers import image_data
+
+# Whose sentences they are is the class: a name is a label, in this order.
+PACKAGES = ("python", "numpy", "sklearn", "tf_keras")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+_SENTENCES_PER_PACKAGE = 2400
+_VALIDATION_SHARE = 0.15
+_VOCAB_SIZE = 2000
+_SEQ_LENGTH = 32
+_PREDICTIONS = 5
+_IMAGE_SIZE = 32
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
+# Prose: no code, no markup, nothing within brackets.
+_SENTENCE = re.compile(r"(?:^|(?<=[.:] ))[A-Z][A-Za-z ,;'-]{30,200}\.(?= |$)")
+
+
+def int64_feature(values):
+    """A `tf.train.Feature` of whole numbers."""
+    return tf.train.Feature(int64_list=tf.train.Int64List(value=list(values)))
+
+
+def float_feature(values):
+    """A `tf.train.Feature` of floats."""
+    return tf.train.Feature(float_list=tf.train.FloatList(value=list(values)))
+
+
+def bytes_feature(value):
+    """A `tf.train.Feature` of one string or bytes."""
+    value = value.encode() if isinstance(value, str) else value
+    return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+
+
+def write_records(path, examples):
+    """Writes a TFRecord file of `tf.train.Example`s, and the folder that it is in.
+
+    Args:
+      path: the file.
+      examples: an iterable of dicts from a name to a `tf.train.Feature`.
+
+    Returns:
+      How many there were.
+    """
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    count = 0
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for features in examples:
+            writer.write(
+                tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString(deterministic=True)
+            )
+            count += 1
+    return count
+
+
+def digit_examples(images, labels, size=_IMAGE_SIZE):
+    """Examples of image classification: `image/encoded`, a JPEG of three channels, and `image/class/label`.
+
+    Args:
+      images: float `[n, height, width]` in [0, 1].
+      labels: whole numbers `[n]`.
+      size: height and width that the images are enlarged to.
+
+    Yields:
+      A dict of features for each.
+    """
+    for image, label in zip(images, labels):
+        enlarged = tf.image.resize(image[..., None] * 255, (size, size), method="bicubic")
+        pixels = tf.image.grayscale_to_rgb(tf.saturate_cast(tf.round(enlarged), tf.uint8))
+        yield {
+            "image/encoded": bytes_feature(tf.io.encode_jpeg(pixels, quality=95).numpy()),
+            "image/class/label": int64_feature([label]),
+        }
+
+
+def read_documents(package, num_sentences=None, seed=0):
+    """Reads the sentences in the docstrings of a package, without importing it.
+
+    Args:
+      package: its name; "python" is Python's standard library.
+      num_sentences: reads files, in a random order, until there are that many; None reads all.
+      seed: of the order.
+
+    Returns:
+      A list of documents, one a file: each is the list of its sentences in order. No sentence comes twice.
+    """
+    if package == "python":
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+    else:
+        root = pathlib.Path(importlib.util.find_spec(package).submodule_search_locations[0])
+    files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    files = [path for path in files if not _LEFT_OUT & set(path.parts)]
+    random.Random(seed).shuffle(files)
+
+    documents, seen = [], set()
+    for path in files:
+        if num_sentences is not None and len(seen) >= num_sentences:
+            break
+        document = []
+        for sentence in _sentences(root / path):
+            if sentence not in seen:
+                seen.add(sentence)
+                document.append(sentence)
+        if document:
+            documents.append(document)
+    return documents
+
+
+def _sentences(path):
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError):  # some packages carry templates, and files that are wrong on purpose
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+                yield from _SENTENCE.findall(" ".join(paragraph.split()))
+
+
+def write_vocab(path, sentences, size):
+    """Learns word pieces from sentences and writes them, one a line, after the special tokens.
+
+    Args:
+      path: the file.
+      sentences: an iterable of strings.
+      size: about how many word pieces; the learner comes close.
+
+    Returns:
+      The tokenizer of that file, `official.nlp.tools.tokenization.FullTokenizer`, which makes all letters small.
+    """
+    from official.nlp.tools import tokenization
+    from tensorflow_text.tools.wordpiece_vocab import wordpiece_tokenizer_learner_lib as learner
+
+    words = collections.Counter()
+    basic = tokenization.BasicTokenizer(do_lower_case=True)
+    for sentence in sentences:
+        words.update(basic.tokenize(sentence))
+    # Sorted, as the learner breaks ties by order.
+    counts = sorted(words.items(), key=lambda item: (-item[1], item[0]))
+    pieces = learner.learn(counts, vocab_size=size, reserved_tokens=list(SPECIAL_TOKENS))
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    pathlib.Path(path).write_text("\n".join(pieces) + "\n")
+    return tokenization.FullTokenizer(vocab_file=str(path), do_lower_case=True)
+
+
+def sentence_examples(labelled, tokenizer, seq_length):
+    """Examples of sentence prediction: `input_ids`, `input_mask`, `segment_ids` and `label_ids`.
+
+    Args:
+      labelled: an iterable of (sentence, label).
+      tokenizer: see `write_vocab`.
+      seq_length: sentences are cut and padded to it.
+
+    Yields:
+      A dict of features for each.
+    """
+    for sentence, label in labelled:
+        tokens = ["[CLS]", *tokenizer.tokenize(sentence)[: seq_length - 2], "[SEP]"]
+        features = _token_features(tokenizer.convert_tokens_to_ids(tokens), [0] * len(tokens), seq_length)
+        yield {**features, "label_ids": int64_feature([label])}
+
+
+def masked_lm_examples(documents, tokenizer, buckets, seed=0):
+    """Examples of BERT's pretraining: a sentence, the one after it or one of anywhere, and some of their words masked.
+
+    Args:
+      documents: lists of sentences.
+      tokenizer: see `write_vocab`.
+      buckets: (length, predictions) pairs, short to long. An example is padded to the shortest length that holds it,
+        or cut to the last, and has that many places for masked words.
+      seed: of what is masked and what follows what.
+
+    Yields:
+      A dict of features for each.
+    """
+    draw = random.Random(seed)
+    pieces = list(tokenizer.vocab)
+    tokenized = [[tokenizer.tokenize(sentence) for sentence in document] for document in documents]
+    everything = [tokens for document in tokenized for tokens in document]
+    for document in tokenized:
+        for first, second in zip(document, document[1:]):
+            is_random = draw.random() < 0.5
+            first, second = list(first), list(draw.choice(everything) if is_random else second)
+            while len(first) + len(second) > buckets[-1][0] - 3:
+                max(first, second, key=len).pop()
+            tokens = ["[CLS]", *first, "[SEP]", *second, "[SEP]"]
+            length, places = next(bucket for bucket in buckets if len(tokens) <= bucket[0])
+            candidates = [i for i, token in enumerate(tokens) if token not in SPECIAL_TOKENS]
+            positions = sorted(draw.sample(candidates, min(places, max(1, round(0.15 * len(candidates))))))
+            targets = [tokens[i] for i in positions]
+            for i in positions:
+                chance = draw.random()
+                tokens[i] = "[MASK]" if chance < 0.8 else tokens[i] if chance < 0.9 else draw.choice(pieces)
+            segments = [0] * (len(first) + 2) + [1] * (len(second) + 1)
+            padding = [0] * (places - len(positions))
+            yield {
+                **_token_features(tokenizer.convert_tokens_to_ids(tokens), segments, length),
+                "masked_lm_positions": int64_feature(positions + padding),
+                "masked_lm_ids": int64_feature(tokenizer.convert_tokens_to_ids(targets) + padding),
+                "masked_lm_weights": float_feature([1.0] * len(positions) + padding),
+                "next_sentence_labels": int64_feature([int(is_random)]),
+            }
+
+
+def _token_features(ids, segments, length):
+    padding = [0] * (length - len(ids))
+    return {
+        "input_ids": int64_feature(ids + padding),
+        "input_mask": int64_feature([1] * len(ids) + padding),
+        "segment_ids": int64_feature(segments + padding),
+    }
+
+
+def write_digits(directory):
+    """Writes the folder `digits` into a directory; returns how many examples each file has, by its path."""
+    train, test = image_data.digits_arrays()
+    return _write_splits(pathlib.Path(directory, "digits"), digit_examples(*train), digit_examples(*test))
+
+
+def write_text(directory):
+    """Writes the folders `text` and `masked_lm` into a directory; returns how many examples each file has."""
+    directory = pathlib.Path(directory)
+    train, validation = [], []
+    for label, package in enumerate(PACKAGES):
+        documents = read_documents(package, _SENTENCES_PER_PACKAGE)
+        # Whole files, as sentences of one file resemble each other.
+        num_train = round((1 - _VALIDATION_SHARE) * len(documents))
+        train += [(document, label) for document in documents[:num_train]]
+        validation += [(document, label) for document in documents[num_train:]]
+    sentences = [sentence for document, _ in train for sentence in document]
+    tokenizer = write_vocab(directory / "text" / "vocab.txt", sentences, _VOCAB_SIZE)
+
+    counts = {}
+    labelled = [
+        [(sentence, label) for document, label in split for sentence in document] for split in (train, validation)
+    ]
+    random.Random(0).shuffle(labelled[0])
+    counts.update(
+        _write_splits(directory / "text", *(sentence_examples(split, tokenizer, _SEQ_LENGTH) for split in labelled))
+    )
+    masked = []
+    for split in (train, validation):
+        examples = list(
+            masked_lm_examples([document for document, _ in split], tokenizer, [(_SEQ_LENGTH, _PREDICTIONS)])
+        )
+        random.Random(0).shuffle(examples)
+        masked.append(examples)
+    counts.update(_write_splits(directory / "masked_lm", *masked))
+    return counts
+
+
+def _write_splits(folder, train, validation):
+    return {
+        str(folder / f"{name}.tfrecord"): write_records(folder / f"{name}.tfrecord", examples)
+        for name, examples in (("train", train), ("validation", validation))
+    }
+
+
+def main(argv):
+    """Writes everything and says what."""
+    del argv
+    for write in (write_digits, write_text):
+        for path, count in write(flags.FLAGS.dir).items():
+            print(f"{path}: {count} examples")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("dir", "build/small_data", "Where to write the files.")
+    app.run(main)
