@@ -1,0 +1,19 @@
+"""A registered experiment of Model Garden, made small enough to train in seconds on two cores."""
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What turns a registered experiment into a toy of itself.
+
+    Attributes:
+        make_data: Writes the data into the directory that it is given, the same each time, and returns what `overrides`
+            needs of it: paths, and numbers such as how many examples there are.
+        overrides: Takes what `make_data` returned and returns the parameters to override, a nested dict with `task`,
+            `trainer` and `runtime`.
+    """
+
+    make_data: Callable[[str], dict]
+    overrides: Callable[[dict], dict]
