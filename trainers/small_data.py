@@ -35,6 +35,7 @@ _VALIDATION_SHARE = 0.15
 _VOCAB_SIZE = 2000
 _SEQ_LENGTH = 32
 _PREDICTIONS = 5
+_MASKED_COPIES = 4
 _IMAGE_SIZE = 32
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
 # Prose: no code, no markup, nothing within brackets.
@@ -185,7 +186,7 @@ def sentence_examples(labelled, tokenizer, seq_length):
         yield {**features, "label_ids": int64_feature([label])}
 
 
-def masked_lm_examples(documents, tokenizer, buckets, seed=0):
+def masked_lm_examples(documents, tokenizer, buckets, copies=1, seed=0):
     """Examples of BERT's pretraining: a sentence, the one after it or one of anywhere, and some of their words masked.
 
     Args:
@@ -193,6 +194,7 @@ def masked_lm_examples(documents, tokenizer, buckets, seed=0):
       tokenizer: see `write_vocab`.
       buckets: (length, predictions) pairs, short to long. An example is padded to the shortest length that holds it,
         or cut to the last, and has that many places for masked words.
+      copies: how often each sentence comes, with other words masked each time.
       seed: of what is masked and what follows what.
 
     Yields:
@@ -202,7 +204,7 @@ def masked_lm_examples(documents, tokenizer, buckets, seed=0):
     pieces = list(tokenizer.vocab)
     tokenized = [[tokenizer.tokenize(sentence) for sentence in document] for document in documents]
     everything = [tokens for document in tokenized for tokens in document]
-    for document in tokenized:
+    for document in tokenized * copies:
         for first, second in zip(document, document[1:]):
             is_random = draw.random() < 0.5
             first, second = list(first), list(draw.choice(everything) if is_random else second)
@@ -264,12 +266,10 @@ def write_text(directory):
         _write_splits(directory / "text", *(sentence_examples(split, tokenizer, _SEQ_LENGTH) for split in labelled))
     )
     masked = []
-    for split in (train, validation):
-        examples = list(
-            masked_lm_examples([document for document, _ in split], tokenizer, [(_SEQ_LENGTH, _PREDICTIONS)])
-        )
-        random.Random(0).shuffle(examples)
-        masked.append(examples)
+    for split, copies in ((train, _MASKED_COPIES), (validation, 1)):
+        documents = [document for document, _ in split]
+        masked.append(list(masked_lm_examples(documents, tokenizer, [(_SEQ_LENGTH, _PREDICTIONS)], copies)))
+    random.Random(0).shuffle(masked[0])
     counts.update(_write_splits(directory / "masked_lm", *masked))
     return counts
 

@@ -4,13 +4,12 @@ import copy
 import pathlib
 
 import tensorflow as tf
+import text_data
+import text_experiments
 from official.core import exp_factory
 from official.modeling.multitask import base_model, configs, multitask, train_lib
 from official.nlp.configs import encoders
 from official.nlp.modeling import models
-
-import text_data
-import text_experiments
 
 TRAINER_TYPES = ("interleaving", "joint")
 # By the names of their registered experiments.
