@@ -38,6 +38,10 @@ _OPTIMIZER = {
 }
 
 
+# Moving averages that follow within the few steps: with those of the first moment, deep models overflow in evaluation.
+_NORM = {"norm_momentum": 0.5}
+
+
 def _run(paths, task, batch_size, train_data, validation_data, optimizer):
     """Returns the overrides that all experiments share, and those of a task's model and data."""
     read = {"global_batch_size": batch_size, "seed": 0, "deterministic": True, "shuffle_buffer_size": 8}
@@ -82,11 +86,12 @@ def _classification(backbone, task=None, optimizer=None):
 
 def _retinanet(backbone, levels, size, task=None, optimizer=None):
     model = {
-        "num_classes": vision_data.NUM_CLASSES,
+        "num_classes": vision_data.NUM_SCENE_CLASSES,
         "input_size": [size, size, 3],
         "min_level": levels[0],
         "max_level": levels[1],
         "backbone": backbone,
+        "norm_activation": _NORM,
         "decoder": {"fpn": {"num_filters": 16}},
         "head": {"num_convs": 1, "num_filters": 16},
         # The scores of a model that has hardly learnt are low; a published threshold would leave no box to compare.
@@ -104,11 +109,12 @@ def _rcnn(backbone, levels, size, masks=True):
     """Faster, Mask and Cascade R-CNN."""
     proposals = {"pre_nms_top_k": 50, "num_proposals": 16, "test_pre_nms_top_k": 50, "test_num_proposals": 16}
     model = {
-        "num_classes": vision_data.NUM_CLASSES,
+        "num_classes": vision_data.NUM_SCENE_CLASSES,
         "input_size": [size, size, 3],
         "min_level": levels[0],
         "max_level": levels[1],
         "backbone": backbone,
+        "norm_activation": _NORM,
         "decoder": {"fpn": {"num_filters": 16}},
         "rpn_head": {"num_filters": 16},
         "detection_head": {"num_convs": 1, "num_filters": 16, "fc_dims": 16},
@@ -128,7 +134,11 @@ def _rcnn(backbone, levels, size, masks=True):
 
 
 def _segmentation(model, train_data=None, validation_data=None, task=None, optimizer=None):
-    ours = {"num_classes": vision_data.NUM_CLASSES, "head": {"num_filters": 16, "low_level_num_filters": 8}}
+    ours = {
+        "num_classes": vision_data.NUM_SCENE_CLASSES,
+        "norm_activation": _NORM,
+        "head": {"num_filters": 16, "low_level_num_filters": 8},
+    }
     size = {"output_size": [64, 64]}
 
     def overrides(paths):
@@ -155,15 +165,16 @@ def _video(task=None, optimizer=None):
 
     def overrides(paths):
         train, validation = {"num_examples": paths["num_train"]}, {"num_examples": paths["num_validation"]}
-        return _run(paths, task or {}, 2, read | train, read | validation, optimizer or {})
+        ours = {"model": {"norm_activation": _NORM}}
+        return _run(paths, _merge(ours, task or {}), 2, read | train, read | validation, optimizer or {})
 
     return Experiment(vision_data.write_videos, overrides)
 
 
 _RESNET = {"resnet": {"model_id": 10, "depth_multiplier": 0.25}}
 _MOBILENET = {"mobilenet": {"filter_size_scale": 0.25}}
-_SPINENET = {"spinenet": {"model_id": "49S", "min_level": 3, "max_level": 5}}
-_SPINENET_MOBILE = {"spinenet_mobile": {"model_id": "49XS", "min_level": 3, "max_level": 5}}
+_SPINENET = {"spinenet": {"model_id": "49S", "min_level": 3, "max_level": 4}}
+_SPINENET_MOBILE = {"spinenet_mobile": {"model_id": "49XS", "min_level": 3, "max_level": 4}}
 _VIT = {"vit": {"model_name": "vit-ti16", "representation_size": 16}}
 _DILATED_RESNET = {"dilated_resnet": {"model_id": 50}}
 
@@ -188,19 +199,19 @@ VISION: dict[str, Experiment] = {
     "vit_imagenet_finetune": _classification(_VIT),
     "retinanet": _retinanet(
         {"type": "resnet", **_RESNET},
-        (3, 5),
+        (3, 4),
         64,
         task={"train_data": {"dtype": "float32"}, "validation_data": {"dtype": "float32"}},
         optimizer=_OPTIMIZER,
     ),
-    "retinanet_resnetfpn_coco": _retinanet(_RESNET, (3, 5), 64),
-    "retinanet_spinenet_coco": _retinanet(_SPINENET, (3, 5), 64),
-    "retinanet_mobile_coco": _retinanet(_SPINENET_MOBILE, (3, 5), 64),
-    "fasterrcnn_resnetfpn_coco": _rcnn(_RESNET, (2, 5), 64, masks=False),
-    "maskrcnn_resnetfpn_coco": _rcnn(_RESNET, (2, 5), 64),
-    "maskrcnn_spinenet_coco": _rcnn(_SPINENET, (3, 5), 64),
-    "maskrcnn_mobilenet_coco": _rcnn(_MOBILENET, (3, 5), 64),
-    "cascadercnn_spinenet_coco": _rcnn(_SPINENET, (3, 5), 64),
+    "retinanet_resnetfpn_coco": _retinanet(_RESNET, (3, 4), 64),
+    "retinanet_spinenet_coco": _retinanet(_SPINENET, (3, 4), 64),
+    "retinanet_mobile_coco": _retinanet(_SPINENET_MOBILE, (3, 4), 64),
+    "fasterrcnn_resnetfpn_coco": _rcnn(_RESNET, (2, 3), 64, masks=False),
+    "maskrcnn_resnetfpn_coco": _rcnn(_RESNET, (2, 3), 64),
+    "maskrcnn_spinenet_coco": _rcnn(_SPINENET, (3, 4), 64),
+    "maskrcnn_mobilenet_coco": _rcnn(_MOBILENET, (3, 4), 64),
+    "cascadercnn_spinenet_coco": _rcnn(_SPINENET, (3, 4), 64),
     "semantic_segmentation": _segmentation(
         {
             "input_size": [64, 64, 3],
