@@ -40,7 +40,8 @@ class Step:
 
         @tf.function(input_signature=[stream.element_spec])
         def step(inputs):
-            return strategy.run(replica_step, args=(inputs,))
+            # A copy of dicts and lists, as a step may take entries out of them.
+            return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
 
         try:
             self._step = step.get_concrete_function()

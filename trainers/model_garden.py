@@ -99,6 +99,8 @@ def make(params, model_dir, mode="train_and_eval"):
       `(trainer, evaluators)`: `TaskTrainer`, and a dict of `TaskEvaluator` by the names of their TensorBoard
       directories; None for what the mode does not need.
     """
+    if model_dir:
+        tf.io.gfile.makedirs(model_dir)  # some tasks write there
     experiment = Experiment(task_factory.get_task(params.task, logging_dir=model_dir), params, model_dir)
     evaluators = {}
     if isinstance(params, multitask_configs.MultiEvalExperimentConfig):

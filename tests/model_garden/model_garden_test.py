@@ -1,0 +1,195 @@
+"""Model Garden's experiments train and evaluate as under its own driver, and its checkpoints go both ways."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import side_by_side
+import tensorflow as tf
+import tf_keras
+from official.core import base_trainer, exp_factory, task_factory, train_utils
+from official.modeling import optimization
+
+import looplib
+from trainers import model_garden
+
+# Side by side, each random number that a pipeline draws in several threads would differ; these leave them out.
+_FLOAT = {"dtype": "float32"}
+_PLAIN = {
+    "resnet_imagenet": {"train_data": {"aug_rand_hflip": False, "aug_crop": False}},
+    "bert/pretraining": {},
+    "retinanet_resnetfpn_coco": {
+        "train_data": {**_FLOAT, "parser": {"aug_rand_hflip": False, "aug_scale_min": 1.0, "aug_scale_max": 1.0}},
+        "validation_data": _FLOAT,
+    },
+    "seg_resnetfpn_pascal": {"train_data": {"aug_rand_hflip": False, "aug_scale_min": 1.0, "aug_scale_max": 1.0}},
+}
+# Sums in another order, and as many steps for them to grow in; ResNet's came out bit by bit.
+_RTOL = 1e-4
+
+
+def steps(number, loop=1, **others):
+    settings = {"train_steps": number, "steps_per_loop": loop, "checkpoint_interval": number, **others}
+    return {"trainer": {"summary_interval": loop, "validation_interval": number, **settings}}
+
+
+@pytest.fixture(scope="module", params=_PLAIN)
+def both(request, tmp_path_factory):
+    """(name, configuration, directory, the run under the driver, the run under looplib)."""
+    directory = str(tmp_path_factory.mktemp("both"))
+    params = side_by_side.configuration(
+        request.param, directory, side_by_side.merged(steps(6), {"task": _PLAIN[request.param]})
+    )
+    theirs = side_by_side.under_the_driver(params, f"{directory}/theirs")
+    return request.param, params, directory, theirs, side_by_side.under_looplib(params, f"{directory}/ours")
+
+
+def test_the_training_losses_and_the_weights_are_the_drivers(both):
+    _, _, _, theirs, ours = both
+    assert list(ours.losses) == [1, 2, 3, 4, 5, 6]
+    assert ours.losses == pytest.approx(theirs.losses, rel=_RTOL)
+    assert len({round(loss, 6) for loss in ours.losses.values()}) > 3  # it trains
+    for a, b in zip(ours.weights, theirs.weights):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_the_validation_metrics_are_the_drivers_but_for_its_mean_of_means(both):
+    name, params, directory, theirs, ours = both
+    losses, counts = validation_losses(params, f"{directory}/ours")
+    assert len(set(counts)) > 1  # the last batch is smaller
+    assert ours.evaluation["examples"] == sum(counts)
+    for metric, value in theirs.evaluation.items():
+        if metric != "validation_loss" and not math.isnan(value):
+            assert ours.evaluation[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
+    assert theirs.evaluation["validation_loss"] == pytest.approx(np.mean(losses), rel=1e-3)
+    assert ours.evaluation["validation_loss"] == pytest.approx(np.average(losses, weights=counts), rel=1e-3)
+    print(f"{name}: {theirs.evaluation['validation_loss']:.5f} there, {ours.evaluation['validation_loss']:.5f} here")
+
+
+def validation_losses(params, model_dir):
+    """Each batch's loss and number of examples, by a plain loop over the validation data with the trained weights."""
+    side_by_side.start_anew()
+    task = task_factory.get_task(params.task, logging_dir=model_dir)
+    model = task.build_model()
+    path = tf.train.latest_checkpoint(f"{model_dir}/checkpoints")
+    tf.train.Checkpoint(model=model).restore(path).expect_partial().assert_existing_objects_matched()
+    losses, counts = [], []
+    task.build_metrics(training=False)
+    for batch in task.build_inputs(params.task.validation_data):
+        counts.append(int(tf.nest.flatten(batch)[0].shape[0]))
+        losses.append(float(task.validation_step(batch, model, metrics=[])[task.loss]))
+    return losses, counts
+
+
+def test_the_drivers_checkpoint_is_gone_on_from_and_it_reads_ours(tmp_path):
+    overrides = {"task": _PLAIN["resnet_imagenet"]}
+    params = side_by_side.configuration("resnet_imagenet", str(tmp_path), side_by_side.merged(steps(4, 2), overrides))
+    whole = side_by_side.under_the_driver(params, f"{tmp_path}/whole")
+    controller, trainer = side_by_side.controller(
+        params, f"{tmp_path}/ours", checkpoints=looplib.CheckpointPolicy(continue_from=f"{tmp_path}/whole")
+    )
+    with controller:
+        assert controller.global_step == 4 and int(trainer.optimizer.iterations) == 4
+        for a, b in zip(trainer.model.get_weights(), whole.weights):
+            np.testing.assert_array_equal(a, b)
+        params.override({"trainer": {"train_steps": 6}})
+        controller.train(6)
+
+    # The other way: the driver's own object for a run, all of whose variables must be in the checkpoint.
+    side_by_side.start_anew()
+    task = task_factory.get_task(params.task)
+    theirs = train_utils.create_trainer(params, task, train=True, evaluate=True, trainer_cls=base_trainer.Trainer)
+    theirs.optimizer.build(theirs.model.trainable_variables)
+    status = theirs.checkpoint.restore(tf.train.latest_checkpoint(f"{tmp_path}/ours/checkpoints"))
+    status.assert_existing_objects_matched()
+    assert int(theirs.global_step) == 6 and int(theirs.optimizer.iterations) == 6
+    for a, b in zip(theirs.model.get_weights(), trainer.model.get_weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """A run with averaged weights and an export of the best checkpoint: (directory, configuration, trainer, metrics)."""
+    directory = str(tmp_path_factory.mktemp("averaged"))
+    overrides = {
+        "task": _PLAIN["resnet_imagenet"],
+        "trainer": {
+            "best_checkpoint_export_subdir": "best",
+            "best_checkpoint_eval_metric": "accuracy",
+            "optimizer_config": {"ema": {"average_decay": 0.9, "trainable_weights_only": False}},
+        },
+    }
+    params = side_by_side.configuration(
+        "resnet_imagenet", directory, side_by_side.merged(steps(4, 2, validation_interval=2), overrides)
+    )
+    seen = []
+    controller, trainer = side_by_side.controller(params, f"{directory}/run", actions=[seen.append])
+    with controller:
+        assert isinstance(trainer.optimizer, optimization.ExponentialMovingAverage)
+        metrics = controller.train_and_evaluate(4, 2)["validation"]
+    return directory, params, trainer, metrics, [event for event in seen if event.split == "validation"]
+
+
+def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(averaged):
+    directory, params, trainer, metrics, _ = averaged
+    losses, counts = validation_losses(params, f"{directory}/run")  # of the weights that were trained
+    assert metrics["validation_loss"] != pytest.approx(np.average(losses, weights=counts), rel=1e-3)
+    averages = [trainer.optimizer.get_slot(weight, "average").numpy() for weight in trainer.model.variables]
+    weights = trainer.model.get_weights()
+    side_by_side.start_anew()
+    task = task_factory.get_task(params.task)
+    model = task.build_model()
+    for variable, average in zip(model.variables, averages):
+        variable.assign(average)
+    expected = [
+        float(task.validation_step(batch, model, metrics=[])[task.loss])
+        for batch in task.build_inputs(params.task.validation_data)
+    ]
+    assert metrics["validation_loss"] == pytest.approx(np.average(expected, weights=counts), rel=1e-4)
+    saved = tf.train.load_checkpoint(tf.train.latest_checkpoint(f"{directory}/run/checkpoints"))
+    model_keys = [
+        key for key in saved.get_variable_to_shape_map() if key.startswith("model/") and "OPTIMIZER" not in key
+    ]
+    found = {saved.get_tensor(key).tobytes() for key in model_keys if key.endswith("VARIABLE_VALUE")}
+    assert {weight.tobytes() for weight in weights} <= found
+
+
+def test_averaged_weights_resume_exactly(averaged, tmp_path):
+    _, params, trainer, _, _ = averaged
+    for until in (2, 4):
+        controller, again = side_by_side.controller(params, f"{tmp_path}/run")
+        with controller:
+            controller.train_and_evaluate(until, 2)
+    for a, b in zip(again.model.get_weights(), trainer.model.get_weights()):
+        np.testing.assert_array_equal(a, b)
+    for weight, other in zip(again.model.variables, trainer.model.variables):
+        np.testing.assert_array_equal(
+            again.optimizer.get_slot(weight, "average"), trainer.optimizer.get_slot(other, "average")
+        )
+
+
+def test_the_best_checkpoint_and_the_averages_are_exported_as_model_garden_does(averaged):
+    directory, _, trainer, metrics, evaluations = averaged
+    with open(f"{directory}/run/best/info.json") as file:
+        best = json.load(file)
+    accuracies = {event.step: event.metrics["accuracy"] for event in evaluations}
+    assert best["accuracy"] == max(accuracies.values()) == metrics["best_accuracy"]
+    assert best["best_ckpt_global_step"] == min(s for s, a in accuracies.items() if a == max(accuracies.values()))
+    assert tf.train.latest_checkpoint(f"{directory}/run/best")
+    average = tf.train.latest_checkpoint(f"{directory}/run/ema_checkpoints")
+    assert os.path.basename(average) == "average_weights-4"
+    side_by_side.start_anew()
+    model = tf_keras.models.clone_model(trainer.model)
+    tf.train.Checkpoint(model=model).restore(average).expect_partial()
+    for a, b in zip(model.variables, trainer.model.variables):
+        np.testing.assert_array_equal(a, trainer.optimizer.get_slot(b, "average"))
+
+
+def test_the_names_of_all_experiments_are_known():
+    names = model_garden.experiments()
+    assert len(names) >= 35 and {"resnet_imagenet", "bert/pretraining", "wmt_transformer/large"} <= set(names)
+    for name in names:
+        assert exp_factory.get_exp_config(name) is not None
+    assert set(side_by_side.EXPERIMENTS) == set(names)
