@@ -264,7 +264,7 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
             )
-        if training:
+        if training and not task.batch_size_varies:
             _check_batch_size(who, dataset, batch_size)
         _check_resident(who, context, dataset)
         skip = 0 if context.positioned else start_step * context.replicas_per_pipeline

@@ -19,6 +19,8 @@ class Trainer(abc.ABC):
       global_step: int64 scalar `tf.Variable`, the number of steps done; set by the `Controller`, which owns it. Read it
         in `step_fn` (for a schedule, say), never assign it.
       run_seed: int, the run's seed; set by the `Controller`.
+      batch_size_varies: bool, whether `dataset` makes batches of other sizes than `per_replica_batch_size`, such
+        as of so many tokens, which is else refused; the loss is then not for `global_mean`. Default False.
       loss_name: str, the training metric that the guards against jumps and large values look at; default "loss".
 
     Example:
@@ -44,6 +46,7 @@ class Trainer(abc.ABC):
     global_batch_size: int | None = None
     global_step: tf.Variable | None = None
     run_seed: int = 0
+    batch_size_varies: bool = False
     loss_name: str = "loss"
 
     @abc.abstractmethod

@@ -60,7 +60,6 @@ def flag_values(params):
     data = getattr(task, "train_data", None) or task.task_routines[0].task_config.train_data
     values = dict(
         train_steps=trainer.train_steps,
-        global_batch_size=data.global_batch_size,
         steps_per_loop=trainer.steps_per_loop,
         eval_interval=trainer.validation_interval,
         eval_steps=trainer.validation_steps,
@@ -74,6 +73,8 @@ def flag_values(params):
         loop="eager" if runtime.run_eagerly or not trainer.train_tf_function else "graph",
         **_recovery(trainer),
     )
+    if data.global_batch_size:
+        values["global_batch_size"] = data.global_batch_size
     if runtime.enable_xla and runtime.num_gpus > 0:
         values["loop"] = "xla"
     return values
@@ -121,6 +122,8 @@ def not_honoured(params):
         config = getattr(params, section)
         default = type(config)().as_dict()
         for name, value in config.as_dict().items():
+            if name == "summary_interval" and value == config.steps_per_loop:
+                continue
             if name not in honoured and value != default.get(name):
                 why = _WHY.get(f"{section}.{name}", "looplib has nothing like it")
                 sentences.append(f"{section}.{name}={value!r} ({why})")

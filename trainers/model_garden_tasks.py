@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import inspect
 import os
 import tempfile
 
 import numpy as np
 import tensorflow as tf
+import tf_keras
 from official.core import base_task, train_utils
 from official.modeling import optimization
 
@@ -62,12 +64,14 @@ class Experiment:
 
     def inputs(self, data, context):
         """The task's pipeline for `data`, one of its `DataConfig`s, and a `looplib.InputContext`."""
+        if "input_context" not in inspect.signature(self.task.build_inputs).parameters:
+            return self.task.build_inputs(data)
         place = tf.distribute.InputContext(context.num_pipelines, context.pipeline_index, context.num_replicas)
-        return self.task.build_inputs(data, place)
+        return self.task.build_inputs(data, input_context=place)
 
     def _make_variables(self):
         """Calls a model that has no variables before its first call with a batch of zeros."""
-        dataset = self.task.build_inputs(self.params.task.train_data, tf.distribute.InputContext(1, 0, 1))
+        dataset = self.task.build_inputs(self.params.task.train_data)
 
         def zeros(spec):
             return tf.zeros([size or 1 for size in spec.shape.as_list()], spec.dtype)
@@ -87,6 +91,7 @@ class TaskTrainer(looplib.Trainer):
     """
 
     loss_name = "training_loss"
+    batch_size_varies = True  # a translation's are of so many tokens
 
     def __init__(self, experiment):
         self._experiment = experiment
@@ -137,6 +142,9 @@ class TaskEvaluator(looplib.Evaluator):
         self.global_batch_size = self._data.global_batch_size or None
         self._aggregates = type(experiment.task).aggregate_logs is not base_task.Task.aggregate_logs
         self._state = self._exporter = self._averages = None
+        self._collected = False
+        found = [value for value in vars(experiment.task).values() if isinstance(value, tf_keras.metrics.Metric)]
+        self._of_task = [metric for metric in found if all(metric is not other for other in self.validation_metrics)]
         self._options = experiment.params.trainer
 
     @property
@@ -164,30 +172,52 @@ class TaskEvaluator(looplib.Evaluator):
 
         The optimizer's own `swap_weights` adds and subtracts, so that rounding errors stay in the weights.
         """
-        self._state = None
+        self._state, self._collected = None, False
+        for metric in self._of_task:
+            metric.reset_state()
         if not self._experiment.averages:
             yield
             return
-        local = self._experiment.strategy.experimental_local_results
-        pairs = [pair for pair in self._experiment.averaged() for pair in zip(*map(local, pair))]
-        kept = [weight.read_value() for weight, _ in pairs]
-        for weight, average in pairs:
-            weight.assign(average)
+        weights, averages = zip(*self._experiment.averaged())
+        with self._kept(weights):
+            for weight, average in zip(self._parts(weights), self._parts(averages)):
+                weight.assign(average)
+            yield
+
+    def _parts(self, variables):
+        """The variables of each replica of this worker behind distributed ones."""
+        return [
+            part for variable in variables for part in self._experiment.strategy.experimental_local_results(variable)
+        ]
+
+    @contextlib.contextmanager
+    def _kept(self, variables):
+        """Gives variables their values of now again after what is done inside."""
+        parts = self._parts(variables)
+        values = [part.read_value() for part in parts]
         try:
             yield
         finally:
-            for (weight, _), value in zip(pairs, kept):
-                weight.assign(value)
+            for part, value in zip(parts, values):
+                part.assign(value)
 
     def collect(self, outputs):
-        """Hands a step's logs to the task's `aggregate_logs`."""
-        if outputs:
-            logs = tf.nest.map_structure(lambda *parts: parts, *(output["logs"] for output in outputs))
+        """Hands a step's logs to the task's `aggregate_logs`.
+
+        Some tasks reset their own metrics in the first call of it, which comes after the first step has updated them:
+        under Model Garden's driver the first batch is missing from the mean IoU of a segmentation. Here it counts.
+        """
+        if not outputs:
+            return
+        logs = tf.nest.map_structure(lambda *parts: parts, *(output["logs"] for output in outputs))
+        first = [] if self._collected else [variable for metric in self._of_task for variable in metric.variables]
+        with self._kept(first):
             self._state = self._experiment.task.aggregate_logs(self._state, logs)
+        self._collected = True
 
     def loop_end(self, metrics):
         """Adds what the task makes of its aggregated logs, and exports the best and the averaged weights."""
-        if self._state:
+        if self._state is not None:
             reduced = self._experiment.task.reduce_aggregated_logs(self._state, global_step=self.global_step)
             metrics = {**metrics, **{name: np.asarray(value) for name, value in reduced.items()}}
             self._state = None
@@ -250,12 +280,11 @@ def _by_name(metrics):
 
 
 def _flat(metrics):
-    """Numbers by name: a metric that is an array gives one for each element, such as `iou_0`, `iou_1`."""
+    """Numbers by name: a metric that is a list gives one for each element, such as `iou_0`, `iou_1`; images none."""
     flat = {}
     for name, value in metrics.items():
         value = np.asarray(value)
-        if value.shape == ():
-            flat[name] = value.item()
-        elif value.dtype.kind in "fiub":
-            flat.update({f"{name}_{number}": part.item() for number, part in enumerate(value.ravel())})
+        if value.dtype.kind in "fiub" and value.ndim <= 1:
+            parts = enumerate(value) if value.ndim else [(None, value)]
+            flat.update({name if number is None else f"{name}_{number}": part.item() for number, part in parts})
     return flat

@@ -69,6 +69,7 @@ def under_the_driver(params, model_dir, mode="train_and_eval"):
         strategy, task, mode, params, model_dir,
         train_actions=[lambda logs: losses.update({int(runner.trainer.global_step): float(logs["training_loss"])})],
         eval_actions=[evaluation.update],
+        save_summary=False,
     )  # fmt: skip
     runner.run()
     numbers = {name: float(value) for name, value in evaluation.items() if tf.rank(value) == 0}
@@ -84,7 +85,7 @@ def controller(params, model_dir, strategy=None, **settings):
         trainer, evaluators = model_garden.make(params, model_dir)
     built = looplib.Controller(
         trainer=trainer, evaluator=evaluators, strategy=strategy, model_dir=model_dir,
-        global_batch_size=values["global_batch_size"], steps_per_loop=values["steps_per_loop"],
+        global_batch_size=values.get("global_batch_size", 2), steps_per_loop=values["steps_per_loop"],
         checkpoints=looplib.CheckpointPolicy(every_steps=values["checkpoint_interval"]),
         **{"writers": [], **settings},
     )  # fmt: skip
