@@ -184,7 +184,8 @@ _DILATED_RESNET = {"dilated_resnet": {"model_id": 50}}
 _PASCAL = {"validation_data": {"groundtruth_padded_size": [64, 64]}}
 _CITYSCAPES = {
     "train_data": {"output_size": [64, 64], "crop_size": [32, 32]},
-    "decoder": {"pool_kernel_size": [2, 2]},
+    # In pixels of the image: those of a crop.
+    "decoder": {"pool_kernel_size": [32, 32]},
 }
 
 VISION: dict[str, Experiment] = {
