@@ -40,6 +40,8 @@ _OPTIMIZER = {
 
 # Moving averages that follow within the few steps: with those of the first moment, deep models overflow in evaluation.
 _NORM = {"norm_momentum": 0.5}
+# Some experiments shrink an image to a tenth, which leaves nothing of a small one.
+_SCALES = {"aug_scale_min": 0.8, "aug_scale_max": 1.25}
 
 
 def _run(paths, task, batch_size, train_data, validation_data, optimizer):
@@ -100,7 +102,7 @@ def _retinanet(backbone, levels, size, task=None, optimizer=None):
 
     def overrides(paths):
         ours = {"annotation_file": paths["annotations"], "model": model}
-        return _run(paths, _merge(ours, task or {}), 2, {}, {}, optimizer or {})
+        return _run(paths, _merge(ours, task or {}), 2, {"parser": _SCALES}, {}, optimizer or {})
 
     return Experiment(vision_data.write_scenes, overrides)
 
@@ -128,7 +130,7 @@ def _rcnn(backbone, levels, size, masks=True):
 
     def overrides(paths):
         ours = {"annotation_file": paths["annotations"], "model": model}
-        return _run(paths, ours, 2, {"parser": parser}, {"parser": parser}, {})
+        return _run(paths, ours, 2, {"parser": parser | _SCALES}, {"parser": parser}, {})
 
     return Experiment(vision_data.write_scenes, overrides)
 
@@ -140,10 +142,11 @@ def _segmentation(model, train_data=None, validation_data=None, task=None, optim
         "head": {"num_filters": 16, "low_level_num_filters": 8},
     }
     size = {"output_size": [64, 64]}
+    train = {**size, **_SCALES, **(train_data or {})}
 
     def overrides(paths):
         merged = _merge({"model": ours}, {"model": model}, task or {})
-        return _run(paths, merged, 2, size | (train_data or {}), size | (validation_data or {}), optimizer or {})
+        return _run(paths, merged, 2, train, size | (validation_data or {}), optimizer or {})
 
     return Experiment(vision_data.write_scenes, overrides)
 
@@ -181,7 +184,8 @@ _DILATED_RESNET = {"dilated_resnet": {"model_id": 50}}
 _PASCAL = {"validation_data": {"groundtruth_padded_size": [64, 64]}}
 _CITYSCAPES = {
     "train_data": {"output_size": [64, 64], "crop_size": [32, 32]},
-    "decoder": {"pool_kernel_size": [2, 2]},
+    # In pixels of the image: those of a crop.
+    "decoder": {"pool_kernel_size": [32, 32]},
 }
 
 VISION: dict[str, Experiment] = {
