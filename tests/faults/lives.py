@@ -4,6 +4,7 @@ TensorFlow's runtime starts with the first op or device; before that, a process 
 the binary's `main` and ends as a process of its own: to import TensorFlow costs 4 s, to fork nothing.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -11,10 +12,11 @@ import pathlib
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+
+from looplib.local_launch import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 _CLONE_NEWNET = 0x40000000
@@ -26,6 +28,7 @@ class Nursery:
 
     def __init__(self):
         self.lives = 0
+        self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
         environment = {
@@ -49,11 +52,16 @@ class Nursery:
     def __exit__(self, *_):
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+        self._held.close()
         shutil.rmtree(self.folder)
 
     def life(self, folder, *arguments, **order):
         """Starts the binary on a run directory; returns its `Life`."""
         return Life(self, [f"--model_dir={folder}", *arguments], order)
+
+    def _ports(self, count):
+        """Ports that are held until this nursery ends."""
+        return self._held.enter_context(hold_ports(count))
 
     def workers(self, count, folder, *arguments, missing=(), namespaces=None):
         """Starts the binary as so many workers; returns a list of their lives, the chief's first.
@@ -69,7 +77,7 @@ class Nursery:
         hosts = namespaces or dict.fromkeys(range(count), "127.0.0.1")
         places = [
             (f"{address}:{port}", {"namespace": name} if namespaces else {})
-            for (name, address), port in zip(hosts.items(), free_ports(count))
+            for (name, address), port in zip(hosts.items(), self._ports(count))
         ]
         cluster = {"worker": [address for address, _ in places]}
         return [
@@ -79,15 +87,6 @@ class Nursery:
             )
             for index, (_, place) in enumerate(places) if index not in missing
         ]  # fmt: skip
-
-
-def free_ports(count):
-    """Ports that nobody uses now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 class Life:

@@ -109,7 +109,25 @@ def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, ref
     assert os.path.exists(tmp_path / "run" / "metrics.jsonl") and processes
 
 
-def test_a_pipeline_that_no_worker_shards_is_an_error(nursery, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", "--config.data=unsharded")
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        ("unsharded", "Faulty.dataset gives each of 2 workers the same data"),
+        ("ragged", "FaultyEvaluator.dataset has elements RaggedTensorSpec"),  # before any step
+    ],
+)
+def test_data_that_workers_cannot_share_is_refused_when_the_controller_is_built(data, words, nursery, tmp_path):
+    processes = nursery.workers(2, tmp_path / "run", f"--config.data={data}")
     assert [process.code(120) for process in processes] == [1, 1]
-    assert "gives each of 2 workers the same data" in processes[0].output()
+    assert words in processes[0].output()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_what_a_share_that_ends_early_leaves_out_of_the_others_is_said_once(nursery, tmp_path):
+    processes = run(nursery, tmp_path / "run", 2, *QUIET, "--config.data=uneven", "--mode=train", "--train_steps=-1")
+    sentence = (
+        "the training data ended at step 3 on some workers only: the share of worker 0 has ended, and batches of "
+        "others are left out: 2 of worker 1"
+    )
+    assert [process.output().count(sentence) for process in processes] == [1, 0]
+    assert "done at step 3" in processes[0].output()
