@@ -1,8 +1,7 @@
 """Starts many lives of a binary at little cost: a process that has imported TensorFlow, but not started it.
 
 TensorFlow's runtime starts with the first op or device; before that, a process may fork. Each life is a fork that runs
-the binary's `main` and ends as a process of its own: to import TensorFlow costs 4 s, to fork nothing. The binaries are
-`faulty` and `asynchronous`.
+a binary's module as `python -m` does, and ends as a process of its own: to import TensorFlow costs 4 s, to fork nothing.
 """
 
 import contextlib
@@ -10,6 +9,7 @@ import ctypes
 import json
 import os
 import pathlib
+import runpy
 import select
 import shutil
 import signal
@@ -61,7 +61,7 @@ class Nursery:
         return Life(self, [f"--model_dir={folder}", *arguments], {"binary": "faulty", **order})
 
     def life_of(self, binary, *arguments, **order):
-        """Starts another binary; returns its `Life`."""
+        """Starts any binary, by the name of its module; returns its `Life`."""
         return Life(self, list(arguments), {"binary": binary, **order})
 
     def _ports(self, count):
@@ -100,7 +100,7 @@ class Life:
     Args:
       nursery: the `Nursery` that forks it.
       arguments: its command line.
-      order: dict: `binary`, and maybe `environment`, a dict of variables, `namespace`, of a network, and `log`.
+      order: dict: `binary`, its module, and maybe `environment`, a dict of variables, `namespace`, of a network, and `log`.
 
     Attributes:
       pid: its process id.
@@ -159,12 +159,12 @@ class Life:
 
 
 def _serve():
-    import asynchronous
-    import faulty
-    import keras  # noqa: F401  so that both families are there in each life
+    import faulty  # noqa: F401  so that what the binaries import is there in each life
+    import keras  # noqa: F401
     import tf_keras  # noqa: F401
 
-    binaries = {"asynchronous": asynchronous, "faulty": faulty}
+    import trainers.image_classification  # noqa: F401
+
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
@@ -172,12 +172,12 @@ def _serve():
         else:
             pid = os.fork()
             if pid == 0:
-                _live(binaries[order["binary"]], order)
+                _live(order)
             answer = {"pid": pid}
         print(json.dumps(answer), flush=True)
 
 
-def _live(binary, order):
+def _live(order):
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -187,8 +187,9 @@ def _live(binary, order):
         with open(f"/run/netns/{order['namespace']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
-    sys.argv = [f"{order['binary']}.py", *order["arguments"]]
-    sys.exit(binary.main())
+    sys.argv[1:] = order["arguments"]
+    runpy.run_module(order["binary"], run_name="__main__", alter_sys=True)
+    sys.exit()
 
 
 if __name__ == "__main__":

@@ -203,12 +203,8 @@ def leave_numbers(strategy, loop):
     coordinator.join()
 
 
-def main():
+if __name__ == "__main__":
     if sys.argv[1:] == ["tries"]:
         tries()
     else:
         launch.run(build, Config(), steps_per_loop=10, global_batch_size=8)
-
-
-if __name__ == "__main__":
-    main()
