@@ -117,6 +117,17 @@ class Stream:
         """The place after the last batch read, as bytes for `iterate`; None where that cannot be saved."""
         return None
 
+    def left_out(self, read):
+        """Once the data has ended, says what nobody trains on as the shares of several workers differ; waits for them.
+
+        Args:
+          read: how many batches this worker's share gave, those that were skipped among them.
+
+        Returns:
+          A clause, the same on all workers; "" if there is nothing, or it is not known.
+        """
+        return ""
+
     def _note(self, sentence):
         logging.info("%s.dataset %s", self.who, sentence)
 
@@ -135,6 +146,11 @@ class HostStream(Stream):
         self._savable = self.renew is not None and not self.positioned and self._workers.count == 1
         self._digest = None
         self._spec = None
+        self._had_batch = None
+        if self.may_be_empty and self._workers.count > 1:
+            self._empty()  # what cannot be made is refused before the first step
+        if self.renew and not self.infinite and self._workers.count > 1:
+            self._had_batch = tf.Variable(False, trainable=False)  # in the step that was looked for last
 
     @property
     def element_spec(self):
@@ -204,6 +220,8 @@ class HostStream(Stream):
         if self.may_be_empty:
             more = self._workers.any(more)
         else:
+            if self._had_batch is not None:
+                self._had_batch.assign(more)
             more = tf.logical_not(self._workers.any(tf.logical_not(more)))
         return optionals, more
 
@@ -223,6 +241,17 @@ class HostStream(Stream):
         first = tf.cond(first.has_value(), first.get_value, empty) if empty else first.get_value()
         empty = empty or (lambda: tf.nest.map_structure(_without_rows, first))
         return self._to_replicas([first, *(tf.cond(part.has_value(), part.get_value, empty) for part in others)])
+
+    def left_out(self, read):
+        """See `Stream`."""
+        if self._had_batch is None:
+            return ""
+        count = int(self.dataset.cardinality())
+        left = (max(1, count - read) if count >= 0 else -1) if self._had_batch.numpy() else 0
+        shares = list(enumerate(self._workers.gather(np.int64(left))))
+        others = [f"{'an unknown number' if left < 0 else left} of worker {index}" for index, left in shares if left]
+        ended = " and ".join(f"worker {index}" for index, left in shares if not left)
+        return f"the share of {ended} has ended, and batches of others are left out: {', '.join(others)}" * bool(others)
 
     def _empty(self):
         """A batch without examples."""

@@ -115,18 +115,17 @@ class _Look:
     def report(self):
         self._look_at_the_batch()
         spec = self._static_spec()
-        lowered, memory = False, {}
+        lowered, traced = False, None
         if spec is not None:
             traced = self._function.get_concrete_function(spec)
             self._ops = origins.Ops(traced)
             lowered = self._lower(traced)
             self._look_at_dtypes()
-            memory = self._memory(traced, spec)
         return {
             "batch": self.batch,
             "global_batch": self._stream.batch_size,
             "lowered": lowered,
-            "memory": memory,
+            "memory": self._memory(traced, spec),
         }
 
     def _find(self, kind, text, line="", fault=True):
@@ -278,23 +277,30 @@ class _Look:
     # Memory.
 
     def _memory(self, traced, spec):
-        """Bytes a core: parameters, optimizer, other state, data that stays there, batch, and temporaries."""
+        """Bytes a core: parameters, optimizer, other state, data that stays there, batch, and temporaries.
+
+        Args:
+          traced: the step's concrete function; None if its batch is of no kind that a device takes, when less is known.
+          spec: of its batch, or None.
+        """
         own = [variable for optimizer in keras_family.optimizers(self._task) for variable in optimizer.variables]
         of_optimizer = {id(variable.value if keras_family.is_variable(variable) else variable) for variable in own}
-        held = [*(variable for _, variable in variables_of(state_of(self._task))), *traced.variables]
+        used = traced.variables if traced else ()
+        held = [*(variable for _, variable in variables_of(state_of(self._task))), *used]
         sizes = collections.Counter()
         for variable in {id(variable): variable for variable in held}.values():
             kind = (
                 "optimizer" if id(variable) in of_optimizer else "parameters" if variable.trainable else "other state"
             )
             sizes[kind] += _bytes(variable)
-        handles = {id(variable.handle) for variable in traced.variables}
+        handles = {id(variable.handle) for variable in used}
         sizes["resident data"] = sum(
-            _bytes(tensor) for tensor in traced.captured_inputs
+            _bytes(tensor) for tensor in (traced.captured_inputs if traced else ())
             if id(tensor) not in handles and tensor.dtype not in (tf.resource, tf.variant, tf.string)
         )  # fmt: skip
-        sizes["batch"] = sum(_bytes(part) for part in tf.nest.flatten(spec) if part.dtype != tf.string)
-        temporary = _temporary_bytes(self._function, spec)
+        parts = tf.nest.flatten(spec) if traced else []
+        sizes["batch"] = sum(_bytes(part) for part in parts if part.dtype != tf.string)
+        temporary = _temporary_bytes(self._function, spec) if traced else None
         kind = "activations and gradients" if self._split == "train" else "activations"
         return {**{kind: size for kind, size in sizes.items() if size}, kind: temporary}
 

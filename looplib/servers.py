@@ -12,6 +12,7 @@ import time
 import tensorflow as tf
 from absl import logging
 
+from looplib import cluster
 from looplib.errors import UsageError, gist
 from looplib.preemption import Preempted, notice
 
@@ -44,10 +45,10 @@ def connect():
     """
     # So that calls to a process that has died fail at once, and are done by another (TensorFlow's own advice).
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-    resolver = _cluster()
-    if resolver.task_type == "chief":
-        return _strategy(resolver)
-    _serve(resolver)
+    found = _cluster()
+    if found.task_type == "chief":
+        return _strategy(found)
+    _serve(found)
 
 
 def counts():
@@ -63,31 +64,27 @@ def connected():
 
 
 def _cluster():
-    found = os.environ.get("TF_CONFIG")
-    expected = (
-        "set it to the cluster's chief, worker and ps addresses and this process's task, or start all processes by "
-        "`python -m looplib launch --workers=2 --parameter_servers=1 -- COMMAND`"
-    )
-    if not found:
-        raise UsageError(f"the strategy parameter_server needs TF_CONFIG in the environment; {expected}")
-    try:
-        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver(rpc_layer="grpc")
-        jobs = {job: len(addresses) for job, addresses in resolver.cluster_spec().as_dict().items()}
-        task, index = resolver.task_type, resolver.task_id
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(f"TF_CONFIG is {found[:200]!r}, which cannot be read ({gist(error)}); {expected}") from error
-    if jobs.get("chief") != 1 or set(jobs) != {"chief", "worker", "ps"}:
-        listed = ", ".join(f"{number} {job}" for job, number in sorted(jobs.items())) or "no task"
+    found = cluster.resolve()
+    if found is None or not found.parameter_servers:
+        names = "nothing in the environment names any" if found is None else f"{found.source} names none"
         raise UsageError(
-            f"TF_CONFIG names {listed}; the strategy parameter_server expects 1 chief, and at least 1 worker and 1 ps"
+            f"the strategy is parameter_server, and {names}; expected TF_CONFIG with a chief, workers and ps, as "
+            "`python -m looplib launch --workers=2 --parameter_servers=1 -- COMMAND` sets it"
         )
-    if task not in jobs or not isinstance(index, int) or not 0 <= index < jobs[task]:
-        raise UsageError(f"TF_CONFIG says that this process is {task} {index}, which is not in its cluster; {expected}")
-    return resolver
+    if found.task_type == "evaluator":
+        raise UsageError(
+            f"{found.source} says that this process is an evaluator, which no chief of a parameter_server training "
+            "coordinates; start it with --strategy=one_device --mode=continuous_eval"
+        )
+    return found
 
 
-def _strategy(resolver):
+def _strategy(found):
     global _connected
+    spec = tf.train.ClusterSpec(found.spec)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=found.task_type, task_id=found.task_index, rpc_layer="grpc"
+    )
     try:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     except (tf.errors.OpError, ValueError) as error:
@@ -100,10 +97,10 @@ def _strategy(resolver):
     return strategy
 
 
-def _serve(resolver):
-    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+def _serve(found):
+    spec, job, index = tf.train.ClusterSpec(found.spec), found.task_type, found.task_index
     # A call may hold a thread while it waits for another process; with fewer of them all could wait for each other.
-    threads = max(os.cpu_count() or 1, spec.num_tasks("worker") + 1)
+    threads = max(os.cpu_count() or 1, len(found.workers) + 1)
     config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads)
     try:
         server = tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config)
@@ -112,7 +109,7 @@ def _serve(resolver):
             f"{job} {index} cannot serve at {spec.task_address(job, index)} ({gist(error)}); see what else uses that "
             "address, or name another in TF_CONFIG"
         ) from error
-    coordinator = spec.task_address("chief", 0)
+    coordinator = found.chief
     logging.info("%s %d serves at %s until the coordinator at %s is gone", job, index, server.target, coordinator)
     try:
         with notice.listening():

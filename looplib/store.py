@@ -1,5 +1,6 @@
 """The store of a run: its directory, the lock on it, its checkpoints, and the controller's own state in them."""
 
+import math
 import os
 import re
 import time
@@ -14,6 +15,8 @@ from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
 from looplib.snapshots import assign_what_fits
 from looplib.state import InputState, RunState, variables_of
+
+_WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
 
 
 class Store:
@@ -50,6 +53,7 @@ class Store:
         self._writes = writes
         self._lock = None
         self._checkpoints = None
+        self._wait_noted = -math.inf
         self.input_state = InputState()
         self.start = None
         self.writable = bool(model_dir)
@@ -334,7 +338,7 @@ class Store:
         return done.path if done else None
 
     def _wait_for_newer(self, than, timeout):
-        until, damaged = None if timeout is None else time.monotonic() + timeout, None
+        started, damaged = time.monotonic(), None
         while True:
             done = commits.newest(self.directory)
             if done and done.path != than and done != damaged:
@@ -344,9 +348,24 @@ class Store:
                 if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
                     logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
                     damaged = done
-            if until is not None and time.monotonic() >= until:
+            waited = time.monotonic() - started
+            if timeout is not None and waited >= timeout:
                 return None
+            self._note_wait(than, timeout, waited)
             time.sleep(min(1.0, timeout if timeout else 1.0))
+
+    def _note_wait(self, than, timeout, waited):
+        now = time.monotonic()
+        if now - self._wait_noted < _WAIT_NOTES:
+            return
+        self._wait_noted = now
+        logging.info(
+            "waiting for a checkpoint%s in %s, %s%s",
+            f" newer than {os.path.basename(than)}" if than else "",
+            self.directory,
+            "as long as it takes" if timeout is None else f"for up to {timeout:g} s",
+            f" ({waited:.0f} s so far)" if waited >= 1 else "",
+        )
 
     def close(self):
         """Waits for a save under way, lets go of the lock, and raises the save's error if it failed."""

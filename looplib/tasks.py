@@ -17,6 +17,7 @@ from looplib.preemption import notice
 from looplib.state import state_of, variables_of
 from looplib.steps import Step
 from looplib.trainer import Trainer
+from looplib.workers import Workers
 
 
 class TaskLoop:
@@ -54,6 +55,7 @@ class TaskLoop:
         self._start_step = start_step
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
         self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
+        self._first_stream = self._stream  # which the loop reads all iterators with
         remote = isinstance(self._stream, feeds.RemoteStream)
         if remote:
             coordinator.check(split, self._stream, engine, non_finite)
@@ -223,7 +225,18 @@ class TaskLoop:
                 ) from error
 
     def note_end(self, step, target):
-        """Says that the data ended before the step that was asked for; raises `UsageError` if there was none."""
+        """Says that the data ended before the step that was asked for; raises `UsageError` if there was none.
+
+        Waits for the other workers.
+        """
+        if left_out := self._first_stream.left_out(self._stream.sure - self._sure):
+            if Workers(self._strategy).is_chief:  # once is enough
+                logging.warning(
+                    "the training data ended at step %d on some workers only: %s; give each as many batches, or "
+                    "repeat() them",
+                    step,
+                    left_out,
+                )
         if not step:
             raise UsageError(
                 f"the training data set is empty: {self.who}.dataset has no batch, or not one for each "

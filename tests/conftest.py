@@ -40,3 +40,12 @@ def strategy(request):
 def keras(request):
     """Keras 3 or tf_keras."""
     return pytest.importorskip(request.param)
+
+
+@pytest.fixture(scope="session")
+def nursery():
+    """A process that forks lives of the binary `faulty`; one for all tests, as its imports take seconds."""
+    from faults import lives
+
+    with lives.Nursery() as nursery:
+        yield nursery

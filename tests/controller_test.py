@@ -11,6 +11,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
+from looplib import store
 from looplib.writers import read_jsonl
 
 DEFAULT = make_strategy("default")
@@ -167,11 +168,19 @@ def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(tmp_path):
         assert job.evaluate_continuously(until_step=14) == result
 
 
-def test_continuous_evaluation_times_out_with_a_sentence(tmp_path):
+def test_continuous_evaluation_says_once_that_it_waits_and_times_out_with_a_sentence(tmp_path, caplog, monkeypatch):
     _, evaluator = build()
     job = looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=tmp_path, writers=[])
-    with pytest.raises(looplib.UsageError, match="no checkpoint came in .* within 0.1 s"):
+    with caplog.at_level("INFO", logger="absl"):
+        for _ in range(2):
+            with pytest.raises(looplib.UsageError, match="no checkpoint came in .* within 0.1 s"):
+                job.evaluate_continuously(timeout=0.1)
+        waiting = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
+        assert waiting == [f"waiting for a checkpoint in {tmp_path}/checkpoints, for up to 0.1 s"]
+        run(tmp_path, 4)
+        monkeypatch.setattr(store, "_WAIT_NOTES", 0.0)
         job.evaluate_continuously(timeout=0.1)
+    assert f"waiting for a checkpoint newer than ckpt-4 in {tmp_path}/checkpoints, for up to 0.1 s" in caplog.messages
 
 
 def test_restoring_by_hand_goes_back_in_the_data_too():

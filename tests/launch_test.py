@@ -182,19 +182,12 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory):
-    folders = {case: tmp_path_factory.mktemp("bad") for case in BAD}
-    results = start_all([[a.format(folders[case]) for a in arguments] for case, (arguments, _) in BAD.items()])
-    return dict(zip(BAD, results))
-
-
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_a_sentence_and_code_1(case, failures):
-    result = failures[case]
-    assert result.returncode == 1
-    assert BAD[case][1] in result.stderr
-    assert "Traceback" not in result.stderr
+def test_bad_input_is_a_sentence_and_code_1(case, nursery, tmp_path):
+    arguments, sentence = BAD[case]
+    life = nursery.life_of("trainers.image_classification", *(argument.format(tmp_path) for argument in arguments))
+    assert life.code() == 1
+    assert sentence in life.output() and "Traceback" not in life.output()
 
 
 def test_a_crash_names_the_checkpoint_to_go_on_from(tmp_path):

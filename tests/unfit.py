@@ -1,4 +1,4 @@
-"""A small binary with one fault that a TPU would not run: `python -m unfit --config.fault=unique`."""
+"""A small binary with faults that a TPU would not run: `python -m unfit --config.faults=unique,shape`."""
 
 import dataclasses
 
@@ -10,33 +10,33 @@ from looplib import launch
 
 @dataclasses.dataclass
 class Config:
-    fault: str = ""  # unique, strings, shape, crash
+    faults: str = ""  # some of unique, strings, shape, crash, with commas
 
 
 class Unfit(toy.Regression):
-    def __init__(self, fault):
+    def __init__(self, faults):
         super().__init__()
-        self.fault = fault
+        self.faults = faults
 
     def step_fn(self, inputs):
         outputs = super().step_fn(inputs)
         ids = inputs[0]
-        if self.fault == "unique":
+        if "unique" in self.faults:
             classes, _ = tf.unique(inputs[2])
             outputs["classes"] = tf.cast(tf.fill([tf.size(ids)], tf.size(classes)), tf.float32)
-        if self.fault == "strings":
+        if "strings" in self.faults:
             texts = tf.strings.as_string(ids)
             outputs["length"] = tf.strings.length(texts)
-        if self.fault == "shape":
+        if "shape" in self.faults:
             even = tf.boolean_mask(ids, ids % 2 == 0)
             outputs["even"] = tf.fill([tf.size(ids)], tf.reduce_sum(even))
         return outputs
 
 
 def build(config):
-    if config.fault == "crash":
+    if "crash" in config.faults:
         raise RuntimeError("the printer is on fire")
-    return Unfit(config.fault), None
+    return Unfit(config.faults), None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 
 import keras as keras3
-import lives
 import numpy as np
 import pytest
 import toy
@@ -48,12 +47,6 @@ def fill_until_it_ends(life, folder, leave):
                 file.write(bytes(free - leave))
         if life.ended(0.002):
             return path
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    with lives.Nursery() as nursery:
-        yield nursery
 
 
 @pytest.mark.parametrize("leave", [0, 3 * MB])

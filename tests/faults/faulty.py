@@ -25,7 +25,7 @@ X = (_random.randn(NUM_EXAMPLES, SIDE, SIDE, 1) + Y[:, None, None, None]).astype
 @dataclasses.dataclass
 class Config:
     keras: str = "keras"  # or tf_keras
-    data: str = "indices"  # or pipeline, or unsharded
+    data: str = "indices"  # or pipeline, unsharded, uneven (the last worker has more), ragged (in the evaluation)
     noisy: bool = True  # dropout, augmentation and noise, of which each replica has its own
     normalized: bool = False  # by batch, each replica on its own
     nan_at: int = 0  # the step in which the last worker gets a NaN
@@ -102,12 +102,15 @@ class Faulty(looplib.Trainer):
         self.ballast = tf.Variable(tf.zeros([int(config.state_mb * 2**18)]), trainable=False)
 
     def dataset(self, context):
-        if self.config.data == "indices":
+        if self.config.data in ("indices", "ragged"):
             data = context.indices(NUM_EXAMPLES).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
             return data.map(self._failing(context)) if self.config.fail_at or self.config.nan_at else data
         data = tf.data.Dataset.from_tensor_slices((X, Y))
-        if self.config.data == "pipeline":
+        if self.config.data in ("pipeline", "uneven"):
             data = data.shard(context.num_pipelines, context.pipeline_index)
+        if self.config.data == "uneven":
+            last = context.pipeline_index == context.num_pipelines - 1
+            return data.take(40 if last else 24).batch(context.per_replica_batch_size)
         return data.shuffle(NUM_EXAMPLES, seed=context.seed).repeat().batch(context.per_replica_batch_size)
 
     def _failing(self, context):
@@ -153,7 +156,10 @@ class FaultyEvaluator(looplib.Evaluator):
         self.config, self.notes = trainer.config, trainer.notes
 
     def dataset(self, context):
-        return context.indices(NUM_EXAMPLES).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+        data = context.indices(NUM_EXAMPLES).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
+        if self.config.data == "ragged":
+            return data.map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))
+        return data
 
     def step_fn(self, inputs):
         x, y = inputs

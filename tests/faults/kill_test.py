@@ -10,7 +10,6 @@ import re
 import signal
 import time
 
-import lives
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -34,12 +33,6 @@ RUNS = {
 # What a kill waits for, and the most seconds that it then lets pass.
 AIMS = {"start": 2.0, "step": 0.02, "save": 0.06, "report": 0.03, "evaluate": 0.03, "restore": 0.03}
 KILLS = 7  # of each run
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    with lives.Nursery() as nursery:
-        yield nursery
 
 
 @pytest.fixture(scope="module")

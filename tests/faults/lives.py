@@ -1,20 +1,23 @@
-"""Starts many lives of the binary `faulty` at little cost: a process that has imported TensorFlow, but not started it.
+"""Starts many lives of a binary at little cost: a process that has imported TensorFlow, but not started it.
 
 TensorFlow's runtime starts with the first op or device; before that, a process may fork. Each life is a fork that runs
-the binary's `main` and ends as a process of its own: to import TensorFlow costs 4 s, to fork nothing.
+a binary's module as `python -m` does, and ends as a process of its own: to import TensorFlow costs 4 s, to fork nothing.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import pathlib
+import runpy
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+
+from looplib.local_launch import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 _CLONE_NEWNET = 0x40000000
@@ -26,8 +29,9 @@ class Nursery:
 
     def __init__(self):
         self.lives = 0
+        self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
-        paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
+        paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults", ROOT / "tests" / "workers"]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -49,14 +53,23 @@ class Nursery:
     def __exit__(self, *_):
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
+        self._held.close()
         shutil.rmtree(self.folder)
 
     def life(self, folder, *arguments, **order):
-        """Starts the binary on a run directory; returns its `Life`."""
-        return Life(self, [f"--model_dir={folder}", *arguments], order)
+        """Starts `faulty` on a run directory; returns its `Life`."""
+        return Life(self, [f"--model_dir={folder}", *arguments], {"binary": "faulty", **order})
+
+    def life_of(self, binary, *arguments, **order):
+        """Starts any binary, by the name of its module; returns its `Life`."""
+        return Life(self, list(arguments), {"binary": binary, **order})
+
+    def _ports(self, count):
+        """Ports that are held until this nursery ends."""
+        return self._held.enter_context(hold_ports(count))
 
     def workers(self, count, folder, *arguments, missing=(), namespaces=None):
-        """Starts the binary as so many workers; returns a list of their lives, the chief's first.
+        """Starts `faulty` as so many workers; returns a list of their lives, the chief's first.
 
         Args:
           count: how many the cluster has.
@@ -69,7 +82,7 @@ class Nursery:
         hosts = namespaces or dict.fromkeys(range(count), "127.0.0.1")
         places = [
             (f"{address}:{port}", {"namespace": name} if namespaces else {})
-            for (name, address), port in zip(hosts.items(), free_ports(count))
+            for (name, address), port in zip(hosts.items(), self._ports(count))
         ]
         cluster = {"worker": [address for address, _ in places]}
         return [
@@ -81,17 +94,13 @@ class Nursery:
         ]  # fmt: skip
 
 
-def free_ports(count):
-    """Ports that nobody uses now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 class Life:
-    """One start of the binary.
+    """One start of a binary.
+
+    Args:
+      nursery: the `Nursery` that forks it.
+      arguments: its command line.
+      order: dict: `binary`, its module, and maybe `environment`, a dict of variables, `namespace`, of a network, and `log`.
 
     Attributes:
       pid: its process id.
@@ -101,12 +110,15 @@ class Life:
     def __init__(self, nursery, arguments, order):
         self._nursery = nursery
         nursery.lives += 1
-        self.log = nursery.folder / f"{nursery.lives}.log"  # not beside the run, whose disk may be full
-        notes = nursery.folder / f"{nursery.lives}.notes"
-        notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
-        self._notes = open(notes, "rb", buffering=0)
-        arguments = [*arguments, f"--config.notes={notes}"]
-        self.pid = nursery.ask(arguments=arguments, log=str(self.log), **order)["pid"]
+        # Not beside the run, whose disk may be full.
+        self.log = pathlib.Path(order.get("log", nursery.folder / f"{nursery.lives}.log"))
+        self._code = self._notes = None
+        if order["binary"] == "faulty":
+            notes = nursery.folder / f"{nursery.lives}.notes"
+            notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
+            self._notes = open(notes, "rb", buffering=0)
+            arguments = [*arguments, f"--config.notes={notes}"]
+        self.pid = nursery.ask(**{**order, "arguments": arguments, "log": str(self.log)})["pid"]
         self._handle = os.pidfd_open(self.pid)
 
     def note(self):
@@ -116,7 +128,7 @@ class Life:
 
     def ended(self, timeout=0.0):
         """Whether it has ended, within some seconds."""
-        return bool(select.select([self._handle], [], [], timeout)[0])
+        return self._code is not None or bool(select.select([self._handle], [], [], timeout)[0])
 
     def kill(self, signum=signal.SIGKILL):
         """Sends a signal; the process is not waited for yet, so that the number is still its own."""
@@ -124,13 +136,22 @@ class Life:
 
     def code(self, timeout=120.0):
         """Waits for its end and returns the exit code, or the signal's number with a minus."""
+        if self._code is not None:
+            return self._code
         if not self.ended(timeout):
             self.kill()
             raise TimeoutError(f"it did not end within {timeout} s: {self.output()[-2000:]}")
-        code = self._nursery.ask(wait=self.pid)["code"]
+        self._code = self._nursery.ask(wait=self.pid)["code"]
         os.close(self._handle)
-        self._notes.close()
-        return code
+        if self._notes:
+            self._notes.close()
+        return self._code
+
+    def end(self):
+        """Kills it if it has not ended."""
+        if not self.ended():
+            self.kill()
+        self.code()
 
     def output(self):
         """What it has printed so far, standard output and error."""
@@ -138,9 +159,11 @@ class Life:
 
 
 def _serve():
-    import faulty
-    import keras  # noqa: F401  so that both families are there in each life
+    import faulty  # noqa: F401  so that what the binaries import is there in each life
+    import keras  # noqa: F401
     import tf_keras  # noqa: F401
+
+    import trainers.image_classification  # noqa: F401
 
     for line in sys.stdin:
         order = json.loads(line)
@@ -149,12 +172,12 @@ def _serve():
         else:
             pid = os.fork()
             if pid == 0:
-                _live(faulty, order)
+                _live(order)
             answer = {"pid": pid}
         print(json.dumps(answer), flush=True)
 
 
-def _live(faulty, order):
+def _live(order):
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, target in ((nothing, 0), (log, 1), (log, 2)):
@@ -164,8 +187,9 @@ def _live(faulty, order):
         with open(f"/run/netns/{order['namespace']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
-    sys.argv = ["faulty.py", *order["arguments"]]
-    faulty.main()
+    sys.argv[1:] = order["arguments"]
+    runpy.run_module(order["binary"], run_name="__main__", alter_sys=True)
+    sys.exit()
 
 
 if __name__ == "__main__":

@@ -16,12 +16,6 @@ from looplib.comparisons import compare
 LONG = ["--train_steps=100000", "--config.slow_step=0.01", "--eval_interval=100000"]
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    with lives.Nursery() as nursery:
-        yield nursery
-
-
 def wait_for_step(life, folder, step):
     until = time.monotonic() + 60
     while saved_step(folder) < step:

@@ -1,48 +1,50 @@
 """A worker that dies, freezes, fails, is cut off, preempted or missing: all end within a minute and say why, once."""
 
 import os
-import pathlib
 import re
 import signal
-import sys
 import time
 
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "faults"))
-
-import lives
 from cluster_harness import Namespaces
 
 from looplib import commits
 from looplib.comparisons import compare
 
 # Long enough to strike in the middle; a step is a collective op of both.
-ARGUMENTS = ["--config.slow_step=0.01", "--train_steps=120", "--config.state_mb=0.01"]
+ARGUMENTS = ["--mode=train", "--config.slow_step=0.01", "--train_steps=120", "--config.state_mb=0.01"]
 LIMIT = 60.0  # seconds
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    with lives.Nursery() as nursery:
-        yield nursery
 
 
 @pytest.fixture(scope="module")
 def whole(nursery, tmp_path_factory):
     """A run of two workers that nothing has happened to."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    for process in nursery.workers(2, folder, *ARGUMENTS):
-        assert process.code(300) == 0, process.output()
+    go_on(nursery, [folder])
     return folder
 
 
-def wait_for_a_checkpoint(folder, processes, step=12):
-    until = time.monotonic() + 120
-    while True:
-        done = commits.newest(os.path.join(folder, "checkpoints"))
-        if done and done.step >= step:
-            return
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory):
+    """One run that test after test strikes; each starts it again where the last has left it."""
+    return tmp_path_factory.mktemp("struck") / "run"
+
+
+def go_on(nursery, folders):
+    """Runs two workers in each directory to the end, all at once."""
+    for process in [process for folder in folders for process in nursery.workers(2, folder, *ARGUMENTS)]:
+        assert process.code(300) == 0, process.output()
+
+
+def saved_step(folder):
+    done = commits.newest(os.path.join(folder, "checkpoints"))
+    return done.step if done else 0
+
+
+def wait_for_checkpoints(folder, processes, more=8):
+    """Waits until a run has gone on for some steps since it was started."""
+    until, target = time.monotonic() + 120, saved_step(folder) + more
+    while saved_step(folder) < target:
         assert time.monotonic() < until and not any(process.ended() for process in processes), "\n".join(
             process.output() for process in processes
         )
@@ -58,47 +60,89 @@ def causes(process):
     return re.findall(r"^looplib: error: .*", process.output(), re.M)
 
 
-def continue_and_compare(nursery, folder, whole):
-    for process in nursery.workers(2, folder, *ARGUMENTS):
-        assert process.code(300) == 0, process.output()
+def compare_with_whole(whole, folder):
     result = compare(whole, folder)
     assert result.differences == [] and result.examples
 
 
-@pytest.mark.parametrize("struck", [0, 1])
-def test_a_killed_worker_ends_the_other_and_a_restart_goes_on_exactly(struck, nursery, whole, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS)
-    wait_for_a_checkpoint(tmp_path / "run", processes)
-    processes[struck].kill()
-    found = codes(processes, time.monotonic())
-    assert found[struck] == -signal.SIGKILL and found[1 - struck] == 1
-    (cause,) = causes(processes[1 - struck])
-    assert f"worker {struck}" in cause and "died" in cause
-    continue_and_compare(nursery, tmp_path / "run", whole)
+def start_and_wait(nursery, folder, *arguments, **settings):
+    processes = nursery.workers(2, folder, *ARGUMENTS, *arguments, **settings)
+    wait_for_checkpoints(folder, processes)
+    return processes
 
 
-@pytest.mark.parametrize("struck", [0, 1])
-def test_a_frozen_worker_ends_the_other_and_itself_once_it_goes_on(struck, nursery, whole, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS)
-    wait_for_a_checkpoint(tmp_path / "run", processes)
-    processes[struck].kill(signal.SIGSTOP)
-    assert codes([processes[1 - struck]], time.monotonic()) == [1]
-    (cause,) = causes(processes[1 - struck])
-    assert f"worker {struck}" in cause
-    processes[struck].kill(signal.SIGCONT)
-    assert codes([processes[struck]], time.monotonic()) == [1]
-    continue_and_compare(nursery, tmp_path / "run", whole)
+# Strikes on one run.
 
 
-def test_an_error_in_one_worker_ends_the_other_with_the_first_error_in_words(nursery, whole, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS, "--config.fail_at=40")
+def test_an_error_in_one_worker_ends_the_other_with_the_first_error_in_words(nursery, struck):
+    processes = nursery.workers(2, struck, *ARGUMENTS, f"--config.fail_at={saved_step(struck) + 10}")
     assert codes(processes, time.monotonic() + 60) == [1, 1]
     for process in processes:
         (cause,) = causes(process)
         assert "this example is broken" in cause, process.output()
     assert "worker 1" in causes(processes[0])[0]
     assert "Traceback" in processes[1].output()
-    continue_and_compare(nursery, tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_ends_the_other(victim, nursery, struck):
+    processes = start_and_wait(nursery, struck)
+    processes[victim].kill()
+    found = codes(processes, time.monotonic())
+    assert found[victim] == -signal.SIGKILL and found[1 - victim] == 1
+    (cause,) = causes(processes[1 - victim])
+    assert f"worker {victim}" in cause and "died" in cause
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_preempted_worker_makes_all_save_and_leave(victim, nursery, struck):
+    processes = start_and_wait(nursery, struck)
+    processes[victim].kill(signal.SIGTERM)
+    assert codes(processes, time.monotonic()) == [75, 75], "".join(process.output() for process in processes)
+    saved = [re.search(r"at step (\d+), saved in .*ckpt-(\d+)", process.output()) for process in processes]
+    assert saved[0][1] == saved[0][2] == saved[1][1]
+
+
+def test_after_all_these_strikes_the_run_goes_on_exactly(nursery, struck, whole):
+    assert saved_step(struck) < 120
+    go_on(nursery, [struck])
+    compare_with_whole(whole, struck)
+
+
+# Strikes that the others notice after 20 s of silence: two runs at once.
+
+
+@pytest.fixture
+def network():
+    with Namespaces(2) as network:
+        yield network
+
+
+@pytest.mark.skipif(bool(Namespaces.missing()), reason=Namespaces.missing())
+def test_a_frozen_worker_and_a_cut_link_end_all_and_a_restart_goes_on_exactly(nursery, network, whole, tmp_path):
+    hosts = (address.partition(":")[0] for address in network.addresses)
+    frozen = start_and_wait(nursery, tmp_path / "frozen")
+    frozen[0].kill(signal.SIGSTOP)
+    froze = time.monotonic()
+    cut = start_and_wait(nursery, tmp_path / "cut", namespaces=dict(zip(network.spaces, hosts)))
+    network.cut(1)
+    was_cut = time.monotonic()
+
+    assert codes([frozen[1]], froze) == [1]
+    (cause,) = causes(frozen[1])
+    assert "worker 0" in cause
+    frozen[0].kill(signal.SIGCONT)
+    assert codes([frozen[0]], time.monotonic()) == [1]
+
+    assert codes(cut, was_cut) == [1, 1]
+    assert "worker 1" in causes(cut[0])[0] and "worker 0" in causes(cut[1])[0]
+
+    go_on(nursery, [tmp_path / "frozen", tmp_path / "cut"])
+    for folder in ("frozen", "cut"):
+        compare_with_whole(whole, tmp_path / folder)
+
+
+# Others.
 
 
 def test_a_value_that_is_not_finite_on_one_worker_halts_all_at_the_same_step(nursery, tmp_path):
@@ -118,33 +162,10 @@ def test_workers_roll_back_together(nursery, tmp_path):
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 120
 
 
-@pytest.mark.parametrize("struck", [0, 1])
-def test_a_preempted_worker_makes_all_save_and_leave(struck, nursery, whole, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS)
-    wait_for_a_checkpoint(tmp_path / "run", processes)
-    processes[struck].kill(signal.SIGTERM)
-    assert codes(processes, time.monotonic()) == [75, 75], "".join(process.output() for process in processes)
-    saved = [re.search(r"at step (\d+), saved in .*ckpt-(\d+)", process.output()) for process in processes]
-    assert saved[0][1] == saved[0][2] == saved[1][1]
-    continue_and_compare(nursery, tmp_path / "run", whole)
-
-
 def test_a_worker_that_never_starts_is_named(nursery, tmp_path):
-    processes = nursery.workers(3, tmp_path / "run", *ARGUMENTS, "--join_limit=10", missing=[1])
+    processes = nursery.workers(3, tmp_path / "run", *ARGUMENTS, "--join_limit=4", missing=[1])
     assert codes(processes, time.monotonic()) == [1, 1]
     for process in processes:
         (cause,) = causes(process)
         assert "worker 1" in cause
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.skipif(bool(Namespaces.missing()), reason=Namespaces.missing())
-def test_a_worker_cut_off_from_the_network_ends_and_so_does_the_other(nursery, whole, tmp_path):
-    with Namespaces(2) as network:
-        hosts = (address.partition(":")[0] for address in network.addresses)
-        processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS, namespaces=dict(zip(network.spaces, hosts)))
-        wait_for_a_checkpoint(tmp_path / "run", processes)
-        network.cut(1)
-        assert codes(processes, time.monotonic()) == [1, 1]
-    assert "worker 1" in causes(processes[0])[0] and "worker 0" in causes(processes[1])[0]
-    continue_and_compare(nursery, tmp_path / "run", whole)

@@ -1,13 +1,9 @@
 """Parameter servers, with real processes on this machine: a coordinator, two workers and one parameter server."""
 
+import contextlib
 import json
-import os
-import pathlib
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import asynchronous
@@ -17,38 +13,27 @@ import tensorflow as tf
 
 import looplib
 from looplib import UsageError, runtime, servers
+from looplib.local_launch import hold_ports
 
-ROOT = pathlib.Path(__file__).parents[2]
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
 TIMEOUT = 180
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "workers")])
-ENVIRONMENT = {**os.environ, "PYTHONPATH": PATHS, "CUDA_VISIBLE_DEVICES": "-1"}
 
 
 class Cluster:
-    """The processes of one start of a command. Use it in a `with` block, which ends those that it started."""
+    """The processes of one start of `asynchronous`. Use it in a `with` block, which ends those that it started."""
 
-    def __init__(self, command, folder):
-        self.command, self.folder = command, folder
-        sockets = [socket.create_server(("localhost", 0)) for _ in TASKS]
-        addresses = [f"localhost:{one.getsockname()[1]}" for one in sockets]
-        for one in sockets:
-            one.close()
-        self.jobs = {}
-        for (job, _), address in zip(TASKS, addresses):
-            self.jobs.setdefault(job, []).append(address)
-        self.processes = {}
-        for task in TASKS:
-            self.start(task)
+    def __init__(self, nursery, arguments, folder):
+        self.nursery, self.arguments, self.folder = nursery, arguments, folder
+        self.processes = {}  # task -> `lives.Life`, of its newest start
 
     def start(self, task):
         job, index = task
         config = json.dumps({"cluster": self.jobs, "task": {"type": job, "index": index}})
-        with open(self.folder / f"{job}{index}.log", "a") as log:
-            self.processes[task] = subprocess.Popen(
-                [sys.executable, *self.command], stdout=log, stderr=log, cwd=ROOT,
-                env={**ENVIRONMENT, "TF_CONFIG": config},
-            )  # fmt: skip
+        self.processes[task] = self.nursery.life_of(
+            "asynchronous", *self.arguments, log=str(self.folder / f"{job}{index}.log"),
+            environment={"TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1", "LOOPLIB_EXAMPLE_CHECKSUMS": "0"},
+        )  # fmt: skip
+        self._held.callback(self.processes[task].end)
 
     def log(self, job, index=0):
         return (self.folder / f"{job}{index}.log").read_text()
@@ -57,27 +42,31 @@ class Cluster:
         """Waits until a function without arguments returns something true."""
         until = time.monotonic() + TIMEOUT
         while not (found := condition()):
-            assert self.processes["chief", 0].poll() is None, self.log("chief")[-3000:]
+            assert not self.processes["chief", 0].ended(), self.log("chief")[-3000:]
             assert time.monotonic() < until, f"no {what}: {self.log('chief')[-3000:]}"
             time.sleep(0.1)
         return found
 
     def codes(self):
         """Waits for all that still run; returns dict from task to exit code, of those that this object started last."""
-        return {task: process.wait(TIMEOUT) for task, process in self.processes.items()}
+        return {task: process.code(TIMEOUT) for task, process in self.processes.items()}
 
     def __enter__(self):
+        with contextlib.ExitStack() as self._held:
+            self.jobs = {}
+            for (job, _), port in zip(TASKS, self._held.enter_context(hold_ports(len(TASKS)))):
+                self.jobs.setdefault(job, []).append(f"127.0.0.1:{port}")
+            for task in TASKS:
+                self.start(task)
+            self._held = self._held.pop_all()
         return self
 
     def __exit__(self, *_):
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+        self._held.close()
 
 
-def command(folder, *flags):
-    binary = str(ROOT / "tests" / "workers" / "asynchronous.py")
-    return [binary, f"--model_dir={folder}", "--strategy=parameter_server", "--keep_last=1000", *flags]
+def arguments(folder, *flags):
+    return [f"--model_dir={folder}", "--strategy=parameter_server", "--keep_last=1000", *flags]
 
 
 def records(folder, split):
@@ -121,10 +110,10 @@ def ids_by_number(output):
     return {int(number): [int(count) for count in counts.split()] for number, counts in lines}
 
 
-def test_workers_die_and_come_back_and_a_coordinator_goes_on_with_every_batch_counted_once(tmp_path, capsys):
+def test_workers_die_and_come_back_and_a_coordinator_goes_on_with_every_batch_counted_once(nursery, tmp_path, capsys):
     run = tmp_path / "run"
     flags = ["--eval_interval=200", "--checkpoint_interval=100", "--config.step_seconds=0.01"]
-    with Cluster(command(run, *flags, "--train_steps=1000000"), tmp_path) as cluster:
+    with Cluster(nursery, arguments(run, *flags, "--train_steps=1000000"), tmp_path) as cluster:
         cluster.wait_for(lambda: reached(run) >= 100, "100 steps")
         cluster.processes["worker", 1].kill()
         cluster.wait_for(lambda: "task:1 is gone" in cluster.log("chief"), "note that the worker is gone")
@@ -134,13 +123,13 @@ def test_workers_die_and_come_back_and_a_coordinator_goes_on_with_every_batch_co
         cluster.wait_for(lambda: "task:1 is back" in cluster.log("chief"), "note that the worker is back")
         again = reached(run)
         cluster.wait_for(lambda: reached(run) >= again + 100, "training by both")
-        cluster.processes["chief", 0].send_signal(signal.SIGTERM)
+        cluster.processes["chief", 0].kill(signal.SIGTERM)
         assert set(cluster.codes().values()) == {75}, cluster.log("chief")[-3000:]
         first = cluster.log("chief")
     assert len(re.findall("task:1 is (gone|back)", first)) == 2 and "Traceback" not in first
     stopped = int(re.search(r"ended by SIGTERM at step (\d+), saved", first)[1])
     target = stopped - stopped % 10 + 200
-    with Cluster(command(run, *flags, f"--train_steps={target}"), tmp_path) as cluster:
+    with Cluster(nursery, arguments(run, *flags, f"--train_steps={target}"), tmp_path) as cluster:
         assert set(cluster.codes().values()) == {0}, cluster.log("chief")[-3000:]
         both = cluster.log("chief")
     assert f"restored step {stopped}" in both and f"done at step {target}" in both
@@ -163,10 +152,10 @@ def ids_of_one_process(capsys, steps):
     return ids_by_number(capsys.readouterr().out)
 
 
-def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_a_sentence(tmp_path):
+def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_a_sentence(nursery, tmp_path):
     run = tmp_path / "run"
     flags = ["--config.keras=tf_keras", "--config.data=pipeline", "--eval_interval=100", "--checkpoint_interval=100"]
-    with Cluster(command(run, *flags, "--train_steps=300"), tmp_path) as cluster:
+    with Cluster(nursery, arguments(run, *flags, "--train_steps=300"), tmp_path) as cluster:
         assert set(cluster.codes().values()) == {0}, cluster.log("chief")[-3000:]
         log = cluster.log("chief")
     check_windows(run)
@@ -178,7 +167,7 @@ def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_
     for half in (counts[::2], counts[1::2]):  # each worker has its own, and goes through it evenly
         assert half.max() - half.min() <= 0.25 * half.mean()
 
-    with Cluster(command(run, *flags, "--train_steps=1000000"), tmp_path) as cluster:
+    with Cluster(nursery, arguments(run, *flags, "--train_steps=1000000"), tmp_path) as cluster:
         cluster.wait_for(lambda: reached(run) >= 500, "500 steps")
         cluster.processes["ps", 0].kill()
         codes = cluster.codes()
@@ -189,8 +178,8 @@ def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_
     assert re.match("looplib: error: .*parameter server is gone.* the same command goes on", log.splitlines()[-1])
 
 
-def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(tmp_path, capsys):
-    with Cluster([command(tmp_path)[0], "tries"], tmp_path) as cluster:
+def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery, tmp_path, capsys):
+    with Cluster(nursery, ["tries"], tmp_path) as cluster:
         assert set(cluster.codes().values()) == {0}, cluster.log("chief")[-3000:]
         log = cluster.log("chief")
     said = dict(re.findall(r"^(\w+): (.*)$", log, re.MULTILINE))
@@ -223,16 +212,16 @@ CLUSTER = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhos
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (None, "needs TF_CONFIG"),
-        ("{", "cannot be read"),
+        (None, "nothing in the environment names any; expected TF_CONFIG with a chief, workers and ps"),
+        ("{", "TF_CONFIG is not JSON"),  # as cluster.resolve has it
         (
             {"cluster": {"worker": ["localhost:2"]}, "task": {"type": "worker", "index": 0}},
-            "names 1 worker; .*expects 1 chief",
+            "strategy is parameter_server, and TF_CONFIG names none",
         ),
-        ({"cluster": {**CLUSTER, "evaluator": ["localhost:4"]}, "task": {"type": "chief", "index": 0}}, "1 evaluator"),
-        ({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, "is worker 1, which is not in its cluster"),
+        ({"cluster": CLUSTER, "task": {"type": "evaluator", "index": 0}}, "an evaluator, which .* --mode=continuous_eval"),
+        ({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}, "is worker 1, and names 1 of them"),
     ],
-)
+)  # fmt: skip
 def test_a_cluster_that_is_none_is_refused(monkeypatch, config, words):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     if config is not None:
