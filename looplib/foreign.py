@@ -12,7 +12,7 @@ from absl import logging
 from looplib import guards, keras_family
 from looplib.errors import UsageError
 from looplib.evaluator import Evaluator
-from looplib.foreign_data import Data
+from looplib.foreign_data import Data, datasets_of
 from looplib.loops import Ran
 from looplib.preemption import notice
 from looplib.state import state_of, variables_of
@@ -156,7 +156,7 @@ class EvaluatorLoop:
                 f"{self.who} has a loop of its own, in which looplib cannot let several workers agree; run it in one "
                 "process, or write it as a looplib.Trainer or Evaluator (docs/from_orbit.md)"
             )
-        self._datasets = tf.nest.flatten(getattr(whose, "train_dataset" if split == "train" else "eval_dataset", None))
+        self._datasets = datasets_of(getattr(whose, "train_dataset" if split == "train" else "eval_dataset", None))
 
     @property
     def endless(self):
@@ -289,7 +289,7 @@ class TrainerLoop(EvaluatorLoop):
         if done > steps or (done < steps and self.endless):
             raise UsageError(
                 f"{self.who}.train({steps}) moved its global step by {done}; expected {steps}: give "
-                "OrbitTrainer(global_step=...) the variable that its train_step adds 1 to once a step"
+                "OrbitTrainer(global_step=...) the variable that it adds 1 to once a step"
             )
         self._counter.assign_add(done)
         self.reducer.take(results, done)
@@ -304,8 +304,7 @@ class TrainerLoop(EvaluatorLoop):
         if not step:
             raise UsageError(
                 f"{self.who}.train has returned, and its global step is where it was: its data is empty, or it counts "
-                "its steps elsewhere; give OrbitTrainer(global_step=...) the variable that its train_step adds 1 to "
-                "once a step"
+                "its steps elsewhere; give OrbitTrainer(global_step=...) the variable that it adds 1 to once a step"
             )
         if target != -1:
             logging.warning(

@@ -8,6 +8,15 @@ from absl import logging
 from looplib import feeds
 
 
+def datasets_of(structure):
+    """Lists the data sets in what a trainer or evaluator has for its data, also where another controller had it before.
+
+    Args:
+      structure: data sets in lists and dicts.
+    """
+    return [data.dataset if isinstance(data, _Source) else data for data in tf.nest.flatten(structure)]
+
+
 class Data:
     """The place in the data of an Orbit `StandardTrainer`, whose `train_dataset` others may replace.
 
@@ -27,7 +36,7 @@ class Data:
         self._sources = []
         swappable = getattr(getattr(type(trainer), "train_dataset", None), "fset", None)
         if swappable and datasets and all(isinstance(data, tf.data.Dataset) for data in datasets):
-            self._structure = trainer.train_dataset
+            self._structure = tf.nest.pack_sequence_as(trainer.train_dataset, datasets)
             self._sources = [_Source(data, strategy, who, alone=len(datasets) == 1) for data in datasets]
             self._put()
 
@@ -80,7 +89,7 @@ class _Source:
     def __init__(self, dataset, strategy, who, alone):
         self.empty = False
         self._alone = alone  # so that a step can be taken for a batch
-        self._dataset = dataset
+        self.dataset = dataset
         self._iterator = self._place = None
         self._stream = feeds.HostStream(
             strategy=strategy, dataset=dataset, renew=lambda: dataset, who=who, infinite=False, unknown=True,
@@ -90,11 +99,11 @@ class _Source:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._dataset, name)
+        return getattr(self.dataset, name)
 
     def __iter__(self):
         if self.empty:
-            return iter(self._dataset.take(0))  # which does not even start the data set's shuffles
+            return iter(self.dataset.take(0))  # which does not even start the data set's shuffles
         self._iterator, self._place = self._stream.iterate(self._place), None
         self._stream.start_step = self._stream.skipped = 0  # a next one begins at the beginning
         return self._iterator

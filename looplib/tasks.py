@@ -248,8 +248,8 @@ def check_tasks(trainer, evaluator):
         raise UsageError("a controller needs a trainer, an evaluator or both; it was given neither")
     if trainer is not None and not isinstance(trainer, Trainer):
         raise UsageError(
-            f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass (one of Orbit's "
-            "is wrapped: looplib.OrbitTrainer(trainer))"
+            f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass (one of "
+            "Orbit's is wrapped: looplib.OrbitTrainer(trainer))"
         )
     for name, value in evaluators.items():
         if not isinstance(value, Evaluator):
