@@ -114,6 +114,6 @@ class _Source:
     def begin(self, step, place):
         """Lets the next iterator begin there; returns whether it can."""
         self._iterator, self._place = None, place
-        if self._alone:
-            self._stream.start_step = self._stream.skipped = step
-        return self._alone or place is not None
+        known = self._alone or place is not None
+        self._stream.start_step, self._stream.skipped = step if known else 0, step if self._alone else 0
+        return known

@@ -253,7 +253,10 @@ def check_tasks(trainer, evaluator):
         )
     for name, value in evaluators.items():
         if not isinstance(value, Evaluator):
-            raise UsageError(f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance")
+            raise UsageError(
+                f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of Orbit's "
+                "is wrapped: looplib.OrbitEvaluator(evaluator))"
+            )
         if name == "train" or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
             raise UsageError(
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"

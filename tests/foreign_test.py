@@ -136,9 +136,9 @@ class OfTwo(Classifier):
 
     def train_step(self, iterator):
         if self.global_step % 3 == 0:
-            super().train_step([iterator["a"]][0])
+            super().train_step(iterator["a"])
         else:
-            super().train_step([iterator["b"]][0])
+            super().train_step(iterator["b"])
 
 
 @pytest.mark.parametrize("make", [Classifier, WithoutState, OfTwo])
@@ -323,6 +323,24 @@ def test_a_checkpoint_says_what_to_save_under_which_names(tmp_path):
     names = [name for name, _ in tf.train.list_variables(os.path.join(tmp_path, "checkpoints", "ckpt-5"))]
     assert {name.partition("/")[0] for name in names} >= {"net", "opt", "orbit_step", "global_step"}
     assert not any(name.startswith(("model", "train_loss", "accuracy")) for name in names)
+    evaluator = ClassifierEvaluator(Classifier().model)
+    adapter = looplib.OrbitEvaluator(evaluator, checkpoint=tf.train.Checkpoint(net=evaluator.model))
+    results = looplib.Controller(evaluator=adapter, model_dir=tmp_path, writers=[]).evaluate()
+    assert results["eval"]["accuracy"] == pytest.approx(toy.numpy_accuracy(trainer.weights()))
+
+
+def test_a_new_run_takes_weights_from_a_checkpoint_of_orbits(tmp_path):
+    theirs, *_ = orbit_run(tmp_path / "orbit", 10)
+    trainer = Classifier()
+    policy = looplib.CheckpointPolicy(warm_start=str(tmp_path / "orbit" / "ckpt-10"))
+    looplib.Controller(trainer=looplib.OrbitTrainer(trainer), checkpoints=policy, writers=[])
+    for a, b in zip(theirs.weights(), trainer.weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_checks_of_the_step_are_told_that_there_is_none_to_look_at():
+    with pytest.raises(looplib.UsageError, match="Line has a loop of its own, which looplib cannot look into"):
+        controller(Line()).loops["train"].step  # noqa: B018
 
 
 def test_an_evaluation_job_and_evaluators_of_both_kinds_find_the_model(tmp_path):
@@ -479,6 +497,10 @@ def test_several_workers_are_refused(monkeypatch):
         (
             lambda: looplib.Controller(trainer=Line()),
             "trainer is a Line; expected .*Orbit's is wrapped: looplib.OrbitTrainer",
+        ),
+        (
+            lambda: looplib.Controller(evaluator=LineError(Line())),
+            "expected .*Orbit's is wrapped: looplib.OrbitEvaluator",
         ),
         (lambda: looplib.Controller(trainer=toy.Regression()), "global_batch_size is None; expected"),
     ],
