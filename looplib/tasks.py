@@ -254,8 +254,8 @@ def check_tasks(trainer, evaluator):
     for name, value in evaluators.items():
         if not isinstance(value, Evaluator):
             raise UsageError(
-                f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of Orbit's "
-                "is wrapped: looplib.OrbitEvaluator(evaluator))"
+                f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of "
+                "Orbit's is wrapped: looplib.OrbitEvaluator(evaluator))"
             )
         if name == "train" or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
             raise UsageError(
@@ -318,7 +318,10 @@ def check_together(trainer, evaluators, strategy, engine):
             "a TPU runs compiled programs only, and the eager loop none; debug on the host, with --strategy=one_device "
             "--loop=eager"
         )
+    may_wait = {id(value) for task in tasks if hasattr(task, "make_loop") for value in vars(task).values()}
     for what, value in held.items():
+        if keras_family.is_model(value) and not value.built and id(value) in may_wait:
+            continue  # for a loop that is not looplib's
         if keras_family.is_model(value) and not value.built:
             _check_unbuilt(what, strategy, engine)
         elif not keras_family.is_layer(value) or value.built:

@@ -360,6 +360,34 @@ def test_an_evaluation_job_and_evaluators_of_both_kinds_find_the_model(tmp_path)
     )
 
 
+class Unbuilt(Classifier):
+    """Whose model gets its variables in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tf_keras.Sequential([tf_keras.layers.Dense(4, "relu"), tf_keras.layers.Dense(toy.NUM_CLASSES)])
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_model_that_gets_its_variables_late_trains_resumes_and_is_evaluated_by_a_job_of_its_own(name, tmp_path):
+    strategy = make_strategy(name)
+    first = run(tmp_path, 8, Unbuilt, strategy, every=8, eval_interval=8)
+    with strategy.scope():
+        second, third = Unbuilt(), Unbuilt()
+        evaluator = ClassifierEvaluator(third.model)
+    with controller(second, strategy=strategy, model_dir=tmp_path) as c:
+        assert c.global_step == 8
+    for a, b in zip(first.weights(), second.weights()):
+        np.testing.assert_array_equal(a, b)
+    job = controller(None, evaluator, strategy, model_dir=tmp_path, writers=[])
+    assert (
+        job.evaluate()["eval"]["accuracy"]
+        == curve(tmp_path)[-2 if curve(tmp_path)[-1]["split"] == "train" else -1]["accuracy"]
+    )
+    for a, b in zip(first.weights(), third.weights()):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_sigterm_ends_the_run_after_the_call_saved_and_it_goes_on(tmp_path):
     class Slow(Line):
         def train(self, num_steps):
