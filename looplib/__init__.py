@@ -9,6 +9,7 @@ from looplib.checkpoints import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.controller import Controller
 from looplib.errors import DivergenceError, UsageError
 from looplib.evaluator import Evaluator
+from looplib.foreign import OrbitEvaluator, OrbitTrainer
 from looplib.guards import Guards
 from looplib.inputs import InputContext
 from looplib.preemption import Preempted
@@ -31,6 +32,8 @@ __all__ = [
     "KeepBest",
     "KeepEvery",
     "KeepLast",
+    "OrbitEvaluator",
+    "OrbitTrainer",
     "Preempted",
     "TensorBoardWriter",
     "Trainer",

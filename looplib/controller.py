@@ -27,7 +27,8 @@ class Controller:
     `model_dir`, or else calls `trainer.initialize()`; so the same program run again goes on where it stopped.
 
     Args:
-      global_batch_size: examples of a training step over all replicas; also for evaluators that set no size.
+      global_batch_size: examples of a training step over all replicas; also for evaluators that set no size. Only
+        `OrbitTrainer` and `OrbitEvaluator`, which have data of their own, do without.
       trainer: the `Trainer`; None for a job that only evaluates.
       evaluator: an `Evaluator`, whose metrics are reported as "eval", or a dict from name to `Evaluator`.
       strategy: `tf.distribute.Strategy` under whose scope the models were built; default the current one.
@@ -52,7 +53,7 @@ class Controller:
     def __init__(
         self,
         *,
-        global_batch_size,
+        global_batch_size=None,
         trainer=None,
         evaluator=None,
         strategy=None,
@@ -138,7 +139,7 @@ class Controller:
             trainer.global_batch_size, trainer.global_step = batch, self._global_step
             trainer.run_seed = self._settings["seed"]
             tasks.build_optimizers(trainer, self._strategy)
-            self._training = tasks.TaskLoop(
+            self._training = tasks.make_loop(
                 "train",
                 trainer,
                 global_batch_size=batch,
@@ -152,7 +153,7 @@ class Controller:
             task.global_step = self._global_step
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
         self._evaluations = {
-            name: tasks.TaskLoop(
+            name: tasks.make_loop(
                 name,
                 task,
                 global_batch_size=task.global_batch_size or batch,
@@ -164,7 +165,8 @@ class Controller:
         }
 
     def _progress(self):
-        return int(self._global_step), int(self._evaluated)
+        own = [loop.progress() for loop in self.loops.values() if hasattr(loop, "progress")]
+        return int(self._global_step), int(self._evaluated), own
 
     # What a user calls.
 

@@ -250,7 +250,14 @@ class TaskLoop:
         metrics = self._engine.read()
         # The checksum is no matter of the user's.
         checksum = {name: metrics.pop(name) for name in [checksums.METRIC] if name in metrics}
-        return {**_as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
+        return {**as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
+
+
+def make_loop(split, task, **settings):
+    """Returns the `TaskLoop` of a task, or the loop that the task makes itself, with the same methods."""
+    if hasattr(task, "make_loop"):
+        return task.make_loop(split, **settings)
+    return TaskLoop(split, task, **settings)
 
 
 def check_tasks(trainer, evaluator):
@@ -263,10 +270,16 @@ def check_tasks(trainer, evaluator):
     if trainer is None and not evaluators:
         raise UsageError("a controller needs a trainer, an evaluator or both; it was given neither")
     if trainer is not None and not isinstance(trainer, Trainer):
-        raise UsageError(f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass")
+        raise UsageError(
+            f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass (one of "
+            "Orbit's is wrapped: looplib.OrbitTrainer(trainer))"
+        )
     for name, value in evaluators.items():
         if not isinstance(value, Evaluator):
-            raise UsageError(f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance")
+            raise UsageError(
+                f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of "
+                "Orbit's is wrapped: looplib.OrbitEvaluator(evaluator))"
+            )
         if name == "train" or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
             raise UsageError(
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
@@ -328,7 +341,10 @@ def check_together(trainer, evaluators, strategy, engine):
             "a TPU runs compiled programs only, and the eager loop none; debug on the host, with --strategy=one_device "
             "--loop=eager"
         )
+    may_wait = {id(value) for task in tasks if hasattr(task, "make_loop") for value in vars(task).values()}
     for what, value in held.items():
+        if keras_family.is_model(value) and not value.built and id(value) in may_wait:
+            continue  # for a loop that is not looplib's
         if keras_family.is_model(value) and not value.built:
             _check_unbuilt(what, strategy, engine)
         elif not keras_family.is_layer(value) or value.built:
@@ -404,7 +420,16 @@ def _gathering(step_fn, tables):
     return lambda ids: step_fn(tf.nest.map_structure(lambda table: tf.gather(table, ids), tables))
 
 
-def _as_numbers(who, metrics):
+def as_numbers(who, metrics):
+    """Checks the metrics that a `loop_end` returned; returns them as Python numbers.
+
+    Args:
+      who: the class name of the user's trainer or evaluator, for messages.
+      metrics: dict from name to number.
+
+    Raises:
+      UsageError: for something else.
+    """
     if not isinstance(metrics, dict):
         raise UsageError(f"{who}.loop_end returned a {type(metrics).__name__}; expected the dict of metrics to report")
     converted = {}

@@ -82,6 +82,12 @@ def test_the_courses_program_runs_by_hand_and_in_looplib_without_a_tpu(tmp_path)
     assert float(by_hand) > 0.3 and float(ours) > 0.3
 
 
+def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(tmp_path):
+    out = printed("from_orbit", tmp_path)
+    found = dict(re.findall(r"^(adapter|ported): ([\d.]+)$", out, re.MULTILINE))
+    assert float(found["adapter"]) > 0.9 and float(found["ported"]) > 0.9
+
+
 def test_the_readmes_table_has_every_flag_with_its_default():
     rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [name for name, _, _ in rows] == [name for name, *_ in launch.FLAGS]
