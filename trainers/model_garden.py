@@ -12,7 +12,7 @@ from official.core import exp_factory, task_factory, train_utils
 from official.modeling.multitask import configs as multitask_configs
 
 from looplib import UsageError, launch
-from trainers import model_garden_config
+from trainers import model_garden_config, model_garden_multi_task
 from trainers.model_garden_tasks import Experiment, TaskEvaluator, TaskTrainer
 
 flags.DEFINE_string("experiment", None, "The name of a registered experiment.")
@@ -69,11 +69,12 @@ def experiments():
     return sorted(walk(exp_factory._REGISTERED_CONFIGS))
 
 
-def build(params):
+def build(params, make_multi_task=None):
     """Builds the experiment that the flags ask for, under the strategy's scope; what `launch.run` calls.
 
     Args:
       params: the `ExperimentConfig`.
+      make_multi_task: see `make`.
 
     Returns:
       As `make` does.
@@ -84,16 +85,18 @@ def build(params):
     if "train" in mode and tf.distribute.get_strategy().extended.should_checkpoint:
         train_utils.serialize_config(params, model_dir)
         train_utils.save_gin_config(mode, model_dir)
-    return make(params, model_dir, mode)
+    return make(params, model_dir, mode, make_multi_task)
 
 
-def make(params, model_dir, mode="train_and_eval"):
+def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
     """Makes the trainer and the evaluators of an experiment, under the strategy's scope.
 
     Args:
       params: the `ExperimentConfig`.
       model_dir: the run directory.
       mode: what of it is needed, as in `--mode`.
+      make_multi_task: for a `MultiTaskExperimentConfig`: a function of it that returns `(MultiTask, model)`, a
+        `MultiTaskBaseModel` or one model for all tasks; default the tasks that it names on the model of the first.
 
     Returns:
       `(trainer, evaluators)`: `TaskTrainer`, and a dict of `TaskEvaluator` by the names of their TensorBoard
@@ -101,6 +104,8 @@ def make(params, model_dir, mode="train_and_eval"):
     """
     if model_dir:
         tf.io.gfile.makedirs(model_dir)  # some tasks write there
+    if isinstance(params, multitask_configs.MultiTaskExperimentConfig):
+        return model_garden_multi_task.make(params, model_dir, mode, make_multi_task)
     experiment = Experiment(task_factory.get_task(params.task, logging_dir=model_dir), params, model_dir)
     evaluators = {}
     if isinstance(params, multitask_configs.MultiEvalExperimentConfig):
