@@ -94,6 +94,7 @@ def _retinanet(backbone, levels, size, task=None, optimizer=None):
         "max_level": levels[1],
         "backbone": backbone,
         "norm_activation": _NORM,
+        "anchor": {"anchor_size": 16 / 2 ** levels[0]},
         "decoder": {"fpn": {"num_filters": 16}},
         "head": {"num_convs": 1, "num_filters": 16},
         # The scores of a model that has hardly learnt are low; a published threshold would leave no box to compare.
@@ -109,7 +110,7 @@ def _retinanet(backbone, levels, size, task=None, optimizer=None):
 
 def _rcnn(backbone, levels, size, masks=True):
     """Faster, Mask and Cascade R-CNN."""
-    proposals = {"pre_nms_top_k": 50, "num_proposals": 16, "test_pre_nms_top_k": 50, "test_num_proposals": 16}
+    proposals = {"pre_nms_top_k": 50, "num_proposals": 32, "test_pre_nms_top_k": 50, "test_num_proposals": 32}
     model = {
         "num_classes": vision_data.NUM_SCENE_CLASSES,
         "input_size": [size, size, 3],
@@ -117,12 +118,13 @@ def _rcnn(backbone, levels, size, masks=True):
         "max_level": levels[1],
         "backbone": backbone,
         "norm_activation": _NORM,
+        "anchor": {"anchor_size": 16 / 2 ** levels[0]},
         "decoder": {"fpn": {"num_filters": 16}},
         "rpn_head": {"num_filters": 16},
         "detection_head": {"num_convs": 1, "num_filters": 16, "fc_dims": 16},
         "roi_generator": proposals,
         "roi_sampler": {"num_sampled_rois": 16},
-        "detection_generator": {"pre_nms_top_k": 50, "pre_nms_score_threshold": 0.0, "max_num_detections": 10},
+        "detection_generator": {"pre_nms_top_k": 50, "pre_nms_score_threshold": 0.0, "max_num_detections": 20},
     }
     if masks:
         model |= {"mask_head": {"num_convs": 1, "num_filters": 16}, "mask_sampler": {"num_sampled_masks": 8}}
@@ -156,6 +158,10 @@ def _deeplab(backbone, decoder=None, **data):
     return _segmentation({"backbone": backbone, "decoder": {"aspp": aspp}}, **data)
 
 
+# What other models learn with, makes this one's weights grow without bound.
+_SLOW = {"learning_rate": {"cosine": {"initial_learning_rate": 0.001}}}
+
+
 def _video(task=None, optimizer=None):
     # An empty name of tensorflow_datasets: UCF-101 names one, which would be downloaded, and takes files as well.
     read = {
@@ -169,7 +175,7 @@ def _video(task=None, optimizer=None):
     def overrides(paths):
         train, validation = {"num_examples": paths["num_train"]}, {"num_examples": paths["num_validation"]}
         ours = {"model": {"norm_activation": _NORM}}
-        return _run(paths, _merge(ours, task or {}), 2, read | train, read | validation, optimizer or {})
+        return _run(paths, _merge(ours, task or {}), 4, read | train, read | validation, optimizer or _SLOW)
 
     return Experiment(vision_data.write_videos, overrides)
 
