@@ -39,7 +39,7 @@ _OPTIMIZER = {
 
 
 # Moving averages that follow within the few steps: with those of the first moment, deep models overflow in evaluation.
-_NORM = {"norm_momentum": 0.5}
+_NORM = {"norm_momentum": 0.1}
 # Some experiments shrink an image to a tenth, which leaves nothing of a small one.
 _SCALES = {"aug_scale_min": 0.8, "aug_scale_max": 1.25}
 
@@ -147,7 +147,9 @@ def _segmentation(model, train_data=None, validation_data=None, task=None, optim
     train = {**size, **_SCALES, **(train_data or {})}
 
     def overrides(paths):
-        merged = _merge({"model": ours}, {"model": model}, task or {})
+        # Without weights the model says background everywhere, and the metrics would not tell one model from another.
+        losses = {"class_weights": [0.1] + [1.0] * (vision_data.NUM_SCENE_CLASSES - 1)}
+        merged = _merge({"model": ours, "losses": losses}, {"model": model}, task or {})
         return _run(paths, merged, 2, train, size | (validation_data or {}), optimizer or {})
 
     return Experiment(vision_data.write_scenes, overrides)
@@ -159,7 +161,10 @@ def _deeplab(backbone, decoder=None, **data):
 
 
 # What other models learn with, makes this one's weights grow without bound.
-_SLOW = {"learning_rate": {"cosine": {"initial_learning_rate": 0.001}}}
+_SLOW = {
+    "learning_rate": {"cosine": {"initial_learning_rate": 0.0001}},
+    "warmup": {"linear": {"warmup_learning_rate": 0}},
+}
 
 
 def _video(task=None, optimizer=None):
@@ -167,9 +172,9 @@ def _video(task=None, optimizer=None):
     read = {
         "tfds_name": "",
         "num_classes": vision_data.NUM_DIGITS,
-        "feature_shape": [4, 32, 32, 3],
+        "feature_shape": [4, 64, 64, 3],
         "temporal_stride": 1,
-        "min_image_size": 36,
+        "min_image_size": 64,
     }
 
     def overrides(paths):
