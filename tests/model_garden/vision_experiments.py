@@ -39,7 +39,7 @@ _OPTIMIZER = {
 
 
 # Moving averages that follow within the few steps: with those of the first moment, deep models overflow in evaluation.
-_NORM = {"norm_momentum": 0.5}
+_NORM = {"norm_momentum": 0.1}
 # Some experiments shrink an image to a tenth, which leaves nothing of a small one.
 _SCALES = {"aug_scale_min": 0.8, "aug_scale_max": 1.25}
 
@@ -94,6 +94,7 @@ def _retinanet(backbone, levels, size, task=None, optimizer=None):
         "max_level": levels[1],
         "backbone": backbone,
         "norm_activation": _NORM,
+        "anchor": {"anchor_size": 16 / 2 ** levels[0]},
         "decoder": {"fpn": {"num_filters": 16}},
         "head": {"num_convs": 1, "num_filters": 16},
         # The scores of a model that has hardly learnt are low; a published threshold would leave no box to compare.
@@ -109,7 +110,7 @@ def _retinanet(backbone, levels, size, task=None, optimizer=None):
 
 def _rcnn(backbone, levels, size, masks=True):
     """Faster, Mask and Cascade R-CNN."""
-    proposals = {"pre_nms_top_k": 50, "num_proposals": 16, "test_pre_nms_top_k": 50, "test_num_proposals": 16}
+    proposals = {"pre_nms_top_k": 50, "num_proposals": 32, "test_pre_nms_top_k": 50, "test_num_proposals": 32}
     model = {
         "num_classes": vision_data.NUM_SCENE_CLASSES,
         "input_size": [size, size, 3],
@@ -117,12 +118,13 @@ def _rcnn(backbone, levels, size, masks=True):
         "max_level": levels[1],
         "backbone": backbone,
         "norm_activation": _NORM,
+        "anchor": {"anchor_size": 16 / 2 ** levels[0]},
         "decoder": {"fpn": {"num_filters": 16}},
         "rpn_head": {"num_filters": 16},
         "detection_head": {"num_convs": 1, "num_filters": 16, "fc_dims": 16},
         "roi_generator": proposals,
         "roi_sampler": {"num_sampled_rois": 16},
-        "detection_generator": {"pre_nms_top_k": 50, "pre_nms_score_threshold": 0.0, "max_num_detections": 10},
+        "detection_generator": {"pre_nms_top_k": 50, "pre_nms_score_threshold": 0.0, "max_num_detections": 20},
     }
     if masks:
         model |= {"mask_head": {"num_convs": 1, "num_filters": 16}, "mask_sampler": {"num_sampled_masks": 8}}
@@ -145,7 +147,9 @@ def _segmentation(model, train_data=None, validation_data=None, task=None, optim
     train = {**size, **_SCALES, **(train_data or {})}
 
     def overrides(paths):
-        merged = _merge({"model": ours}, {"model": model}, task or {})
+        # Without weights the model says background everywhere, and the metrics would not tell one model from another.
+        losses = {"class_weights": [0.1] + [1.0] * (vision_data.NUM_SCENE_CLASSES - 1)}
+        merged = _merge({"model": ours, "losses": losses}, {"model": model}, task or {})
         return _run(paths, merged, 2, train, size | (validation_data or {}), optimizer or {})
 
     return Experiment(vision_data.write_scenes, overrides)
@@ -156,20 +160,27 @@ def _deeplab(backbone, decoder=None, **data):
     return _segmentation({"backbone": backbone, "decoder": {"aspp": aspp}}, **data)
 
 
+# What other models learn with, makes this one's weights grow without bound.
+_SLOW = {
+    "learning_rate": {"cosine": {"initial_learning_rate": 0.0001}},
+    "warmup": {"linear": {"warmup_learning_rate": 0}},
+}
+
+
 def _video(task=None, optimizer=None):
     # An empty name of tensorflow_datasets: UCF-101 names one, which would be downloaded, and takes files as well.
     read = {
         "tfds_name": "",
         "num_classes": vision_data.NUM_DIGITS,
-        "feature_shape": [4, 32, 32, 3],
+        "feature_shape": [4, 64, 64, 3],
         "temporal_stride": 1,
-        "min_image_size": 36,
+        "min_image_size": 64,
     }
 
     def overrides(paths):
         train, validation = {"num_examples": paths["num_train"]}, {"num_examples": paths["num_validation"]}
         ours = {"model": {"norm_activation": _NORM}}
-        return _run(paths, _merge(ours, task or {}), 2, read | train, read | validation, optimizer or {})
+        return _run(paths, _merge(ours, task or {}), 4, read | train, read | validation, optimizer or _SLOW)
 
     return Experiment(vision_data.write_videos, overrides)
 
