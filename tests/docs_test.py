@@ -1,5 +1,6 @@
 """The documents are true: their programs run as printed, their tables are the code's."""
 
+import concurrent.futures
 import inspect
 import os
 import pathlib
@@ -8,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import looplib
@@ -33,34 +35,62 @@ def run(program, folder, *arguments):
     )
 
 
-def test_the_readmes_trainer_runs_as_printed_and_goes_on(tmp_path):
+def readme(folder):
+    """The README's trainer, and once more with more steps."""
+    (program,) = programs("README.md")
+    return run(program, folder), run(program.replace("steps=500", "steps=600"), folder)
+
+
+def guide(folder):
+    return run(
+        "\n\n".join(programs("docs/guide.md")), folder, f"--model_dir={folder}/binary", "--config.learning_rate=0.02"
+    )
+
+
+def page(name):
+    return lambda folder: run("\n\n".join(programs(f"docs/{name}.md")), folder)
+
+
+PAGES = {"readme": readme, "guide": guide, **{name: page(name) for name in ("tpu_guide", "tpu_strategy", "tpu_course")}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: tmp_path_factory.mktemp(name) for name in PAGES}
+
+
+@pytest.fixture(scope="module")
+def results(folders):
+    """What the programs of each page print, two at a time, as many as the smallest machine has cores."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(zip(PAGES, pool.map(lambda name: PAGES[name](folders[name]), PAGES)))
+
+
+def test_the_readmes_trainer_runs_as_printed_and_goes_on(results):
     (program,) = programs("README.md")
     assert len(program.strip().splitlines()) <= 35
-    first = run(program, tmp_path)
+    first, again = results["readme"]
     assert first.returncode == 0, first.stderr
     assert "step     500  train" in first.stdout
     accuracy = float(re.search(r"'accuracy': ([\d.]+)", first.stdout.splitlines()[-1])[1])
     assert accuracy > 0.9
-    again = run(program.replace("steps=500", "steps=600"), tmp_path)
     assert [line.split()[1] for line in again.stdout.splitlines() if line.startswith("step")] == ["600"]
 
 
-def test_the_guides_programs_run_as_printed(tmp_path):
-    program = "\n\n".join(programs("docs/guide.md"))
-    result = run(program, tmp_path, f"--model_dir={tmp_path}/binary", "--config.learning_rate=0.02")
+def test_the_guides_programs_run_as_printed(results, folders):
+    result = results["guide"]
     assert result.returncode == 0, result.stderr
     assert "stopped at step" in result.stdout and "done at step 400" in result.stdout
-    assert (tmp_path / "binary" / "run.json").exists()
+    assert (folders["guide"] / "binary" / "run.json").exists()
 
 
-def printed(page, folder):
-    result = run("\n\n".join(programs(f"docs/{page}.md")), folder)
+def printed(result):
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-def test_the_tpu_guides_programs_run_by_hand_and_in_looplib_without_a_tpu(tmp_path):
-    out = printed("tpu_guide", tmp_path)
+def test_the_tpu_guides_programs_run_by_hand_and_in_looplib_without_a_tpu(results):
+    out = printed(results["tpu_guide"])
     product = np.array([[1, 2, 3], [4, 5, 6]]) @ np.array([[1, 2], [3, 4], [5, 6]])
     assert "no TPU:" in out and out.count("[22. 28.]") == out.count("[49. 64.]") == 2
     assert f"the sum of c: {product.sum():.1f}" in out and f"the sum over 2 cores: {2 * product.sum():.1f}" in out
@@ -68,15 +98,15 @@ def test_the_tpu_guides_programs_run_by_hand_and_in_looplib_without_a_tpu(tmp_pa
     assert float(re.search(r"\naccuracy: (\S+) of 360", out)[1]) > 0.7
 
 
-def test_the_tpu_strategys_programs_run_by_hand_and_in_looplib_without_a_tpu(tmp_path):
-    out = printed("tpu_strategy", tmp_path)
+def test_the_tpu_strategys_programs_run_by_hand_and_in_looplib_without_a_tpu(results):
+    out = printed(results["tpu_strategy"])
     assert out.count("[[[0, 0, 0, 0], [0, 0, 0, 1]]]") == 2 and "4 replicas of two cores" in out
     assert out.count("device:CPU:0 and /job:localhost/replica:0/task:0/device:CPU:1") == 2
     assert "a number, not a symbol: 40.0" in out and re.search(r"losses: \[\d", out)
 
 
-def test_the_courses_program_runs_by_hand_and_in_looplib_without_a_tpu(tmp_path):
-    out = printed("tpu_course", tmp_path)
+def test_the_courses_program_runs_by_hand_and_in_looplib_without_a_tpu(results):
+    out = printed(results["tpu_course"])
     assert "TPU not found. Using default strategy." in out
     by_hand, ours = re.findall(r"train_accuracy: (\S+)\n", out)[1], re.search(r"\ntrain_accuracy: (\S+)", out)[1]
     assert float(by_hand) > 0.3 and float(ours) > 0.3
