@@ -123,7 +123,7 @@ class GraphLoop:
         done, self._taken = int(done), totals if taken else None
         if done:
             # What decides when workers ask each other has to be the same on all of them.
-            self.seconds_per_step = (time.perf_counter() - started if alone else float(seconds)) / done
+            self.seconds_per_step = (time.perf_counter() - started if alone else float(seconds) or math.inf) / done
         return Ran(done, bool(finite), bool(notice.requested if alone else stopped), waited=float(waited))
 
     def _call(self, iterator, numbers):
@@ -171,7 +171,7 @@ class GraphLoop:
     def _run(self, iterator, numbers):
         self._note_trace(iterator)
         steps, chunks, stride, read = numbers[0], numbers[1], numbers[2], numbers[3] > 0
-        started = tf.timestamp()
+        started = now()
         done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
         status = self._look()
         if self._in_chunks:
@@ -187,7 +187,7 @@ class GraphLoop:
         if self._reducer.has_keras_metrics:
             take = tf.constant(False)
         with tf.control_dependencies([done]):
-            seconds = self._workers.mean(tf.timestamp() - started)
+            seconds = self._workers.mean(now() - started)
         return done, finite, stopped, waited + more, seconds, take, self._reducer.take(take)
 
     @tf.autograph.experimental.do_not_convert
@@ -279,14 +279,28 @@ class GraphLoop:
             )
 
 
+@tf.autograph.experimental.do_not_convert
+def now():
+    """The time in seconds, float64 scalar tensor; 0 where ops are to be deterministic, as the clock is not.
+
+    With `tf.config.experimental.enable_op_determinism` TensorFlow refuses to run the op.
+    """
+    with tf.init_scope():
+        try:
+            tf.timestamp()
+        except tf.errors.FailedPreconditionError:
+            return tf.constant(0, tf.float64)
+    return tf.timestamp()
+
+
 # Not kept from AutoGraph: without it, TensorFlow refuses a trace with more than some 30 calls of next().
 def timed(fetch, ready=lambda batch: tf.nest.flatten(batch, expand_composites=True)):
     """Returns (what `fetch` returns, the seconds until it was `ready` as a float64 tensor)."""
-    start = tf.timestamp()
+    start = now()
     with tf.control_dependencies([start]):
         batch = fetch()
     with tf.control_dependencies(ready(batch)):
-        return batch, tf.timestamp() - start
+        return batch, now() - start
 
 
 def _alike(batches):

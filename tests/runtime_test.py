@@ -33,6 +33,21 @@ print(runtime.describe(s), layer.compute_dtype, config.is_op_determinism_enabled
     assert in_a_new_process(code) == "MirroredStrategy, 3 replicas bfloat16 True"
 
 
+def test_a_deterministic_run_trains_and_evaluates():
+    code = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import toy
+strategy = runtime.setup("auto", num_virtual_devices=2, deterministic=True)
+trainer, evaluator = toy.build(strategy)
+with toy.controller(strategy, trainer, evaluator) as controller:
+    accuracy = controller.train_and_evaluate(6, 3)["eval"]["accuracy"]
+weights = list(trainer.weights())
+print(controller.global_step, accuracy == toy.numpy_accuracy(weights))
+"""
+    assert in_a_new_process(code) == "6 True"
+
+
 def test_choices_on_one_cpu_and_a_late_call():
     code = """
 names = [runtime.describe(runtime.setup(name)) for name in ("auto", "one_device", "mirrored")]
