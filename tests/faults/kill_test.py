@@ -1,6 +1,7 @@
 """SIGKILL at random moments of every phase: the run that is started again ends as one that was never killed."""
 
 import collections
+import concurrent.futures
 import glob
 import json
 import os
@@ -104,12 +105,11 @@ def records(folder):
     ]
 
 
-@pytest.mark.parametrize("number, name", list(enumerate(RUNS)), ids=list(RUNS))
-def test_a_run_killed_again_and_again_ends_as_one_that_was_not(number, name, nursery, table, tmp_path):
+def kill_again_and_again(nursery, number, name, parent):
+    """Runs once undisturbed, beside it once with kills; returns the directories and [(aim, what it struck, saved step)]."""
     arguments = [*COMMON, *RUNS[name]]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    life = nursery.life(whole, *arguments)
-    assert life.code() == 0, life.output()
+    whole, killed = parent / "whole", parent / "killed"
+    undisturbed = nursery.life(whole, *arguments)
     chance = random.Random(number)
     aims = ["step", "save", "report", "evaluate", "restore", "save", "start"]
     middle = aims[2:]
@@ -123,10 +123,26 @@ def test_a_run_killed_again_and_again_ends_as_one_that_was_not(number, name, nur
         what = strike(nursery.life(killed, *arguments), killed, aim, chance, from_step)
         if what:
             struck.append((aim, what, saved_step(killed)))
-            table[what] += 1
+    for life in (nursery.life(killed, *arguments), undisturbed):
+        assert life.code() == 0, life.output()
+    return whole, killed, struck
+
+
+@pytest.fixture(scope="module")
+def killed_runs(nursery, tmp_path_factory):
+    """All runs, two at a time, as many as the smallest machine has cores: dict from name to a future."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return {
+            name: pool.submit(kill_again_and_again, nursery, number, name, tmp_path_factory.mktemp("kills"))
+            for number, name in enumerate(RUNS)
+        }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_killed_again_and_again_ends_as_one_that_was_not(name, killed_runs, table):
+    whole, killed, struck = killed_runs[name].result()
     print(name, struck)
-    life = nursery.life(killed, *arguments)
-    assert life.code() == 0, life.output()
+    table.update(what for _, what, _ in struck)
     assert len(struck) >= KILLS - 1, struck
     result = compare(whole, killed)
     assert result.differences == [] and result.examples and result.records == 15

@@ -6,6 +6,7 @@ a binary's module as `python -m` does, and ends as a process of its own: to impo
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 
 from looplib.local_launch import hold_ports
 
@@ -28,7 +30,8 @@ class Nursery:
     """The process that forks. Use it in a `with` block, which ends it and all lives."""
 
     def __init__(self):
-        self.lives = 0
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
         self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults", ROOT / "tests" / "workers"]
@@ -42,10 +45,15 @@ class Nursery:
         )  # fmt: skip
 
     def ask(self, **order):
-        """Sends an order and returns the answer."""
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        """Sends an order and returns the answer; from any thread."""
+        with self._lock:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def number(self):
+        """A number for a life that no other has."""
+        return next(self._numbers)
 
     def __enter__(self):
         return self
@@ -109,12 +117,12 @@ class Life:
 
     def __init__(self, nursery, arguments, order):
         self._nursery = nursery
-        nursery.lives += 1
+        number = nursery.number()
         # Not beside the run, whose disk may be full.
-        self.log = pathlib.Path(order.get("log", nursery.folder / f"{nursery.lives}.log"))
+        self.log = pathlib.Path(order.get("log", nursery.folder / f"{number}.log"))
         self._code = self._notes = None
         if order["binary"] == "faulty":
-            notes = nursery.folder / f"{nursery.lives}.notes"
+            notes = nursery.folder / f"{number}.notes"
             notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
             self._notes = open(notes, "rb", buffering=0)
             arguments = [*arguments, f"--config.notes={notes}"]

@@ -163,7 +163,7 @@ def test_who_goes_on_for_long_after_the_others_have_left_is_not_alarmed(slow, wo
 # The meeting.
 
 
-@pytest.mark.parametrize("missing", [[2], [0], [1, 2]])
+@pytest.mark.parametrize("missing", [[0], [1, 2]])
 def test_workers_that_never_come_are_named_by_all(missing, network, tmp_path):
     with Workers(command(join_limit=2.0), network, tmp_path, late=missing) as workers:
         present = [i for i in range(3) if i not in missing]
