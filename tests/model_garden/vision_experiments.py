@@ -38,8 +38,9 @@ _OPTIMIZER = {
 }
 
 
-# Moving averages that follow within the few steps: with those of the first moment, deep models overflow in evaluation.
-_NORM = {"norm_momentum": 0.1}
+# Batches and maps are tiny, so that moments differ much from batch to batch, and by layers of them evaluation overflows:
+# averages that follow within the few steps, and an epsilon that keeps small variances from scaling up.
+_NORM = {"norm_momentum": 0.3, "norm_epsilon": 0.1}
 # Some experiments shrink an image to a tenth, which leaves nothing of a small one.
 _SCALES = {"aug_scale_min": 0.8, "aug_scale_max": 1.25}
 
