@@ -107,7 +107,8 @@ def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
     if isinstance(params, multitask_configs.MultiTaskExperimentConfig):
         return model_garden_multi_task.make(params, model_dir, mode, make_multi_task)
     experiment = Experiment(task_factory.get_task(params.task, logging_dir=model_dir), params, model_dir)
-    evaluators = {}
+    # The trainer first: tasks keep the metrics that they build last.
+    trainer, evaluators = TaskTrainer(experiment) if "train" in mode else None, {}
     if isinstance(params, multitask_configs.MultiEvalExperimentConfig):
         for routine in params.eval_tasks:
             name = routine.task_name or routine.task_config.name
@@ -115,7 +116,7 @@ def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
             evaluators[name] = TaskEvaluator(experiment.of_task(task))
     elif "eval" in mode:
         evaluators[params.trainer.validation_summary_subdir] = TaskEvaluator(experiment)
-    return TaskTrainer(experiment) if "train" in mode else None, evaluators or None
+    return trainer, evaluators or None
 
 
 if __name__ == "__main__":

@@ -86,8 +86,7 @@ def controller(params, model_dir, strategy=None, **settings):
     built = looplib.Controller(
         trainer=trainer, evaluator=evaluators, strategy=strategy, model_dir=model_dir,
         global_batch_size=values.get("global_batch_size", 2), steps_per_loop=values["steps_per_loop"],
-        checkpoints=looplib.CheckpointPolicy(every_steps=values["checkpoint_interval"]),
-        **{"writers": [], **settings},
+        **{"writers": [], "checkpoints": looplib.CheckpointPolicy(every_steps=values["checkpoint_interval"]), **settings},
     )  # fmt: skip
     return built, trainer
 
