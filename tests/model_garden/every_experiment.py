@@ -1,0 +1,74 @@
+"""Runs every experiment that Model Garden registers, made small, under its own driver and under looplib.
+
+    python tests/model_garden/every_experiment.py [--write] [names ...]
+
+Three training steps and an evaluation of all validation data each, one after another in this process, in the precision
+that the experiment has. Prints a row for each; `--write` puts them into the table of docs/model_garden.md.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import side_by_side
+import tf_keras
+from official.core import exp_factory
+
+from trainers import model_garden
+
+PAGE = ROOT / "docs" / "model_garden.md"
+HEAD = "| experiment | precision | Model Garden's driver: loss | looplib: loss | examples evaluated |\n|---|---|---|---|---|\n"
+_PRECISIONS = {None: "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
+
+
+def outcome(run, params, directory):
+    """Runs an experiment; returns its last training loss and the number of examples evaluated, or an error."""
+    tf_keras.mixed_precision.set_global_policy(_PRECISIONS[params.runtime.mixed_precision_dtype])
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Orbit and COCO's evaluation print much
+            ran = run(params, directory)
+        return f"{list(ran.losses.values())[-1]:.5g}", ran.evaluation.get("examples")
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}", None
+    finally:
+        tf_keras.mixed_precision.set_global_policy("float32")
+
+
+def row(name):
+    """Runs an experiment under both; returns its row of the table."""
+    precision = exp_factory.get_exp_config(name).runtime.mixed_precision_dtype
+    with tempfile.TemporaryDirectory() as directory:
+        params = side_by_side.configuration(name, directory, {"runtime": {"mixed_precision_dtype": precision}})
+        theirs, _ = outcome(side_by_side.under_the_driver, params, f"{directory}/theirs")
+        ours, examples = outcome(side_by_side.under_looplib, params, f"{directory}/ours")
+    return f"| {name} | {precision or 'float32'} | {theirs} | {ours} | {examples} |"
+
+
+def main():
+    """Runs what the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=model_garden.experiments())
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.names:
+        start = time.monotonic()
+        rows.append(row(name))
+        print(f"{rows[-1]} {time.monotonic() - start:.0f} s", flush=True)
+    if arguments.write:
+        text = PAGE.read_text()
+        table = re.compile(re.escape(HEAD) + r"(\|.*\n)+")
+        PAGE.write_text(table.sub(HEAD + "\n".join(rows) + "\n", text))
+
+
+if __name__ == "__main__":
+    main()
