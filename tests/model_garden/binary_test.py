@@ -54,12 +54,12 @@ def run(files, nursery, tmp_path_factory):
 
 def test_files_and_overrides_come_in_their_order_and_are_written(run):
     directory, output = run
-    params = yaml.safe_load((directory / "params.yaml").read_text())
+    params = yaml.full_load((directory / "params.yaml").read_text())
     assert params["trainer"]["train_steps"] == 4 and params["trainer"]["validation_summary_subdir"] == "held_out"
     assert params["task"]["model"]["backbone"]["resnet"]["model_id"] == 10
     report = json.loads((directory / "run.json").read_text())
     assert report["step"] == 4 and report["flags"]["steps_per_loop"] == 2 and report["flags"]["seed"] == 3
-    assert report["config"]["trainer"] == params["trainer"]
+    assert report["config"]["trainer"] == json.loads(json.dumps(params["trainer"]))
     splits = {record["split"] for record in read_jsonl(str(directory / "metrics.jsonl"))}
     assert splits == {"train", "held_out"} and (directory / "held_out").is_dir()
 
