@@ -12,6 +12,7 @@ from official.core import exp_factory, task_factory, train_utils
 from official.modeling.multitask import configs as multitask_configs
 
 from looplib import UsageError, launch
+from looplib.errors import gist
 from trainers import model_garden_config, model_garden_multi_task
 from trainers.model_garden_tasks import Experiment, TaskEvaluator, TaskTrainer
 
@@ -35,19 +36,15 @@ def settings():
       UsageError: for an unknown experiment, or a configuration that cannot be read.
     """
     chosen = flags.FLAGS
-    if not chosen.experiment:
-        raise UsageError("--experiment is missing; name one of Model Garden's, such as --experiment=resnet_imagenet")
+    if chosen.experiment not in experiments():
+        found = f"--experiment is {chosen.experiment!r}" if chosen.experiment else "--experiment is missing"
+        raise UsageError(f"{found}; name one of Model Garden's: {', '.join(experiments())}")
     try:
         gin.parse_config_files_and_bindings(chosen.gin_file, chosen.gin_params)
         params = train_utils.parse_configuration(chosen, lock_return=False, print_return=False)
-    except LookupError as error:
+    except (LookupError, ValueError, TypeError, OSError, tf.errors.OpError, AttributeError) as error:
         raise UsageError(
-            f"the experiment {chosen.experiment!r} or a field of its configuration does not exist ({error}); there are "
-            f"{', '.join(experiments())}"
-        ) from error
-    except (ValueError, TypeError, OSError, tf.errors.OpError, AttributeError) as error:
-        raise UsageError(
-            f"the configuration of {chosen.experiment} cannot be read ({error}); look at --config_file, "
+            f"the configuration of {chosen.experiment} cannot be read ({gist(error)}); look at --config_file, "
             "--params_override and the gin flags"
         ) from error
     if chosen["global_batch_size"].present:
@@ -99,8 +96,8 @@ def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
         `MultiTaskBaseModel` or one model for all tasks; default the tasks that it names on the model of the first.
 
     Returns:
-      `(trainer, evaluators)`: `TaskTrainer`, and a dict of `TaskEvaluator` by the names of their TensorBoard
-      directories; None for what the mode does not need.
+      `(trainer, evaluators)`: `TaskTrainer`, and a dict of `TaskEvaluator` by names, which are their TensorBoard
+      directories below `eval`; None for what the mode does not need.
     """
     if model_dir:
         tf.io.gfile.makedirs(model_dir)  # some tasks write there

@@ -61,7 +61,7 @@ def test_files_and_overrides_come_in_their_order_and_are_written(run):
     assert report["step"] == 4 and report["flags"]["steps_per_loop"] == 2 and report["flags"]["seed"] == 3
     assert report["config"]["trainer"] == json.loads(json.dumps(params["trainer"]))
     splits = {record["split"] for record in read_jsonl(str(directory / "metrics.jsonl"))}
-    assert splits == {"train", "held_out"} and (directory / "held_out").is_dir()
+    assert splits == {"train", "held_out"} and (directory / "eval" / "held_out").is_dir()
 
 
 def test_what_is_not_honoured_is_named(run):
@@ -92,7 +92,7 @@ def test_an_evaluation_job_and_post_evaluation_give_the_same_numbers(run, files,
 
 BAD = {
     "no experiment": ([], "--experiment is missing; name one of Model Garden's"),
-    "unknown experiment": (["--experiment=resnet_imagnet"], "'resnet_imagnet' or a field of its configuration does not exist"),
+    "unknown experiment": (["--experiment=resnet_imagnet"], "--experiment is 'resnet_imagnet'; name one of Model Garden's: bert/pretraining, "),
     "unknown field": (["--experiment=mock", "--params_override=trainer.train_stps=3"], "the configuration of mock cannot be read"),
     "missing file": (["--experiment=mock", "--config_file=/no/such.yaml"], "the configuration of mock cannot be read"),
     "no steps": (["--experiment=mock"], "--train_steps is 0; expected at least 1"),
