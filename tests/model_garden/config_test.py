@@ -1,11 +1,17 @@
 """Model Garden's configuration decides looplib's flags, and what is not honoured is named."""
 
+import pathlib
+import re
+
 import pytest
 from official.common import registry_imports  # noqa: F401
 from official.core import exp_factory
+from official.modeling import hyperparams
 
 import looplib
 from trainers import model_garden_config
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def configuration(**sections):
@@ -100,3 +106,18 @@ def test_every_field_is_honoured_or_has_a_reason():
 def test_what_no_run_can_have_is_a_sentence(sections, message):
     with pytest.raises(looplib.UsageError, match=message):
         model_garden_config.flag_values(configuration(**sections))
+
+
+def test_the_ready_commands_of_the_documents_have_configurations_that_apply():
+    found = set()
+    for page in ("README.md", "docs/model_garden.md"):
+        pattern = r"trainers\.model_garden --experiment=(\S+) --config_file=(trainers/\S+)"
+        found |= set(re.findall(pattern, (ROOT / page).read_text()))
+    assert {name for _, name in found} == {
+        str(path.relative_to(ROOT)) for path in (ROOT / "trainers" / "configs").iterdir()
+    }
+    for name, file in found:
+        params = hyperparams.override_params_dict(exp_factory.get_exp_config(name), str(ROOT / file), is_strict=True)
+        params.validate()
+        assert model_garden_config.flag_values(params)["train_steps"] > 0
+        assert model_garden_config.not_honoured(params) == []
