@@ -100,10 +100,11 @@ class Reducer:
         contribution = tf.zeros([self._size], tf.float64)
         if not self.collects:
             return contribution
-        empty = tf.nest.map_structure(
-            lambda spec: tf.zeros([size or 0 for size in spec.shape.as_list()], spec.dtype), self.collects
-        )
-        return contribution, (tf.constant(False), empty)
+
+        def empty(spec):
+            return tf.zeros([size or 0 for size in spec.shape.as_list()] if spec.shape.rank else [], spec.dtype)
+
+        return contribution, (tf.constant(False), tf.nest.map_structure(empty, self.collects))
 
     @property
     def _size(self):

@@ -4,6 +4,7 @@ It has dropout, shuffled input, augmentation by random ops, momentum, a learning
 its evaluator. What is slow in it can be set, and it notes in a file what it does, to tell what a kill has struck.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import mmap
@@ -36,6 +37,7 @@ class Config:
     slow_save: float = 0.0  # of taking the snapshot
     slow_restore: float = 0.0
     extra_metrics: int = 0  # to make reports long
+    collects: bool = False  # the evaluation, on the host
     notes: str = ""  # a file of NOTE_BYTES to note in what is being done
 
 
@@ -166,10 +168,25 @@ class FaultyEvaluator(looplib.Evaluator):
         self.notes.note_in_graph("evaluate", self.config.slow_evaluation)
         logits = self.model(x, training=False)
         self.keras_accuracy.update_state(y, logits)
-        return {"accuracy": tf.equal(tf.argmax(logits, 1), y), "keras_accuracy": self.keras_accuracy}
+        outputs = {"accuracy": tf.equal(tf.argmax(logits, 1), y), "keras_accuracy": self.keras_accuracy}
+        if self.config.collects:
+            outputs["seen"] = looplib.each((x, {"right": outputs["accuracy"]}))
+        return outputs
+
+    @contextlib.contextmanager
+    def evaluating(self):
+        self.seen = []
+        yield
+
+    def collect(self, outputs):
+        self.seen += [output["seen"] for output in outputs]
 
     def loop_end(self, metrics):
         self.notes.note("report")
+        if self.config.collects:
+            in_order = np.concatenate([x.numpy() for x, _ in self.seen])
+            right = np.concatenate([rest["right"].numpy() for _, rest in self.seen])
+            metrics |= {"right": int(right.sum()), "in_order": int(np.array_equal(in_order, X))}
         return metrics
 
 

@@ -99,9 +99,11 @@ def test_a_run_goes_on_with_more_and_with_fewer_workers(nursery, reference, tmp_
 
 def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, runs):
     folder, _ = runs["multi_worker_x2"]
-    run(nursery, folder, 2, *QUIET, "--mode=eval")
+    run(nursery, folder, 2, *QUIET, "--mode=eval", "--config.collects=True")
     evaluated = json.loads((folder / "run_eval.json").read_text())["metrics"]["eval"]
     assert evaluated["examples"] == 96 and evaluated["accuracy"] == reported(folder, "eval", "accuracy")[-1]
+    # What the steps return as looplib.each comes from both.
+    assert evaluated["in_order"] == 1 and evaluated["right"] == round(96 * evaluated["accuracy"])
 
 
 @pytest.mark.parametrize(
