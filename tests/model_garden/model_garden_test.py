@@ -18,7 +18,10 @@ from trainers import model_garden
 # Side by side, each random number that a pipeline draws in several threads would differ; these leave them out.
 _FLOAT = {"dtype": "float32"}
 _PLAIN = {
-    "resnet_imagenet": {"train_data": {"aug_rand_hflip": False, "aug_crop": False}},
+    "resnet_imagenet": {
+        "train_data": {"aug_rand_hflip": False, "aug_crop": False},
+        "model": {"backbone": {"resnet": {"model_id": 18}}},
+    },
     "bert/pretraining": {},
     "retinanet_resnetfpn_coco": {
         "train_data": {**_FLOAT, "parser": {"aug_rand_hflip": False, "aug_scale_min": 1.0, "aug_scale_max": 1.0}},
