@@ -17,3 +17,13 @@ class Experiment:
 
     make_data: Callable[[str], dict]
     overrides: Callable[[dict], dict]
+
+
+def merged(*trees):
+    """Nested dicts as one; the later wins."""
+    result = {}
+    for tree in trees:
+        for key, value in tree.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else value
+    return result

@@ -9,6 +9,7 @@ import pytest
 import side_by_side
 import tensorflow as tf
 import tf_keras
+from conftest import make_strategy
 from official.core import base_trainer, exp_factory, task_factory, train_utils
 from official.modeling import optimization
 
@@ -115,6 +116,25 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     assert ours.evaluation["mean_iou"] == pytest.approx(mean_iou(sum(matrices)), rel=1e-3)
     assert theirs.evaluation["mean_iou"] == pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-3)
     assert mean_iou(sum(matrices)) != pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-2)
+
+
+def test_an_evaluation_on_two_replicas_gives_the_same_numbers(both):
+    """The last batch leaves one of them without an example."""
+    _, params, directory, _, ours = both
+    controller, _ = side_by_side.controller(params, f"{directory}/ours", strategy=make_strategy("mirrored_x2"))
+    with controller:
+        assert controller.global_step == 6
+        found = controller.evaluate()["validation"]
+    assert found["examples"] == ours.evaluation["examples"]
+    for metric, value in ours.evaluation.items():
+        if not math.isnan(value) and metric not in (
+            "lm_example_loss",
+            "total_loss",
+            "model_loss",
+            "cls_loss",
+            "box_loss",
+        ):
+            assert found[metric] == pytest.approx(value, rel=1e-3, abs=1e-4), metric
 
 
 def test_the_drivers_checkpoint_is_gone_on_from_and_it_reads_ours(tmp_path):

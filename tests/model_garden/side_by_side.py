@@ -5,6 +5,7 @@ import os
 
 import tensorflow as tf
 import tf_keras
+from experiment import merged
 from official.core import exp_factory, task_factory, train_lib
 from text_experiments import TEXT
 from vision_experiments import VISION
@@ -28,16 +29,6 @@ class Ran:
     losses: dict
     evaluation: dict
     weights: list
-
-
-def merged(*trees):
-    """Nested dicts as one; the later wins."""
-    result = {}
-    for tree in trees:
-        for key, value in tree.items():
-            both = isinstance(value, dict) and isinstance(result.get(key), dict)
-            result[key] = merged(result[key], value) if both else value
-    return result
 
 
 def configuration(name, directory, overrides=None):

@@ -6,19 +6,9 @@ where the experiment would load trained ones. The four experiments without a mod
 """
 
 import vision_data
-from experiment import Experiment
+from experiment import Experiment, merged
 
 _STEPS = 3
-
-
-def _merge(*trees):
-    """Returns nested dicts as one; the later wins."""
-    merged = {}
-    for tree in trees:
-        for key, value in tree.items():
-            both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-            merged[key] = _merge(merged[key], value) if both else value
-    return merged
 
 
 # Of each kind of schedule; an experiment has chosen one. The published ones would still warm up when the run ends.
@@ -49,7 +39,7 @@ def _run(paths, task, batch_size, train_data, validation_data, optimizer):
     """Returns the overrides that all experiments share, and those of a task's model and data."""
     read = {"global_batch_size": batch_size, "seed": 0, "deterministic": True, "shuffle_buffer_size": 8}
     return {
-        "task": _merge(
+        "task": merged(
             {
                 "init_checkpoint": None,
                 "train_data": {**read, **train_data, "input_path": paths["train"], "is_training": True},
@@ -71,7 +61,7 @@ def _run(paths, task, batch_size, train_data, validation_data, optimizer):
             "checkpoint_interval": _STEPS,
             "validation_interval": _STEPS,
             "validation_steps": -1,
-            "optimizer_config": _merge(_SCHEDULES, optimizer),
+            "optimizer_config": merged(_SCHEDULES, optimizer),
         },
         "runtime": {"distribution_strategy": "one_device"},
     }
@@ -82,7 +72,7 @@ def _classification(backbone, task=None, optimizer=None):
     model = {"num_classes": vision_data.NUM_DIGITS, "input_size": [32, 32, 3], "backbone": backbone}
 
     def overrides(paths):
-        return _run(paths, _merge({"model": model}, task or {}), 4, {}, {}, optimizer or {})
+        return _run(paths, merged({"model": model}, task or {}), 4, {}, {}, optimizer or {})
 
     return Experiment(vision_data.write_images, overrides)
 
@@ -104,7 +94,7 @@ def _retinanet(backbone, levels, size, task=None, optimizer=None):
 
     def overrides(paths):
         ours = {"annotation_file": paths["annotations"], "model": model}
-        return _run(paths, _merge(ours, task or {}), 2, {"parser": _SCALES}, {}, optimizer or {})
+        return _run(paths, merged(ours, task or {}), 2, {"parser": _SCALES}, {}, optimizer or {})
 
     return Experiment(vision_data.write_scenes, overrides)
 
@@ -150,7 +140,7 @@ def _segmentation(model, train_data=None, validation_data=None, task=None, optim
     def overrides(paths):
         # Without weights the model says background everywhere, and the metrics would not tell one model from another.
         losses = {"class_weights": [0.1] + [1.0] * (vision_data.NUM_SCENE_CLASSES - 1)}
-        merged = _merge({"model": ours, "losses": losses}, {"model": model}, task or {})
+        merged = merged({"model": ours, "losses": losses}, {"model": model}, task or {})
         return _run(paths, merged, 2, train, size | (validation_data or {}), optimizer or {})
 
     return Experiment(vision_data.write_scenes, overrides)
@@ -181,7 +171,7 @@ def _video(task=None, optimizer=None):
     def overrides(paths):
         train, validation = {"num_examples": paths["num_train"]}, {"num_examples": paths["num_validation"]}
         ours = {"model": {"norm_activation": _NORM}}
-        return _run(paths, _merge(ours, task or {}), 4, read | train, read | validation, optimizer or _SLOW)
+        return _run(paths, merged(ours, task or {}), 4, read | train, read | validation, optimizer or _SLOW)
 
     return Experiment(vision_data.write_videos, overrides)
 
