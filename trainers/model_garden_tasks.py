@@ -5,6 +5,7 @@ import copy
 import inspect
 import os
 import tempfile
+import types
 
 import numpy as np
 import tensorflow as tf
@@ -158,7 +159,8 @@ class TaskEvaluator(looplib.Evaluator):
     def step_fn(self, inputs):
         """The task's `validation_step` on one replica's batch."""
         task = self._experiment.task
-        logs = task.validation_step(inputs, model=self.model, metrics=self.validation_metrics)
+        with _results_of_this_replica([*self.validation_metrics, *self._of_task]):
+            logs = task.validation_step(inputs, model=self.model, metrics=self.validation_metrics)
         outputs = _by_name(self.validation_metrics)
         if task.loss in logs:
             outputs["validation_loss"] = _mean(logs[task.loss], inputs)
@@ -260,6 +262,25 @@ class TaskEvaluator(looplib.Evaluator):
                 self._checkpoint(), folder, max_to_keep=most, checkpoint_name=name
             )
         self._averages.save(checkpoint_number=int(self.global_step))
+
+
+@contextlib.contextmanager
+def _results_of_this_replica(metrics):
+    """Lets `result` of Keras metrics look at this replica alone.
+
+    Tasks put results into the logs of each step, where nobody reads them; all replicas would have to meet for that, which
+    they cannot where one of them has no example and leaves its step out.
+    """
+    kept = [vars(metric).get("result") for metric in metrics]
+    for metric in metrics:
+        vars(metric)["result"] = types.MethodType(type(metric).result, metric)
+    try:
+        yield
+    finally:
+        for metric, result in zip(metrics, kept):
+            vars(metric).pop("result")
+            if result is not None:
+                vars(metric)["result"] = result
 
 
 def _mean(loss, inputs):
