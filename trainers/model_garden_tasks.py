@@ -268,8 +268,8 @@ class TaskEvaluator(looplib.Evaluator):
 def _results_of_this_replica(metrics):
     """Lets `result` of Keras metrics look at this replica alone.
 
-    Tasks put results into the logs of each step, where nobody reads them; all replicas would have to meet for that, which
-    they cannot where one of them has no example and leaves its step out.
+    Tasks put results into the logs of each step, where nobody reads them; all replicas would have to meet for that,
+    which they cannot where one of them has no example and leaves its step out.
     """
     kept = [vars(metric).get("result") for metric in metrics]
     for metric in metrics:

@@ -120,7 +120,7 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
 
 def test_an_evaluation_on_two_replicas_gives_the_same_numbers(both):
     """The last batch leaves one of them without an example."""
-    _, params, directory, _, ours = both
+    name, params, directory, _, ours = both
     controller, _ = side_by_side.controller(params, f"{directory}/ours", strategy=make_strategy("mirrored_x2"))
     with controller:
         assert controller.global_step == 6
@@ -131,7 +131,8 @@ def test_an_evaluation_on_two_replicas_gives_the_same_numbers(both):
             not math.isnan(value) and "loss" not in metric
         ):  # those are means of what a replica's batch has, some of words
             assert found[metric] == pytest.approx(value, rel=1e-3, abs=1e-4), metric
-    assert found["validation_loss"] == pytest.approx(ours.evaluation["validation_loss"], rel=2e-2)
+    if name == "resnet_imagenet":
+        assert found["validation_loss"] == pytest.approx(ours.evaluation["validation_loss"], rel=1e-4)
 
 
 def test_the_drivers_checkpoint_is_gone_on_from_and_it_reads_ours(tmp_path):

@@ -140,8 +140,8 @@ def _segmentation(model, train_data=None, validation_data=None, task=None, optim
     def overrides(paths):
         # Without weights the model says background everywhere, and the metrics would not tell one model from another.
         losses = {"class_weights": [0.1] + [1.0] * (vision_data.NUM_SCENE_CLASSES - 1)}
-        merged = merged({"model": ours, "losses": losses}, {"model": model}, task or {})
-        return _run(paths, merged, 2, train, size | (validation_data or {}), optimizer or {})
+        whole = merged({"model": ours, "losses": losses}, {"model": model}, task or {})
+        return _run(paths, whole, 2, train, size | (validation_data or {}), optimizer or {})
 
     return Experiment(vision_data.write_scenes, overrides)
 
