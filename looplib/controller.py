@@ -115,7 +115,8 @@ class Controller:
         if self._policy.continue_from:
             self.restored_from, step = continue_from(objects, self._global_step, self._policy.continue_from)
             logging.info("goes on from step %d of %s, with the data from its start", step, self.restored_from)
-            self._store.values["input_offset"], self._window_start = -step, step
+            self._store.values.update(input_offset=-step, reported={"train": step})
+            self._window_start = step
         elif trainer:
             with self._strategy.scope():
                 trainer.initialize()

@@ -56,6 +56,15 @@ def test_step_weights_and_slots_are_taken_and_the_data_starts_anew(keras, tmp_pa
     np.testing.assert_array_equal(resumed.order, whole.order[3:])
 
 
+def test_a_run_that_is_already_there_reports_nothing_and_saves(tmp_path):
+    foreign(tmp_path / "theirs", toy.keras3)
+    seen = []
+    settings = dict(model_dir=tmp_path / "ours", checkpoints=policy(tmp_path / "theirs"), actions=[seen.append])
+    with toy.controller(DEFAULT, toy.build(DEFAULT, optimizer="adam")[0], **settings) as controller:
+        controller.train(5)
+        assert not seen and controller.latest_checkpoint.endswith("ckpt-5")
+
+
 def test_an_evaluation_reads_it_too(tmp_path):
     theirs = foreign(tmp_path, toy.keras3)
     _, evaluator = toy.build(DEFAULT)
