@@ -108,7 +108,7 @@ class OrbitEvaluator(_HasItsOwnLoop, Evaluator):
 
     def __init__(self, evaluator, checkpoint=None):
         super().__init__(evaluator, "evaluate", None, checkpoint)
-        for name in [name for name, value in vars(self).items() if _is_metrics(value)]:
+        for name in [name for name, value in vars(self).items() if keras_family.is_metrics(value)]:
             del vars(self)[name]  # they belong to one evaluation
 
     @property
@@ -349,11 +349,15 @@ class Results:
         self._steps = 0
 
 
-def _adopt(task, holder):
-    """Gives a task the state among the attributes of an object."""
+def _adopt(task, holder, seen=()):
+    """Gives a task the state among the attributes of an object, and of Orbit's objects that it holds but those seen."""
     state = state_of(holder)
     for name, value in vars(holder).items():
         private = name.startswith("_self_") or name in _NO_STATE
+        if not private and _has_a_loop(value):  # an evaluator may hold its trainer
+            if all(value is not other for other in seen):
+                _adopt(task, value, (*seen, holder))
+            continue
         if private or not (name in state or f"{name}_untracked" in state):
             continue
         if isinstance(holder, tf.train.Checkpoint) and name.startswith("_"):
@@ -366,12 +370,10 @@ def _adopt(task, holder):
         vars(task)[new] = value
 
 
-def _is_metrics(value):
-    """Whether a value is Keras metric objects and nothing else."""
-    if isinstance(value, (list, tuple, dict)):
-        items = list(value.values() if isinstance(value, dict) else value)
-        return bool(items) and all(map(_is_metrics, items))
-    return keras_family.is_metric(value)
+def _has_a_loop(value):
+    """Whether a value is another trainer or evaluator of Orbit's kind."""
+    has = [callable(getattr(value, name, None)) for name in ("train", "evaluate")]
+    return any(has) and isinstance(value, tf.Module) and not keras_family.is_layer(value)
 
 
 def _flat(who, results, prefix=""):

@@ -246,6 +246,7 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
             start_step=start_step,
             **settings,
         )
+        _seed_anew()
         dataset = task.dataset(context)
         if not isinstance(dataset, tf.data.Dataset):
             raise UsageError(
@@ -322,6 +323,17 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else contexts[0].batches]
         return feeds.RemoteStream(make_on_worker, contexts[0].positioned and by_number, **attributes)
     return feeds.HostStream(**attributes) if on_host else feeds.Stream(**attributes)
+
+
+def _seed_anew():
+    """Lets shuffles without a seed of their own get the same seeds each time that a data set is built.
+
+    TensorFlow derives these from the global seed, if there is one, and from how many were asked for before; a resumed
+    run builds its data sets another number of times than a new one.
+    """
+    seed, _ = tf.compat.v1.get_seed(None)
+    if seed is not None:
+        tf.random.set_seed(seed)
 
 
 def _check_batch_size(who, dataset, expected):

@@ -37,6 +37,14 @@ def is_metric(value):
     return _is_a(value, "metrics", "Metric")
 
 
+def is_metrics(value):
+    """Whether `value` is a Keras metric object, or a list or dict of nothing else."""
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.values() if isinstance(value, dict) else value)
+        return bool(items) and all(map(is_metrics, items))
+    return is_metric(value)
+
+
 def is_layer(value):
     """Whether `value` is a Keras layer or model of either family (tf_keras metrics, layers too, are not)."""
     return _is_a(value, "layers", "Layer") and not is_metric(value)

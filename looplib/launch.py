@@ -84,7 +84,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def run(build, config=None, argv=None, settings=None, **defaults):
+def run(build, config=None, argv=None, settings=None, started=None, **defaults):
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
     Exit codes: 0 done; 1 failed; 75 ended by SIGTERM or SIGINT and saved, to be run again; 76 ended by the watchdog. A
@@ -98,6 +98,8 @@ def run(build, config=None, argv=None, settings=None, **defaults):
       settings: in place of `config`, a function without arguments that is called once the command line is parsed, for a
         binary whose settings come from elsewhere; returns `(config, values)`: what `build` is given, with an `as_dict`
         for `run.json`, and a dict of values for the flags that the command line leaves out.
+      started: function of `(config, controller)`, called before the first step of a run that may start, as its
+        directory is its own and its checkpoint fits.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
     if settings is None and not dataclasses.is_dataclass(config):
@@ -112,7 +114,7 @@ def run(build, config=None, argv=None, settings=None, **defaults):
     for name, *_ in FLAGS:  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     gc.freeze()  # what is imported stays: the collector need not go through it, least of all as the process ends
-    app.run(lambda argv: _main(build, settings, argv), argv=argv)
+    app.run(lambda argv: _main(build, settings, started, argv), argv=argv)
 
 
 def _define_config(config, argv):
@@ -128,7 +130,7 @@ def _define_config(config, argv):
     return lambda: (parsed.value, {})
 
 
-def _main(build, settings, argv):
+def _main(build, settings, started, argv):
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
         # TensorFlow's own notes are left out; its warnings and errors stay.
@@ -140,10 +142,10 @@ def _main(build, settings, argv):
             )
         )
     with notice.listening(to_the_end=True):
-        _run_experiment(build, settings, argv)
+        _run_experiment(build, settings, started, argv)
 
 
-def _run_experiment(build, settings, argv):
+def _run_experiment(build, settings, started, argv):
     controller = report = strategy = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
     try:
@@ -187,6 +189,8 @@ def _run_experiment(build, settings, argv):
         controller.clock.add("start", max(0.0, _process_seconds() - controller.clock.seconds()["wall"]))
         report = _RunReport(values, config, strategy, controller)
         report.write("running")
+        if started:
+            started(config, controller)
         metrics = _run_mode(controller, values)
         controller.close()
         report.write("done", metrics)

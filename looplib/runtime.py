@@ -52,6 +52,11 @@ def setup(
         raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if mixed_precision not in PRECISIONS:
         raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
+    if strategy == "one_device" and num_virtual_devices > 1:
+        raise UsageError(
+            f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
+            "auto"
+        )
     if strategy == "parameter_server":
         _check_asynchronous(num_virtual_devices, deterministic)
     if tpu and strategy not in ("auto", "tpu"):

@@ -115,6 +115,11 @@ def variables_below(root):
             yield value.path, value.value
         elif isinstance(value, tf.Variable):
             yield value.name, value
+        elif hasattr(value, "get_slot_names") and callable(getattr(value, "variables", None)):
+            for (
+                variable
+            ) in value.variables():  # the slots of an optimizer of tf_keras.optimizers.legacy are no children
+                yield variable.name, variable
 
 
 def _objects(proto, checkpoint):

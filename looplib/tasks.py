@@ -70,11 +70,7 @@ class TaskLoop:
                 coordinator.prepare(task)
         if non_finite != "off":
             guards.watch_gradients(task)
-        if (
-            split != "train"
-            and self._stream.unknown
-            and not self._stream.has_value(self._stream.next_as_optional(self._stream.iterate()))
-        ):
+        if split != "train" and self._stream.unknown and not self._has_a_batch(split):
             raise UsageError(
                 f"the evaluation data set {split!r} is empty: {self.who}.dataset has no batch; check where the data is "
                 "read from"
@@ -118,6 +114,15 @@ class TaskLoop:
                 tracing=clock.of("compile") - before,
                 chosen=chosen,
             )
+
+    def _has_a_batch(self, split):
+        try:
+            return self._stream.has_value(self._stream.next_as_optional(self._stream.iterate()))
+        except (tf.errors.NotFoundError, tf.errors.DataLossError, tf.errors.PermissionDeniedError) as error:
+            raise UsageError(
+                f"the evaluation data set {split!r} cannot be read: {error.message.partition(' [Op')[0]}; check where "
+                f"{self.who}.dataset reads from"
+            ) from error
 
     @property
     def step(self):
@@ -370,7 +375,7 @@ def collect_state(trainer, evaluators):
     objects = state_of(trainer) if trainer else {}
     for task in evaluators.values():
         for name, value in state_of(task).items():
-            if not keras_family.is_metric(getattr(task, name, None)):
+            if not keras_family.is_metrics(getattr(task, name, None)):
                 objects.setdefault(name, value)
     return objects
 

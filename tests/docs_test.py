@@ -51,7 +51,11 @@ def page(name):
     return lambda folder: run("\n\n".join(programs(f"docs/{name}.md")), folder)
 
 
-PAGES = {"readme": readme, "guide": guide, **{name: page(name) for name in ("tpu_guide", "tpu_strategy", "tpu_course")}}
+PAGES = {
+    "readme": readme,
+    "guide": guide,
+    **{name: page(name) for name in ("tpu_guide", "tpu_strategy", "tpu_course", "from_orbit")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +116,8 @@ def test_the_courses_program_runs_by_hand_and_in_looplib_without_a_tpu(results):
     assert float(by_hand) > 0.3 and float(ours) > 0.3
 
 
-def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(tmp_path):
-    out = printed("from_orbit", tmp_path)
+def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
+    out = printed(results["from_orbit"])
     found = dict(re.findall(r"^(adapter|ported): ([\d.]+)$", out, re.MULTILINE))
     assert float(found["adapter"]) > 0.9 and float(found["ported"]) > 0.9
 

@@ -124,3 +124,30 @@ def test_an_evaluator_that_collects_nothing_says_what_is_missing():
     controller = looplib.Controller(evaluator=Lacking(8), global_batch_size=8, writers=[])
     with pytest.raises(NotImplementedError, match="Lacking.step_fn returns looplib.each, and there is no collect"):
         controller.evaluate()
+
+
+def test_lists_of_metrics_of_an_evaluator_are_no_part_of_a_checkpoint(tmp_path):
+    """A training without the evaluator, one with it, and an evaluation alone share a run directory."""
+
+    class Listed(toy.RegressionEvaluator):
+        def __init__(self, model):
+            super().__init__(model)
+            self.metrics = [toy.keras3.metrics.SparseCategoricalAccuracy(name="a"), toy.keras3.metrics.Mean(name="b")]
+
+        def step_fn(self, inputs):
+            x, y = inputs
+            logits = self.model(x, training=False)
+            self.metrics[0].update_state(y, logits)
+            self.metrics[1].update_state(tf.cast(y, tf.float32))
+            return {metric.name: metric for metric in self.metrics}
+
+    strategy = make_strategy("default")
+    for steps, trains, evaluates in ((2, True, False), (4, True, True), (6, True, False), (6, False, True)):
+        trainer, _ = toy.build(strategy)
+        evaluator = Listed(trainer.model) if evaluates else None
+        with toy.controller(strategy, trainer if trains else None, evaluator, model_dir=tmp_path) as controller:
+            if trains:
+                controller.train(steps)
+            assert controller.global_step == steps
+            if evaluates:
+                assert controller.evaluate()["eval"]["b"] == pytest.approx(toy.Y.mean())

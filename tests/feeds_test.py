@@ -65,7 +65,7 @@ def random(context, files=None):
 
 
 def stream(strategy, make, start_step=0, training=True):
-    task = type("Data", (), {"dataset": lambda self, context: make(context)})()
+    task = type("Data", (), {"dataset": lambda self, context: make(context), "batch_size_varies": False})()
     settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step)
     return inputs.distribute(strategy, task, **settings)
 
@@ -327,3 +327,28 @@ def test_tf_distribute_hands_out_the_last_batches_alike(strategy, distributed, n
     assert len(taken) == steps
     ids = [i for step in taken for replica in step for i in replica[0]]
     assert ids == list(range(n if steps == 5 else 32))
+
+
+class Unseeded(toy.Regression):
+    """Its shuffles have no seed of their own."""
+
+    def dataset(self, context):
+        data = tf.data.Dataset.range(toy.NUM_EXAMPLES).shuffle(20).repeat().shuffle(5)
+        data = data.batch(context.per_replica_batch_size, drop_remainder=True)
+        return data.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+
+
+@pytest.mark.parametrize("stops", [(3, 20), (7, 12, 20)])  # an epoch has 4.6 steps
+def test_shuffles_without_a_seed_go_on_in_later_epochs_where_the_run_is_seeded(stops, tmp_path):
+    def order(folder, *stops):
+        found = []
+        for until in stops:
+            tf.random.set_seed(0)  # as runtime.setup does in each process
+            trainer, _ = toy.build(make_strategy("default"))
+            with toy.controller(make_strategy("default"), trainer, model_dir=folder) as controller:
+                controller.train(until)
+            found += [ids.tolist() for ids in trainer.order]
+        return found
+
+    whole = order(tmp_path / "whole", 20)
+    assert len(whole) == 20 and whole == order(tmp_path / "parts", *stops)

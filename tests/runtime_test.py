@@ -71,6 +71,7 @@ print("; ".join(names))
         ({"strategy": "mirrored", "tpu": "mine"}, "a TPU is named .* but the strategy is 'mirrored'"),
         ({"mixed_precision": "half"}, "mixed_precision is 'half'; expected one of float32"),
         ({"num_virtual_devices": 0}, "num_virtual_devices is 0"),
+        ({"strategy": "one_device", "num_virtual_devices": 2}, "one_device trains on one; use mirrored or auto"),
         ({"seed": -1}, "seed is -1"),
     ],
 )

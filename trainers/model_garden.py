@@ -47,9 +47,10 @@ def settings():
             f"the configuration of {chosen.experiment} cannot be read ({gist(error)}); look at --config_file, "
             "--params_override and the gin flags"
         ) from error
-    if chosen["global_batch_size"].present:
-        params.override({"task": {"train_data": {"global_batch_size": chosen.global_batch_size}}})
-    values = model_garden_config.flag_values(params)
+    for flag, path in model_garden_config.FIELDS.items():
+        if chosen[flag].present:
+            model_garden_config.replace(params, path, chosen[flag].value)
+    values = model_garden_config.flag_values(params, chosen.mode)
     if chosen.model_dir and tf.train.latest_checkpoint(chosen.model_dir):  # of Model Garden's own driver
         values["continue_from"] = chosen.model_dir
     params.lock()
@@ -76,13 +77,21 @@ def build(params, make_multi_task=None):
     Returns:
       As `make` does.
     """
-    mode, model_dir = flags.FLAGS.mode, flags.FLAGS.model_dir
     for sentence in model_garden_config.not_honoured(params):
         logging.warning("not honoured: %s", sentence)
-    if "train" in mode and tf.distribute.get_strategy().extended.should_checkpoint:
-        train_utils.serialize_config(params, model_dir)
-        train_utils.save_gin_config(mode, model_dir)
-    return make(params, model_dir, mode, make_multi_task)
+    return make(params, flags.FLAGS.model_dir, flags.FLAGS.mode, make_multi_task)
+
+
+def started(params, controller):
+    """Writes `params.yaml` and the gin bindings of a training that may start; for `launch.run`.
+
+    Args:
+      params: the `ExperimentConfig`.
+      controller: the `looplib.Controller`.
+    """
+    if "train" in flags.FLAGS.mode and controller.is_chief:
+        train_utils.serialize_config(params, flags.FLAGS.model_dir)
+        train_utils.save_gin_config(flags.FLAGS.mode, flags.FLAGS.model_dir)
 
 
 def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
@@ -117,4 +126,4 @@ def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
 
 
 if __name__ == "__main__":
-    launch.run(build, settings=settings)
+    launch.run(build, settings=settings, started=started)

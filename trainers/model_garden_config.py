@@ -4,6 +4,7 @@ import math
 import os
 
 import tensorflow as tf
+from absl import logging
 from official.common import distribute_utils
 
 from looplib import UsageError
@@ -13,6 +14,16 @@ _STRATEGIES = {
     "parameter_server": "parameter_server", "tpu": "tpu",
 }  # fmt: skip
 _PRECISIONS = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
+
+# The fields that flags stand for; a flag on the command line replaces the field.
+FIELDS = {
+    "train_steps": "trainer.train_steps", "steps_per_loop": "trainer.steps_per_loop",
+    "eval_interval": "trainer.validation_interval", "eval_steps": "trainer.validation_steps",
+    "eval_timeout": "trainer.continuous_eval_timeout", "checkpoint_interval": "trainer.checkpoint_interval",
+    "keep_last": "trainer.max_to_keep", "global_batch_size": "task.train_data.global_batch_size",
+    "tpu": "runtime.tpu", "tpu_cores_per_replica": "runtime.num_cores_per_replica",
+}  # fmt: skip
+_TO_THE_END = ("train_steps", "eval_steps")  # of which -1 is all
 
 # What of `trainer` and `runtime` is honoured by flags, by the task's own objects, or by how looplib works.
 _HONOURED = {
@@ -43,11 +54,31 @@ _WHY = {
 }
 
 
-def flag_values(params):
+def replace(params, path, value):
+    """Replaces a field, and says so where that changes it.
+
+    Args:
+      params: an `ExperimentConfig`.
+      path: its name, such as "trainer.train_steps"; one that this experiment does not have is left alone.
+      value: the new value.
+    """
+    *folders, name = path.split(".")
+    section = params
+    for folder in folders:
+        section = getattr(section, folder, None)
+    if section is not None and getattr(section, name) != value:
+        logging.info(
+            "%s=%r of the configuration is replaced by the command line's %r", path, getattr(section, name), value
+        )
+        section.override({name: value})
+
+
+def flag_values(params, mode="train_and_eval"):
     """Returns what a configuration says of looplib's flags.
 
     Args:
       params: an `ExperimentConfig`.
+      mode: as in `--mode`; the interval of evaluations says nothing where there is none.
 
     Returns:
       dict from flag to value.
@@ -59,25 +90,28 @@ def flag_values(params):
     _check(params)
     data = getattr(task, "train_data", None) or task.task_routines[0].task_config.train_data
     values = dict(
-        train_steps=trainer.train_steps,
-        steps_per_loop=trainer.steps_per_loop,
-        eval_interval=trainer.validation_interval,
-        eval_steps=trainer.validation_steps,
-        eval_timeout=trainer.continuous_eval_timeout,
-        checkpoint_interval=trainer.checkpoint_interval,
-        keep_last=trainer.max_to_keep,
         tpu=runtime.tpu or None,
-        tpu_cores_per_replica=runtime.num_cores_per_replica,
         strategy="auto" if runtime.tpu else _STRATEGIES[runtime.distribution_strategy],
         mixed_precision=_PRECISIONS[runtime.mixed_precision_dtype or "float32"],
         loop="eager" if runtime.run_eagerly or not trainer.train_tf_function else "graph",
+        eval_timeout=trainer.continuous_eval_timeout,
         **_recovery(trainer),
     )
+    for flag, path in FIELDS.items():
+        if flag not in (*values, "global_batch_size") and (flag != "eval_interval" or "eval" in mode):
+            section, name = path.split(".")
+            values[flag] = _count(path, getattr(getattr(params, section), name), flag in _TO_THE_END)
     if data.global_batch_size:
-        values["global_batch_size"] = data.global_batch_size
+        values["global_batch_size"] = _count("task.train_data.global_batch_size", data.global_batch_size)
     if runtime.enable_xla and runtime.num_gpus > 0:
         values["loop"] = "xla"
     return values
+
+
+def _count(path, value, or_all=False):
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and not (or_all and value == -1)):
+        raise UsageError(f"{path} is {value!r}; expected a whole number of at least 1{', or -1 for all' * or_all}")
+    return value
 
 
 def _check(params):
@@ -122,7 +156,7 @@ def not_honoured(params):
         config = getattr(params, section)
         default = type(config)().as_dict()
         for name, value in config.as_dict().items():
-            if name == "summary_interval" and value == config.steps_per_loop:
+            if name == "summary_interval" and value <= config.steps_per_loop:
                 continue
             if name not in honoured and value != default.get(name):
                 why = _WHY.get(f"{section}.{name}", "looplib has nothing like it")

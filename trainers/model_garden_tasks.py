@@ -15,6 +15,7 @@ from official.modeling import optimization
 
 import looplib
 from looplib import UsageError
+from looplib.errors import gist
 
 
 class Experiment:
@@ -64,7 +65,21 @@ class Experiment:
         return other
 
     def inputs(self, data, context):
-        """The task's pipeline for `data`, one of its `DataConfig`s, and a `looplib.InputContext`."""
+        """The task's pipeline for `data`, one of its `DataConfig`s, and a `looplib.InputContext`.
+
+        Raises:
+          UsageError: if there is no such data.
+        """
+        try:
+            return self._inputs(data, context)
+        except (ValueError, OSError, tf.errors.OpError) as error:
+            split = "train_data" if context.training else "validation_data"
+            raise UsageError(
+                f"the pipeline of task.{split} cannot be built ({gist(error)}); look at its input_path "
+                f"({getattr(data, 'input_path', None)!r}) and tfds_name"
+            ) from error
+
+    def _inputs(self, data, context):
         if "input_context" not in inspect.signature(self.task.build_inputs).parameters:
             return self.task.build_inputs(data)
         place = tf.distribute.InputContext(context.num_pipelines, context.pipeline_index, context.num_replicas)
@@ -120,7 +135,7 @@ class TaskTrainer(looplib.Trainer):
         """Adds the learning rate, and gives each number of a metric with several a name of its own."""
         rate = self.optimizer.learning_rate
         rate = rate(self.optimizer.iterations) if callable(rate) else rate
-        return {**_flat(metrics), "learning_rate": float(rate)}
+        return {**_flat(metrics), "learning_rate": float(tf.convert_to_tensor(rate))}
 
 
 class TaskEvaluator(looplib.Evaluator):

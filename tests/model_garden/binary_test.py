@@ -95,7 +95,7 @@ BAD = {
     "unknown experiment": (["--experiment=resnet_imagnet"], "--experiment is 'resnet_imagnet'; name one of Model Garden's: bert/pretraining, "),
     "unknown field": (["--experiment=mock", "--params_override=trainer.train_stps=3"], "the configuration of mock cannot be read"),
     "missing file": (["--experiment=mock", "--config_file=/no/such.yaml"], "the configuration of mock cannot be read"),
-    "no steps": (["--experiment=mock"], "--train_steps is 0; expected at least 1"),
+    "no steps": (["--experiment=mock"], "trainer.train_steps is 0; expected a whole number of at least 1"),
     "unknown strategy": (["--experiment=mock", "--params_override=runtime.distribution_strategy=mirroed"], "distribution_strategy is 'mirroed'"),
 }  # fmt: skip
 
@@ -110,6 +110,15 @@ def test_bad_input_is_a_sentence_and_code_1(nursery, tmp_path):
         last = life.output().strip().splitlines()[-1]
         assert last.startswith("looplib: error: ") and BAD[case][1] in life.output(), (case, life.output())
         assert "Traceback" not in life.output(), case
+
+
+def test_a_start_that_is_refused_leaves_the_runs_configuration(run, files, nursery):
+    directory, _ = run
+    before = (directory / "params.yaml").read_bytes()
+    name = "bert/pretraining"
+    life = nursery.life_of(BINARY, f"--experiment={name}", f"--config_file={files[name]}", f"--model_dir={directory}")
+    assert life.code(300) == 1 and "was made by another model or optimizer" in life.output()
+    assert (directory / "params.yaml").read_bytes() == before
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def configuration(**sections):
     params = exp_factory.get_exp_config("resnet_imagenet")
+    params.override({"trainer": {"train_steps": 10}})
     params.override(sections)
     return params
 
@@ -53,6 +54,23 @@ def test_each_strategy_has_its_name(name, strategy):
     )
 
 
+def test_an_interval_of_evaluations_says_nothing_where_there_is_none():
+    assert "eval_interval" not in model_garden_config.flag_values(
+        configuration(trainer=dict(validation_interval=0)), "train"
+    )
+
+
+def test_the_command_line_replaces_fields():
+    params = configuration()
+    model_garden_config.replace(params, "trainer.train_steps", 70)
+    model_garden_config.replace(params, "task.train_data.global_batch_size", 48)
+    model_garden_config.replace(params, "task.no_such.global_batch_size", 48)
+    values = model_garden_config.flag_values(params)
+    assert values["train_steps"] == 70 and values["global_batch_size"] == 48
+    for path in model_garden_config.FIELDS.values():
+        model_garden_config.replace(params, path, 2)
+
+
 @pytest.mark.parametrize(
     "trials, expected",
     [
@@ -72,12 +90,12 @@ def test_what_is_not_honoured_is_named_and_only_that():
     sentences = model_garden_config.not_honoured(
         configuration(
             runtime=dict(all_reduce_alg="nccl", gpu_thread_mode="gpu_private"),
-            trainer=dict(summary_interval=7, allow_tpu_summary=True),
+            trainer=dict(summary_interval=7000, allow_tpu_summary=True),
             task=dict(allow_image_summary=True),
         )
     )
     for start in (
-        "runtime.all_reduce_alg='nccl' (", "runtime.gpu_thread_mode='gpu_private' (", "trainer.summary_interval=7 (",
+        "runtime.all_reduce_alg='nccl' (", "runtime.gpu_thread_mode='gpu_private' (", "trainer.summary_interval=7000 (",
         "trainer.allow_tpu_summary=True (", "task.allow_image_summary=True (",
     ):  # fmt: skip
         assert sum(sentence.startswith(start) for sentence in sentences) == 1, start
@@ -100,6 +118,12 @@ def test_every_field_is_honoured_or_has_a_reason():
         ),
         (dict(runtime=dict(mixed_precision_dtype="half")), "mixed_precision_dtype is 'half'"),
         (dict(runtime=dict(num_gpus=64)), "runtime.num_gpus is 64, and this machine has"),
+        (
+            dict(trainer=dict(validation_interval=0)),
+            "trainer.validation_interval is 0; expected a whole number of at least 1",
+        ),
+        (dict(trainer=dict(max_to_keep=0)), "trainer.max_to_keep is 0; expected"),
+        (dict(trainer=dict(train_steps="abc")), "trainer.train_steps is 'abc'; expected .* or -1 for all"),
         (dict(trainer=dict(best_checkpoint_metric_comp="bigger")), "'bigger'; expected higher or lower"),
     ],
 )

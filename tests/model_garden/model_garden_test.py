@@ -135,6 +135,16 @@ def test_an_evaluation_on_two_replicas_gives_the_same_numbers(both):
         assert found["validation_loss"] == pytest.approx(ours.evaluation["validation_loss"], rel=1e-4)
 
 
+def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
+    params = side_by_side.configuration("mock", str(tmp_path))
+    controller, _ = side_by_side.controller(params, f"{tmp_path}/run", strategy=make_strategy("mirrored_x2"))
+    with controller:
+        assert controller.train(3)["learning_rate"] == pytest.approx(0.1)
+    controller, _ = side_by_side.controller(params, f"{tmp_path}/run")  # and on one device again
+    with controller:
+        assert controller.global_step == 3
+
+
 def test_the_drivers_checkpoint_is_gone_on_from_and_it_reads_ours(tmp_path):
     overrides = {"task": _PLAIN["resnet_imagenet"]}
     params = side_by_side.configuration("resnet_imagenet", str(tmp_path), side_by_side.merged(steps(4, 2), overrides))
