@@ -572,3 +572,22 @@ def test_a_binary_runs_them(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "step       8  eval   line/error" in done.stdout
+
+
+def test_an_evaluator_may_hold_its_trainer_and_the_run_goes_on_under_another_strategy(tmp_path):
+    class Holding(ClassifierEvaluator):
+        def __init__(self, trainer):
+            self.t = trainer
+            super().__init__(trainer.model)
+
+    for steps, strategy in ((7, DEFAULT), (14, make_strategy("mirrored_x2"))):
+        with strategy.scope():
+            trainer = Classifier()
+            evaluator = Holding(trainer)
+        with controller(trainer, evaluator, strategy, model_dir=tmp_path) as c:
+            c.train_and_evaluate(steps, 7)
+        assert c.global_step == steps
+    alone = Holding(Classifier())
+    job = controller(None, alone, model_dir=tmp_path)
+    expected = toy.numpy_accuracy([weight.astype(np.float64) for weight in trainer.weights()])
+    assert job.evaluate()["eval"]["accuracy"] == pytest.approx(expected)

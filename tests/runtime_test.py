@@ -67,7 +67,10 @@ print("; ".join(names))
     [
         ({"strategy": "fast"}, "strategy is 'fast'; expected one of auto"),
         ({"strategy": "multi_worker"}, "nothing in the environment names the workers"),
-        ({"strategy": "parameter_server"}, "parameter_server needs TF_CONFIG"),
+        (
+            {"strategy": "parameter_server"},
+            "parameter_server, and nothing in the environment names any; expected TF_CONFIG",
+        ),
         ({"strategy": "mirrored", "tpu": "mine"}, "a TPU is named .* but the strategy is 'mirrored'"),
         ({"mixed_precision": "half"}, "mixed_precision is 'half'; expected one of float32"),
         ({"num_virtual_devices": 0}, "num_virtual_devices is 0"),
