@@ -53,6 +53,7 @@ def under_the_driver(params, model_dir, mode="train_and_eval"):
     """Runs an experiment as Model Garden's `train.py` does; returns `Ran`."""
     start_anew()
     strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    os.makedirs(model_dir, exist_ok=True)  # some tasks write there
     with strategy.scope():
         task = task_factory.get_task(params.task, logging_dir=model_dir)
     losses, evaluation = {}, {}
