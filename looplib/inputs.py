@@ -54,11 +54,11 @@ class InputContext:
         self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
         self.seed = seed
         self.training = training
-        self.start_step = start_step
+        self._start_step = start_step
         self.numbers = numbers
         self.batches = None  # that `indices` makes of an evaluation
         self.positioned = False
-        self.asked_for_its_part = False
+        self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays = None
 
     @property
@@ -66,6 +66,12 @@ class InputContext:
         """See the attributes; who asks for it means to shard."""
         self.asked_for_its_part = True
         return self._pipeline_index
+
+    @property
+    def start_step(self):
+        """See the attributes; who asks for it may mean to start there."""
+        self.asked_for_its_start = True
+        return self._start_step
 
     def indices(self, num_examples, seeds=False):
         """Batches of example ids: the order of a run, decided by its seed alone.
@@ -246,14 +252,14 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
             start_step=start_step,
             **settings,
         )
-        _seed_anew()
         dataset = task.dataset(context)
         if not isinstance(dataset, tf.data.Dataset):
             raise UsageError(
                 f"{who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        if start_step and not context.positioned:
-            # The pipeline of a new run, which is then brought to its place.
+        if start_step and not context.positioned and context.asked_for_its_start:
+            # The pipeline of a new run, which is then brought to its place. One that is the same anyway is not built
+            # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return build(tf_context, 0)
         return context, dataset
 
@@ -323,17 +329,6 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else contexts[0].batches]
         return feeds.RemoteStream(make_on_worker, contexts[0].positioned and by_number, **attributes)
     return feeds.HostStream(**attributes) if on_host else feeds.Stream(**attributes)
-
-
-def _seed_anew():
-    """Lets shuffles without a seed of their own get the same seeds each time that a data set is built.
-
-    TensorFlow derives these from the global seed, if there is one, and from how many were asked for before; a resumed
-    run builds its data sets another number of times than a new one.
-    """
-    seed, _ = tf.compat.v1.get_seed(None)
-    if seed is not None:
-        tf.random.set_seed(seed)
 
 
 def _check_batch_size(who, dataset, expected):

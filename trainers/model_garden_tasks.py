@@ -37,8 +37,6 @@ class Experiment:
         self.params = params
         self.model_dir = model_dir
         self.strategy = tf.distribute.get_strategy()
-        # All that were made: equal tokenizers of TensorFlow Text share a resource, which is gone with the first of them.
-        self._datasets = []
         self.model = task.build_model()
         if not self.model.built:
             self._make_variables()
@@ -73,15 +71,13 @@ class Experiment:
           UsageError: if there is no such data.
         """
         try:
-            dataset = self._inputs(data, context)
+            return self._inputs(data, context)
         except (ValueError, OSError, tf.errors.OpError) as error:
             split = "train_data" if context.training else "validation_data"
             raise UsageError(
                 f"the pipeline of task.{split} cannot be built ({gist(error)}); look at its input_path "
                 f"({getattr(data, 'input_path', None)!r}) and tfds_name"
             ) from error
-        self._datasets.append(dataset)
-        return dataset
 
     def _inputs(self, data, context):
         if "input_context" not in inspect.signature(self.task.build_inputs).parameters:
@@ -92,7 +88,6 @@ class Experiment:
     def _make_variables(self):
         """Calls a model that has no variables before its first call with a batch of zeros."""
         dataset = self.task.build_inputs(self.params.task.train_data)
-        self._datasets.append(dataset)
 
         def zeros(spec):
             return tf.zeros([size or 1 for size in spec.shape.as_list()], spec.dtype)
