@@ -73,8 +73,8 @@ def add(path, records):
 
 def show(records):
     """Prints a table of records."""
-    print(f"\n{'workload':<15}{'against':<22}{'looplib / it':>12}{'(quartiles)':>15}{'target':>8}")
+    print(f"\n{'workload':<30}{'against':<24}{'looplib / it':>12}{'(quartiles)':>15}{'target':>8}")
     for entry in records:
         spread = f"({entry['low']:.2f}-{entry['high']:.2f})"
         goal = f"{entry['target']:>8.2f}  {'met' if entry['met'] else 'NOT MET'}" if entry["target"] else ""
-        print(f"{entry['workload']:<15}{entry['against']:<22}{entry['ratio']:>12.2f}{spread:>15}{goal}", flush=True)
+        print(f"{entry['workload']:<30}{entry['against']:<24}{entry['ratio']:>12.2f}{spread:>15}{goal}", flush=True)
