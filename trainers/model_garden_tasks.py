@@ -104,12 +104,20 @@ class TaskTrainer(looplib.Trainer):
 
     Args:
       experiment: `Experiment`.
+
+    Raises:
+      UsageError: if it has no optimizer.
     """
 
     loss_name = "training_loss"
     batch_size_varies = True  # a translation's are of so many tokens
 
     def __init__(self, experiment):
+        if experiment.optimizer is None:
+            raise UsageError(
+                "the experiment has no optimizer to train with; set the types in trainer.optimizer_config.optimizer and "
+                "trainer.optimizer_config.learning_rate"
+            )
         self._experiment = experiment
         self.model = experiment.model
         self.optimizer = experiment.optimizer

@@ -240,6 +240,11 @@ def test_the_best_checkpoint_and_the_averages_are_exported_as_model_garden_does(
         np.testing.assert_array_equal(a, trainer.optimizer.get_slot(b, "average"))
 
 
+def test_an_experiment_without_an_optimizer_is_a_sentence(tmp_path):
+    with pytest.raises(looplib.UsageError, match="has no optimizer to train with; set the types in trainer.opt"):
+        model_garden.make(exp_factory.get_exp_config("mock"), str(tmp_path))
+
+
 def test_the_names_of_all_experiments_are_known():
     names = model_garden.experiments()
     assert len(names) >= 35 and {"resnet_imagenet", "bert/pretraining", "wmt_transformer/large"} <= set(names)
