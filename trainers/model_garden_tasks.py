@@ -115,8 +115,8 @@ class TaskTrainer(looplib.Trainer):
     def __init__(self, experiment):
         if experiment.optimizer is None:
             raise UsageError(
-                "the experiment has no optimizer to train with; set the types in trainer.optimizer_config.optimizer and "
-                "trainer.optimizer_config.learning_rate"
+                "the experiment has no optimizer to train with; set the types in trainer.optimizer_config.optimizer "
+                "and trainer.optimizer_config.learning_rate"
             )
         self._experiment = experiment
         self.model = experiment.model
