@@ -114,15 +114,18 @@ def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
         return model_garden_multi_task.make(params, model_dir, mode, make_multi_task)
     experiment = Experiment(task_factory.get_task(params.task, logging_dir=model_dir), params, model_dir)
     # The trainer first: tasks keep the metrics that they build last.
-    trainer, evaluators = TaskTrainer(experiment) if "train" in mode else None, {}
+    trainer = TaskTrainer(experiment) if "train" in mode else None
+    if "eval" not in mode:
+        return trainer, None
+    evaluators = {}
     if isinstance(params, multitask_configs.MultiEvalExperimentConfig):
         for routine in params.eval_tasks:
             name = routine.task_name or routine.task_config.name
             task = task_factory.get_task(routine.task_config, logging_dir=model_dir, name=name)
             evaluators[name] = TaskEvaluator(experiment.of_task(task))
-    elif "eval" in mode:
+    else:
         evaluators[params.trainer.validation_summary_subdir] = TaskEvaluator(experiment)
-    return trainer, evaluators or None
+    return trainer, evaluators
 
 
 if __name__ == "__main__":

@@ -23,16 +23,15 @@ import side_by_side
 import tf_keras
 from official.core import exp_factory
 
-from trainers import model_garden
+from trainers import model_garden, model_garden_config
 
 PAGE = ROOT / "docs" / "model_garden.md"
 HEAD = "| experiment | precision | Model Garden's driver: loss | looplib: loss | examples evaluated |\n|---|---|---|---|---|\n"
-_PRECISIONS = {None: "float32", "float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
 
 
 def outcome(run, params, directory):
     """Runs an experiment; returns its last training loss and the number of examples evaluated, or an error."""
-    tf_keras.mixed_precision.set_global_policy(_PRECISIONS[params.runtime.mixed_precision_dtype])
+    tf_keras.mixed_precision.set_global_policy(model_garden_config.flag_values(params)["mixed_precision"])
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Orbit and COCO's evaluation print much
             ran = run(params, directory)

@@ -77,8 +77,9 @@ def _classification(backbone, task=None, optimizer=None):
     return Experiment(vision_data.write_images, overrides)
 
 
-def _retinanet(backbone, levels, size, task=None, optimizer=None):
-    model = {
+def _detector(backbone, levels, size):
+    """What the models of all detectors have."""
+    return {
         "num_classes": vision_data.NUM_SCENE_CLASSES,
         "input_size": [size, size, 3],
         "min_level": levels[0],
@@ -87,9 +88,15 @@ def _retinanet(backbone, levels, size, task=None, optimizer=None):
         "norm_activation": _NORM,
         "anchor": {"anchor_size": 16 / 2 ** levels[0]},
         "decoder": {"fpn": {"num_filters": 16}},
-        "head": {"num_convs": 1, "num_filters": 16},
         # The scores of a model that has hardly learnt are low; a published threshold would leave no box to compare.
         "detection_generator": {"pre_nms_top_k": 50, "pre_nms_score_threshold": 0.0, "max_num_detections": 20},
+    }
+
+
+def _retinanet(backbone, levels, size, task=None, optimizer=None):
+    model = {
+        **_detector(backbone, levels, size),
+        "head": {"num_convs": 1, "num_filters": 16},
     }
 
     def overrides(paths):
@@ -103,19 +110,11 @@ def _rcnn(backbone, levels, size, masks=True):
     """Faster, Mask and Cascade R-CNN."""
     proposals = {"pre_nms_top_k": 50, "num_proposals": 32, "test_pre_nms_top_k": 50, "test_num_proposals": 32}
     model = {
-        "num_classes": vision_data.NUM_SCENE_CLASSES,
-        "input_size": [size, size, 3],
-        "min_level": levels[0],
-        "max_level": levels[1],
-        "backbone": backbone,
-        "norm_activation": _NORM,
-        "anchor": {"anchor_size": 16 / 2 ** levels[0]},
-        "decoder": {"fpn": {"num_filters": 16}},
+        **_detector(backbone, levels, size),
         "rpn_head": {"num_filters": 16},
         "detection_head": {"num_convs": 1, "num_filters": 16, "fc_dims": 16},
         "roi_generator": proposals,
         "roi_sampler": {"num_sampled_rois": 16},
-        "detection_generator": {"pre_nms_top_k": 50, "pre_nms_score_threshold": 0.0, "max_num_detections": 20},
     }
     if masks:
         model |= {"mask_head": {"num_convs": 1, "num_filters": 16}, "mask_sampler": {"num_sampled_masks": 8}}
