@@ -12,6 +12,7 @@ from absl import logging
 
 from looplib import commits
 from looplib.commits import first_line
+from looplib.coordinator import lost_server
 from looplib.errors import UsageError, positive
 from looplib.guards import Guards, listing
 from looplib.snapshots import Snapshots, assign_what_fits, host_device
@@ -253,7 +254,7 @@ class Checkpoints:
         commits.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
 
     def _failure(self, path, error):
-        return UsageError(
+        return lost_server(error) or UsageError(
             f"the checkpoint {path} could not be saved ({first_line(error)}); free space or mend the permissions and "
             "run the same command again"
         )

@@ -9,6 +9,7 @@ from looplib import keras_family, tasks
 from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
+from looplib.coordinator import lost_server
 from looplib.engines import ENGINES
 from looplib.errors import DivergenceError, UsageError, positive
 from looplib.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
@@ -438,9 +439,9 @@ class Controller:
                         return self._train_on(target, eval_interval, eval_steps)
                     except Trouble as trouble:
                         self._restore(*self._store.go_back(trouble))
-        except BaseException:
+        except BaseException as error:
             self._finish_save()
-            raise
+            raise lost_server(error) or error
         finally:
             self._training_now = False
 

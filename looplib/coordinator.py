@@ -23,6 +23,7 @@ _AHEAD = 2  # calls for each worker that are under way or wait for it
 # that workers end together (guided self-scheduling: Polychronopoulos and Kuck, 1987).
 _SHORTEST, _LONGEST = 0.05, 0.5
 _PARTS = 8  # of an evaluation, for each worker
+_UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 
 class RemoteReducer(Reducer):
@@ -311,12 +312,22 @@ class RemoteLoop:
                 f"the data of {self._who}.dataset ended on a worker; each worker reads by itself, so with the strategy "
                 "parameter_server it must not end: repeat() it, and give a number of steps"
             )
-        if isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
-            return UsageError(
-                f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the "
-                "same command goes on from the newest checkpoint"
-            )
+        if isinstance(error, _UNREACHABLE):  # what a worker's loss does is TensorFlow's to mend
+            return _server_is_gone(error)
         return error
+
+
+def lost_server(error):
+    """The `UsageError` of a parameter server that could not be reached, or None if the error is of something else."""
+    # TensorFlow's own ClusterCoordinator tells them by the same words.
+    return _server_is_gone(error) if isinstance(error, _UNREACHABLE) and "/job:ps" in str(error) else None
+
+
+def _server_is_gone(error):
+    return UsageError(
+        f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the same "
+        "command goes on from the newest checkpoint"
+    )
 
 
 def check(split, stream, engine, non_finite):

@@ -339,7 +339,12 @@ def check_together(trainer, evaluators, strategy, engine):
         them, or tasks with different models of one name.
     """
     tasks = [*([trainer] if trainer else []), *evaluators.values()]
-    held = {f"{type(task).__name__}.{name}": value for task in tasks for name, value in vars(task).items()}
+    held = {
+        f"{type(task).__name__}.{name}": value
+        for task in tasks
+        for name, value in vars(task).items()
+        if name != "global_step"  # of the controller that had the task before
+    }
     keras_family.check_one_family(held)
     if engine == "eager" and isinstance(strategy, tf.distribute.TPUStrategy):
         raise UsageError(
