@@ -441,7 +441,9 @@ class Controller:
                         self._restore(*self._store.go_back(trouble))
         except BaseException as error:
             self._finish_save()
-            raise lost_server(error) or error
+            if lost := lost_server(error):
+                raise lost from error
+            raise
         finally:
             self._training_now = False
 

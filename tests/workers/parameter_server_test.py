@@ -167,7 +167,8 @@ def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_
     for half in (counts[::2], counts[1::2]):  # each worker has its own, and goes through it evenly
         assert half.max() - half.min() <= 0.25 * half.mean()
 
-    with Cluster(nursery, arguments(run, *flags, "--train_steps=1000000"), tmp_path) as cluster:
+    flags += ["--train_steps=1000000", "--checkpoint_interval=10"]  # so that a save is likely to meet the loss
+    with Cluster(nursery, arguments(run, *flags), tmp_path) as cluster:
         cluster.wait_for(lambda: reached(run) >= 500, "500 steps")
         cluster.processes["ps", 0].kill()
         codes = cluster.codes()
