@@ -14,8 +14,9 @@ from looplib import commits
 from looplib.commits import first_line
 from looplib.coordinator import lost_server
 from looplib.errors import UsageError, positive
-from looplib.guards import Guards, listing
-from looplib.snapshots import Snapshots, assign_what_fits, host_device
+from looplib.guards import Guards
+from looplib.snapshots import Snapshots, host_device
+from looplib.transfers import take_what_fits, told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,39 +351,12 @@ class Checkpoints:
             f"{key} {theirs[key]} there, {ours[key]} here" for key in sorted(ours.keys() & theirs.keys())
             if theirs[key] != ours[key]
         ]  # fmt: skip
-        differences = (("only here", missing), ("only there", unused), ("other shapes", shapes))
+        differences = {"only here": missing, "only there": unused, "other shapes": shapes}
         return (
             f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
             "build the model that the checkpoint was made with, or ask for a partial restore "
-            "(CheckpointPolicy(partial=True), --partial_restore) ("
-            + "; ".join(f"{title}: {listing(items, most=4)}" for title, items in differences if items)
-            + ")"
+            f"(CheckpointPolicy(partial=True), --partial_restore) ({told(differences)})"
         )
-
-
-def take_what_fits(root, path):
-    """Restores the values that a checkpoint and some objects have in common, by name and shape; logs the others.
-
-    Args:
-      root: the objects, under a `tf.train.Checkpoint`, or a model itself for a SavedModel of it.
-      path: the checkpoint to take values from.
-
-    Raises:
-      UsageError: if nothing fits, or it cannot be read.
-    """
-    try:
-        taken, others = assign_what_fits(root, path)
-    except (ValueError, IndexError, tf.errors.OpError) as error:
-        raise UsageError(f"{path} cannot be read ({first_line(error)}); name a checkpoint such as ckpt-1000") from error
-    left_out = "; ".join(f"{title}: {listing(sorted(names), most=6)}" for title, names in others.items() if names)
-    if not taken:
-        raise UsageError(
-            f"nothing in {path} fits ({left_out}); name a checkpoint of the same model, or of a part of it under the "
-            "same attribute names"
-        )
-    logging.info("took %d values from %s", taken, path)
-    if left_out:
-        logging.warning("not taken from %s (%s)", path, left_out)
 
 
 def latest_checkpoint(directory):

@@ -15,7 +15,8 @@ from looplib.errors import DivergenceError, UsageError, positive
 from looplib.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
 from looplib.preemption import Preempted, notice
 from looplib.state import ReplicaState, differing_variables
-from looplib.store import Store, continue_from, warm_start
+from looplib.store import Store
+from looplib.transfers import continue_from, warm_start
 from looplib.watchdog import Watchdog
 from looplib.workers import Workers
 from looplib.writers import make_writers

@@ -116,9 +116,8 @@ def variables_below(root):
         elif isinstance(value, tf.Variable):
             yield value.name, value
         elif hasattr(value, "get_slot_names") and callable(getattr(value, "variables", None)):
-            for (
-                variable
-            ) in value.variables():  # the slots of an optimizer of tf_keras.optimizers.legacy are no children
+            # The slots of an optimizer of tf_keras.optimizers.legacy are no children.
+            for variable in value.variables():
                 yield variable.name, variable
 
 

@@ -2,18 +2,16 @@
 
 import math
 import os
-import re
 import time
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import commits, keras_family
-from looplib.checkpoints import Checkpoints, check_writable, peek, take_what_fits
+from looplib import commits
+from looplib.checkpoints import Checkpoints, check_writable, peek
 from looplib.errors import DivergenceError, UsageError
 from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
-from looplib.snapshots import assign_what_fits
 from looplib.state import InputState, RunState, variables_of
 
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
@@ -375,85 +373,3 @@ class Store:
 
 def _not_finite(names):
     return f"{listing(names)} {'is' if len(names) == 1 else 'are'} not finite"
-
-
-def warm_start(objects, path):
-    """Takes the weights that fit, by name and shape, from another run's checkpoint or a SavedModel.
-
-    Only models and layers are looked at; optimizers start anew. What does not fit, such as a head for other classes, is
-    left as it is and named in the log.
-
-    Args:
-      objects: dict from attribute name to trackable object.
-      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for its newest; or the directory
-        of a SavedModel, which is taken for the only model here.
-
-    Raises:
-      UsageError: if it cannot be read or fits nothing.
-    """
-    models = {name: value for name, value in objects.items() if keras_family.is_layer(value)}
-    root = tf.train.Checkpoint(**models)
-    runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
-    if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
-        path = os.path.join(path, "variables", "variables")
-        if len(models) == 1:
-            root = next(iter(models.values()))
-            if exported := _exported_variables(path):
-                if exported != len(root.variables):  # by their places in a list: nothing else tells them apart
-                    raise UsageError(
-                        f"nothing in {path} fits: it has {exported} variables and the model here "
-                        f"{len(root.variables)}; expected an export of the same model"
-                    )
-                root = tf.train.Checkpoint(variables=list(root.variables))
-    elif runs:
-        path = commits.newest_intact(runs[0], tidy=False).path
-    take_what_fits(root, path.removesuffix(".index"))
-
-
-def continue_from(objects, global_step, path):
-    """Takes step, weights and optimizers from a checkpoint that another program wrote.
-
-    Args:
-      objects: dict from attribute name to trackable object.
-      global_step: the step's `tf.Variable`.
-      path: the checkpoint, or a directory, for its newest.
-
-    Returns:
-      `(path, step)`: what was taken.
-
-    Raises:
-      UsageError: if it cannot be read, has no `global_step`, or lacks a weight or a variable of an optimizer.
-    """
-    if tf.io.gfile.isdir(path) and not (path := tf.train.latest_checkpoint(folder := path)):
-        raise UsageError(f"there is no checkpoint in {folder} to continue from; name one, or leave continue_from out")
-    path = path.removesuffix(".index")
-    needed = {
-        name: value
-        for name, value in objects.items()
-        if keras_family.is_layer(value) or keras_family.is_optimizer(value)
-    }
-    try:
-        global_step.assign(tf.train.load_checkpoint(path).get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
-        _, others = assign_what_fits(tf.train.Checkpoint(global_step=global_step, **objects), path)
-    except (ValueError, IndexError, tf.errors.OpError) as error:
-        raise UsageError(
-            f"{path} cannot be continued from ({commits.first_line(error)}); expected a checkpoint with global_step"
-        ) from error
-    names = {name for name, _ in variables_of(needed)}
-    missing = [name for name in others["only here"] if name in names]
-    differences = (("only here", missing), *((title, others[title]) for title in ("only there", "of another shape")))
-    if missing or others["of another shape"]:
-        told = "; ".join(f"{title}: {listing(items, most=4)}" for title, items in differences if items)
-        raise UsageError(
-            f"{path} cannot be continued from, as it is of another model or optimizer ({told}); start from the weights "
-            "of it that fit with warm_start instead"
-        )
-    return path, int(global_step)
-
-
-def _exported_variables(path):
-    """How many variables a SavedModel of `model.export` has, which holds a list of them and not the layers; else 0."""
-    try:
-        return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(path))
-    except (ValueError, tf.errors.OpError):
-        return 0  # it is told by whoever reads it

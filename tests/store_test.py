@@ -15,7 +15,7 @@ from looplib import commits
 from looplib.checkpoints import Checkpoints, KeepBest, KeepEvery, KeepLast
 from looplib.errors import UsageError
 from looplib.snapshots import Snapshots
-from looplib.store import warm_start
+from looplib.transfers import warm_start
 
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 
