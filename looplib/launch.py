@@ -15,9 +15,7 @@ A binary describes its experiment in one function and hands it over:
 """
 
 import dataclasses
-import datetime
 import gc
-import json
 import math
 import os
 import sys
@@ -28,9 +26,8 @@ import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from looplib import guards, peers, preflight, runtime, servers, tpu
+from looplib import guards, peers, preflight, run_report, runtime, servers, tpu
 from looplib.checkpoints import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-from looplib.commits import write_whole
 from looplib.controller import Controller
 from looplib.engines import ENGINES
 from looplib.errors import UsageError, gist
@@ -152,8 +149,9 @@ def _run_experiment(build, settings, started, argv):
         config, others = settings()
         values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
         values.update(preflight.settings())
+        values["loop"] = _engine(values)
         _check(values, argv)
-        earlier = _read_report(values)
+        earlier = run_report.read(values)
         strategy = runtime.setup(
             values["strategy"],
             tpu=values["tpu"],
@@ -167,27 +165,12 @@ def _run_experiment(build, settings, started, argv):
         )
         if not Workers(strategy).is_chief and not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # one line of progress is enough
-        with strategy.scope():
-            trainer, evaluator = build(config)
-        mode = values["mode"]
-        if mode != "train" and evaluator is None:
-            raise UsageError(f"--mode={mode} needs an evaluator, and this binary has none; use --mode=train")
-        controller = Controller(
-            trainer=trainer if "train" in mode else None,
-            evaluator=evaluator if "eval" in mode else None,
-            strategy=strategy,
-            global_batch_size=values["global_batch_size"],
-            model_dir=values["model_dir"],
-            steps_per_loop=values["steps_per_loop"],
-            loop=_engine(values),
-            seed=values["seed"],
-            checkpoints=_policy(values),
-        )
+        controller = _make_controller(build, config, values, strategy)
         if preflight.requested():
             preflight.answer(controller)
             sys.exit(EXIT_DONE)
         controller.clock.add("start", max(0.0, _process_seconds() - controller.clock.seconds()["wall"]))
-        report = _RunReport(values, config, strategy, controller)
+        report = run_report.RunReport(values, config, strategy, controller)
         report.write("running")
         if started:
             started(config, controller)
@@ -198,7 +181,7 @@ def _run_experiment(build, settings, started, argv):
             print(*controller.clock.summary(), sep="\n")
             print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
     except servers.CoordinatorGone as gone:
-        _end_server(gone, earlier, _read_report(values))
+        _end_server(gone, earlier, run_report.read(values))
     except Preempted as preempted:
         if controller:
             controller.close()
@@ -229,6 +212,25 @@ def _run_experiment(build, settings, started, argv):
         )
     peers.current.leave()
     _exit(EXIT_DONE)
+
+
+def _make_controller(build, config, values, strategy):
+    with strategy.scope():
+        trainer, evaluator = build(config)
+    mode = values["mode"]
+    if mode != "train" and evaluator is None:
+        raise UsageError(f"--mode={mode} needs an evaluator, and this binary has none; use --mode=train")
+    return Controller(
+        trainer=trainer if "train" in mode else None,
+        evaluator=evaluator if "eval" in mode else None,
+        strategy=strategy,
+        global_batch_size=values["global_batch_size"],
+        model_dir=values["model_dir"],
+        steps_per_loop=values["steps_per_loop"],
+        loop=values["loop"],
+        seed=values["seed"],
+        checkpoints=_policy(values),
+    )
 
 
 def _finish(controller, report, status):
@@ -346,72 +348,3 @@ def _run_mode(controller, values):
         return controller.evaluate(values["eval_steps"])
     until = values["train_steps"] if values["train_steps"] > 0 else None
     return controller.evaluate_continuously(values["eval_steps"], until_step=until, timeout=values["eval_timeout"])
-
-
-def _report_path(values):
-    name = "run.json" if "train" in values["mode"] else f"run_{values['mode']}.json"
-    return os.path.join(values["model_dir"], name)
-
-
-def _read_report(values):
-    """The content of `run.json`; {} where there is none that can be read."""
-    try:
-        with tf.io.gfile.GFile(_report_path(values)) as file:
-            return dict(json.load(file))
-    except (tf.errors.OpError, OSError, ValueError, TypeError):
-        return {}
-
-
-class _RunReport:
-    """`run.json`: what ran, with what, how it went."""
-
-    def __init__(self, values, config, strategy, controller):
-        self._controller = controller
-        self._path = _report_path(values)
-        self._content = {
-            "command": sys.argv,
-            "flags": values,
-            "config": config.as_dict() if hasattr(config, "as_dict") else dataclasses.asdict(config),
-            "versions": _versions(),
-            "strategy": runtime.describe(strategy),
-            "num_replicas": strategy.num_replicas_in_sync,
-            "loop": _engine(values),
-            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "restored_from": controller.restored_from,
-            "restarts": self._earlier_starts(values),
-        }
-
-    @staticmethod
-    def _earlier_starts(values):
-        try:
-            return _read_report(values)["restarts"] + 1
-        except (KeyError, TypeError):
-            return 0
-
-    def write(self, status, metrics=None):
-        """Replaces the file in one move, as the chief; a report that cannot be written does not end a run."""
-        if not self._controller.is_chief:
-            return
-        self._content.update(
-            status=status,
-            step=self._controller.global_step,
-            metrics=metrics or {},
-            rollbacks=self._controller.rollbacks,
-            engines=self._controller.engines,
-            seconds=self._controller.clock.seconds(),
-            verdict=self._controller.clock.summary()[1],
-        )
-        try:
-            write_whole(self._path, json.dumps(self._content, indent=2, default=str) + "\n")
-        except (OSError, tf.errors.OpError) as error:
-            logging.warning("%s cannot be written (%s)", self._path, error)
-
-
-def _versions():
-    import looplib
-
-    versions = {"looplib": looplib.__version__, "python": sys.version.split()[0], "tensorflow": tf.__version__}
-    for name in ("keras", "tf_keras", "numpy"):
-        if name in sys.modules:
-            versions[name] = sys.modules[name].__version__
-    return versions

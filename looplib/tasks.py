@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import checksums, coordinator, engines, feeds, fused, guards, inputs, keras_family
+from looplib import checksums, coordinator, engines, feeds, fused, guards, keras_family, pipelines
 from looplib.errors import UsageError, positive
 from looplib.evaluator import Evaluator
 from looplib.loops import EagerLoop, StepwiseLoop
@@ -54,7 +54,7 @@ class TaskLoop:
         self._position = None
         self._start_step = start_step
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
-        self._stream = inputs.distribute(strategy, task, start_step=start_step, **self._distribution)
+        self._stream = pipelines.distribute(strategy, task, start_step=start_step, **self._distribution)
         self._first_stream = self._stream  # which the loop reads all iterators with
         remote = isinstance(self._stream, feeds.RemoteStream)
         if remote:
@@ -158,7 +158,7 @@ class TaskLoop:
         self._iterator, self._position = None, position
         if start_step != self._start_step:
             self._start_step = start_step
-            self._stream = inputs.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
+            self._stream = pipelines.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
 
     def resume(self, step):
         """Goes on with the data after `step` global batches, where the last `run` failed on its way."""

@@ -10,7 +10,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import feeds, inputs, tasks
+from looplib import feeds, pipelines, tasks
 from looplib.clock import Clock
 
 GLOBAL_BATCH = 8
@@ -67,7 +67,7 @@ def random(context, files=None):
 def stream(strategy, make, start_step=0, training=True):
     task = type("Data", (), {"dataset": lambda self, context: make(context), "batch_size_varies": False})()
     settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step)
-    return inputs.distribute(strategy, task, **settings)
+    return pipelines.distribute(strategy, task, **settings)
 
 
 def plain(value):
