@@ -72,7 +72,7 @@ def looplib():
     """The process of looplib's binary, with marks at the ends of what they name."""
     import runpy
 
-    from looplib import launch, tasks
+    from looplib import launch, task_loop
 
     class Controller(launch.Controller):
         def __init__(self, **arguments):
@@ -80,7 +80,7 @@ def looplib():
             super().__init__(**arguments)
             _mark("built")
 
-    setup, run, _imported = launch.runtime.setup, tasks.TaskLoop.run, []
+    setup, run, _imported = launch.runtime.setup, task_loop.TaskLoop.run, []
 
     def noting_setup(*arguments, **settings):  # the first that a binary does when all is imported
         _imported.append(time.time())
@@ -91,7 +91,7 @@ def looplib():
         _mark("first step")
         return done
 
-    launch.Controller, launch.runtime.setup, tasks.TaskLoop.run = Controller, noting_setup, noting_run
+    launch.Controller, launch.runtime.setup, task_loop.TaskLoop.run = Controller, noting_setup, noting_run
     sys.argv[0] = "image_classification"
     runpy.run_module("trainers.image_classification", run_name="__main__", alter_sys=True)
 

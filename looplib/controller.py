@@ -5,7 +5,7 @@ import os
 import tensorflow as tf
 from absl import logging
 
-from looplib import keras_family, tasks
+from looplib import keras_family, task_loop, tasks
 from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
@@ -142,7 +142,7 @@ class Controller:
             trainer.global_batch_size, trainer.global_step = batch, self._global_step
             trainer.run_seed = self._settings["seed"]
             tasks.build_optimizers(trainer, self._strategy)
-            self._training = tasks.make_loop(
+            self._training = task_loop.make_loop(
                 "train",
                 trainer,
                 global_batch_size=batch,
@@ -156,7 +156,7 @@ class Controller:
             task.global_step = self._global_step
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
         self._evaluations = {
-            name: tasks.make_loop(
+            name: task_loop.make_loop(
                 name,
                 task,
                 global_batch_size=task.global_batch_size or batch,
@@ -200,7 +200,7 @@ class Controller:
 
     @property
     def loops(self):
-        """The inner loops: dict from "train" and the names of evaluators to `tasks.TaskLoop`."""
+        """The inner loops: dict from "train" and the names of evaluators to `task_loop.TaskLoop`."""
         return {**({"train": self._training} if self._training else {}), **self._evaluations}
 
     def train(self, steps):
@@ -232,7 +232,7 @@ class Controller:
           UsageError: for bad input.
         """
         positive("eval_interval", eval_interval)
-        tasks.check_evaluation(self._evaluations, eval_steps)
+        task_loop.check_evaluation(self._evaluations, eval_steps)
         self._train(train_steps, eval_interval, eval_steps)
         return self._last_evaluation
 
@@ -248,7 +248,7 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        tasks.check_evaluation(self._evaluations, steps)
+        task_loop.check_evaluation(self._evaluations, steps)
         if self._model_dir and not self._training and not self.restored_from:
             raise UsageError(
                 f"there is no checkpoint in {self._model_dir} to evaluate; train first, or name the directory of a "
@@ -291,7 +291,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no checkpoint came in time.
         """
-        tasks.check_evaluation(self._evaluations, steps)
+        task_loop.check_evaluation(self._evaluations, steps)
         results = None
         self._store.need("evaluate_continuously")
         with notice.listening():

@@ -16,7 +16,7 @@ from looplib.foreign_data import Data, datasets_of
 from looplib.loops import Ran
 from looplib.preemption import notice
 from looplib.state import state_of, variables_of
-from looplib.tasks import as_numbers
+from looplib.task_loop import as_numbers
 from looplib.trainer import Trainer
 from looplib.workers import Workers
 
@@ -122,7 +122,7 @@ class OrbitEvaluator(_HasItsOwnLoop, Evaluator):
 
 
 class EvaluatorLoop:
-    """What `tasks.TaskLoop` is to the controller, where the loop is another's.
+    """What `task_loop.TaskLoop` is to the controller, where the loop is another's.
 
     Args:
       split: "train" or the evaluator's name.
@@ -177,7 +177,7 @@ class EvaluatorLoop:
         """Nothing to do: an evaluation begins with its data."""
 
     def run(self, steps, phase, read=False, horizon=0):
-        """Calls the evaluator once; see `tasks.TaskLoop`. A signal waits for the end of the call."""
+        """Calls the evaluator once; see `task_loop.TaskLoop`. A signal waits for the end of the call."""
         del read, horizon
         if notice.requested:
             return Ran(0, True, stopped=True)
@@ -267,7 +267,7 @@ class TrainerLoop(EvaluatorLoop):
         """Nothing to do: where a call failed on its way, nobody knows how much of the data it has read."""
 
     def run(self, steps, phase, read=False, horizon=0):
-        """Calls the trainer once; see `tasks.TaskLoop`. A signal waits for the end of the call.
+        """Calls the trainer once; see `task_loop.TaskLoop`. A signal waits for the end of the call.
 
         Raises:
           UsageError: if the trainer counts its steps otherwise, or an error tells that its data has ended.

@@ -10,7 +10,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import feeds, pipelines, tasks
+from looplib import feeds, pipelines, task_loop, tasks
 from looplib.clock import Clock
 
 GLOBAL_BATCH = 8
@@ -250,7 +250,7 @@ def test_every_example_is_evaluated_once_in_elements_of_any_kind(strategy, n):
 # The loop of a trainer over such data.
 
 
-def task_loop(strategy, make, **settings):
+def loop_of(strategy, make, **settings):
     class Pipeline(toy.Regression):
         def dataset(self, context):
             data = make(context).map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
@@ -261,7 +261,7 @@ def task_loop(strategy, make, **settings):
     trainer.global_batch_size = GLOBAL_BATCH
     tasks.build_optimizers(trainer, strategy)
     settings = dict(engine="graph", steps_per_loop=1, global_batch_size=GLOBAL_BATCH, seed=3, clock=Clock(), **settings)
-    return tasks.TaskLoop("train", trainer, strategy=strategy, **settings)
+    return task_loop.TaskLoop("train", trainer, strategy=strategy, **settings)
 
 
 def order(loop, steps):
@@ -279,7 +279,7 @@ def shuffled(context):
 
 
 def test_a_training_rewinds_to_a_position(strategy):
-    loop = task_loop(strategy, shuffled)
+    loop = loop_of(strategy, shuffled)
     assert loop.position() is None
     whole = order(loop, 12)
     loop.rewind()
@@ -290,7 +290,7 @@ def test_a_training_rewinds_to_a_position(strategy):
     assert loop.position() == position  # also before the first step
     np.testing.assert_array_equal(order(loop, 5), whole[7:])
     assert loop.traces == 1
-    other = task_loop(strategy, shuffled, start_step=7)
+    other = loop_of(strategy, shuffled, start_step=7)
     other.rewind(7, position)
     np.testing.assert_array_equal(order(other, 5), whole[7:])
 
@@ -305,13 +305,13 @@ def distributed(monkeypatch):
 
 def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog):
     caplog.set_level(logging.INFO)
-    loop = task_loop(strategy, shuffled)
+    loop = loop_of(strategy, shuffled)
     assert type(loop._stream) is feeds.Stream
     whole = order(loop, 12)
     assert loop.position() is None and loop.traces == 1
     make = lambda context: shuffled(context)
     np.testing.assert_array_equal(whole, np.array(expected(strategy, make, 12)).reshape(12, GLOBAL_BATCH))
-    late = task_loop(strategy, shuffled, start_step=7)
+    late = loop_of(strategy, shuffled, start_step=7)
     late.rewind(7, b"a position saved on other devices")
     np.testing.assert_array_equal(order(late, 5), whole[7:])
     assert "goes on after step 7 by skipping" in caplog.text
