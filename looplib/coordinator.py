@@ -40,7 +40,7 @@ class RemoteReducer(Reducer):
     @tf.autograph.experimental.do_not_convert
     def finite_in(self, totals):
         """Whether all that is watched is finite in some totals: boolean scalar; on a worker."""
-        return tf.math.is_finite(totals[self._size + 1]) if self._watched else tf.constant(True)
+        return tf.math.is_finite(totals[self.packer.size + 1]) if self._watched else tf.constant(True)
 
     def add(self, contributions):
         """Adds what a call contributed, float64 `[n]`."""
@@ -48,14 +48,14 @@ class RemoteReducer(Reducer):
 
     def finite(self):
         """Whether all that is watched was finite so far."""
-        return not self._watched or bool(np.isfinite(self._totals.numpy()[self._size + 1]))
+        return not self._watched or bool(np.isfinite(self._totals.numpy()[self.packer.size + 1]))
 
     def read(self):
         """See `Reducer`."""
         totals = self._totals.numpy()
         self._totals.assign(np.zeros_like(totals))
-        results = {name: metric.result() for name, metric in self._keras.items()}
-        for metric in self._keras.values():
+        results = {name: metric.result() for name, metric in self.packer.keras.items()}
+        for metric in self.packer.keras.values():
             metric.reset_state()
         return totals, results
 
@@ -110,7 +110,7 @@ class RemoteLoop:
 
     def read(self):
         """Returns the metrics since the last read, and starts anew."""
-        return self._reducer.unpack(*self._reducer.read())
+        return self._reducer.packer.unpack(*self._reducer.read())
 
     def __call__(self, place, steps, *, sure=0, read=False, horizon=0):
         """Runs steps, and returns when no worker has any left; see `GraphLoop`.

@@ -144,7 +144,7 @@ class GraphLoop:
     def read(self):
         """Returns the metrics since the last read, and starts anew."""
         totals, self._taken = self._taken, None
-        return self._reducer.unpack(*((totals, {}) if totals is not None else self._read()))
+        return self._reducer.packer.unpack(*((totals, {}) if totals is not None else self._read()))
 
     def trace(self, iterator):
         """Traces the loop for this iterator, so that no later call does."""
@@ -380,7 +380,7 @@ class EagerLoop:
 
     def read(self):
         """Returns the metrics since the last read, and starts anew."""
-        return self._reducer.unpack(*self._reducer.read())
+        return self._reducer.packer.unpack(*self._reducer.read())
 
     def trace(self, iterator):
         """Nothing to trace."""

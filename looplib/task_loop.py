@@ -10,7 +10,8 @@ from absl import logging
 from looplib import checksums, coordinator, engines, feeds, fused, guards, pipelines
 from looplib.errors import UsageError, positive
 from looplib.loops import EagerLoop, StepwiseLoop
-from looplib.metrics import Reducer, check_metric_name
+from looplib.metrics import Reducer
+from looplib.packing import check_metric_name
 from looplib.preemption import notice
 from looplib.state import variables_of
 from looplib.steps import Step
