@@ -193,7 +193,7 @@ class Reducer:
         """Reduces over replicas in one sum and starts anew; across replicas, in a `tf.function` or not.
 
         Returns:
-          `(totals, results)` for `packer.unpack`: float64 tensor `[n]`, and a dict of the Keras metrics' result tensors.
+          `(totals, results)` for `packer.unpack`: float64 tensor `[n]`, and a dict of result tensors of Keras metrics.
         """
         totals = self._sum_replicas()
         results = {name: metric.result() for name, metric in self.packer.keras.items()}
