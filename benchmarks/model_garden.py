@@ -6,6 +6,7 @@ evaluating. The ready configurations in trainers/configs are measured, on the da
 
 import dataclasses
 import os
+import tempfile
 import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -40,10 +41,9 @@ class Contestant:
     evaluate: object
 
 
-def _driver(params, strategy):
+def _driver(params, strategy, model_dir):
     with strategy.scope():
         task = task_factory.get_task(params.task)
-    model_dir = f"/tmp/looplib_benchmark_{os.getpid()}"
     runner = train_lib.OrbitExperimentRunner(strategy, task, "train_and_eval", params, model_dir, save_summary=False)
     controller = runner.controller
 
@@ -71,7 +71,11 @@ def measure(name):
     params.override({"trainer": {"steps_per_loop": _STEPS.value // 2, "checkpoint_interval": 10**9}})
     tf_keras.utils.set_random_seed(0)
     strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
-    both = {"driver": _driver(params, strategy), "looplib": _looplib(params, strategy)}
+    with tempfile.TemporaryDirectory() as folder:  # of the driver
+        return _take_turns(name, {"driver": _driver(params, strategy, folder), "looplib": _looplib(params, strategy)})
+
+
+def _take_turns(name, both):
     for contestant in both.values():  # traces
         contestant.train(_STEPS.value)
         contestant.evaluate()
