@@ -98,7 +98,7 @@ def read(stream, iterator, steps):
 @pytest.mark.parametrize("make", [parallel, interleaved, nested, finite])
 @pytest.mark.parametrize("stop", [1, 3, 11])
 def test_a_pipeline_goes_on_from_its_saved_state(strategy, make, stop, files, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     whole = expected(strategy, lambda context: make(context, files), stop + 6)
     if len(whole[-1]) < strategy.num_replicas_in_sync:
         whole.pop()  # the last step would have had no batch for one of the replicas
@@ -115,7 +115,7 @@ def test_a_pipeline_goes_on_from_its_saved_state(strategy, make, stop, files, ca
 
 @pytest.mark.parametrize("make", [parallel, nested])
 def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     whole = expected(strategy, lambda context: make(context, None), 12)
     skipped = stream(strategy, lambda context: make(context, None), start_step=5)
     iterator = skipped.iterate()
@@ -126,7 +126,7 @@ def test_what_was_skipped_to_can_be_saved(strategy, make, caplog):
 
 
 def test_state_outside_of_the_iterator_is_skipped_to(strategy, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     whole = expected(strategy, random, 9)
     first = stream(strategy, random)
     iterator = first.iterate()
@@ -150,7 +150,7 @@ def no_shuffle(context):
     "changed", [other_elements, no_shuffle, lambda c: parallel(c, buffer=10), lambda c: parallel(c, buffer=30)]
 )
 def test_a_changed_pipeline_is_skipped_to_with_a_warning(changed, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     strategy = make_strategy("mirrored_x2")
     first = stream(strategy, parallel)
     iterator = first.iterate()
@@ -183,7 +183,7 @@ def test_another_batch_size_is_a_changed_pipeline(caplog):
 
 
 def test_a_large_state_is_not_kept(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     monkeypatch.setattr(feeds, "_MOST_BYTES", 2 * 2**20)
 
     def make(context):
@@ -198,7 +198,7 @@ def test_a_large_state_is_not_kept(monkeypatch, caplog):
 
 
 def test_a_cache_in_files_is_not_kept(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     make = lambda c: tf.data.Dataset.range(64).cache(str(tmp_path / "cache")).batch(8, drop_remainder=True).repeat()
     cached = stream(make_strategy("default"), make)
     iterator = cached.iterate()
@@ -207,7 +207,7 @@ def test_a_cache_in_files_is_not_kept(tmp_path, caplog):
 
 
 def test_indices_need_no_state(strategy, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     make = lambda context: context.indices(37)
     first = stream(strategy, make)
     iterator = first.iterate()
@@ -304,7 +304,7 @@ def distributed(monkeypatch):
 
 
 def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     loop = loop_of(strategy, shuffled)
     assert type(loop._stream) is feeds.Stream
     whole = order(loop, 12)

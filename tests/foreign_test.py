@@ -153,7 +153,7 @@ def test_a_run_stopped_and_started_again_is_one_that_was_not(make, stops, tmp_pa
 
 
 def test_where_the_place_in_the_data_is_not_known_weights_and_step_go_on_and_the_log_says_so(tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="absl")
     strategy = make_strategy("mirrored_x2")
     first = run(tmp_path, 13, strategy=strategy)
     with strategy.scope():

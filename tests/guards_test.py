@@ -196,7 +196,7 @@ def test_skipping_ends_where_nothing_else_is_left():
 @pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
 def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, name, loop, tmp_path, caplog):
     """The weights are those of steps 1 to 5 on the first five batches and of the others on those after the bad one."""
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.WARNING, logger="absl")
     strategy = make_strategy(name)
     trainer, controller = run(
         strategy, where, model_dir=tmp_path, guards=looplib.Guards(non_finite="rollback"), writers=None, loop=loop

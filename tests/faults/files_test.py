@@ -298,7 +298,7 @@ def test_a_deletion_that_was_cut_off_leaves_what_does_not_count(folder, whole, c
 def test_a_metrics_line_cut_short_is_made_again(folder, whole, caplog):
     path = folder / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-7])
-    caplog.set_level(logging.ERROR)
+    caplog.set_level(logging.ERROR, logger="absl")
     file_of(folder, "data").unlink()
     with start(folder) as controller:
         assert controller.restored_from.endswith("ckpt-6")
