@@ -297,7 +297,7 @@ def _run(command, folder, timeout, moment_of=lambda life: None, environment=None
     if code and not life.killed:
         how = f"did not end within {timeout:g} s (--timeout)" if life.now > timeout else f"failed with code {code}"
         with open(f"{folder}.log", errors="replace") as log:
-            print("".join(f"  | {line}" for line in log.readlines()[-10:]), end="", file=sys.stderr)
+            print("".join(f"  | {line}" for line in log.readlines()[-20:]), end="", file=sys.stderr)
         raise UsageError(f"the command {how}; its last lines are above, all are in {folder}.log")
     return life
 

@@ -85,7 +85,7 @@ class Controller:
         self._actions = list(actions)
         self._model_dir = os.fspath(model_dir) if model_dir else None
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
-        self._stopped = self._training_now = False
+        self._stopped = self._training_now = self._closed = False
         self._window_start = 0
         self._last_evaluation = {}
         self.restored_from = None
@@ -402,11 +402,14 @@ class Controller:
         self._stopped = True
 
     def close(self):
-        """Waits for a save under way, closes the writers, and lets go of the run directory.
+        """Waits for a save under way, closes the writers, and lets go of the data and the run directory.
 
         Raises:
           UsageError: if that save failed.
         """
+        self._closed = True
+        for loop in self.loops.values():
+            loop.close()
         for writer in self._writers:
             writer.close()
         self._store.close()
@@ -422,6 +425,10 @@ class Controller:
     def _train(self, target, eval_interval, eval_steps):
         if self._training is None:
             raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
+        if self._closed:
+            raise UsageError(
+                "this controller is closed, and its run directory may be another's; build a new one to go on"
+            )
         self._refuse_while_training("train")
         if target != -1:
             positive("the number of training steps", target)

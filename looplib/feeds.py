@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import re
+import threading
 import time
 
 import numpy as np
@@ -93,6 +94,9 @@ class Stream:
             self.dataset = self.renew()  # the shuffles of one that was iterated go on with the order of a next epoch
         self._iterated = True
         return iter(self.dataset)
+
+    def end(self, iterator):
+        """Lets go of an iterator that nobody will read any more."""
 
     def next(self, iterator):
         """The next step's batches of all replicas, to give to `strategy.run`; in a `tf.function` or not."""
@@ -193,6 +197,22 @@ class HostStream(Stream):
         elif self.start_step:
             self._note(f"goes on after step {self.start_step} by its position")
         return iterator
+
+    def end(self, iterator):
+        """See `Stream`; does not wait.
+
+        The end of an iterator that tunes itself takes a while now and then, up to as long as it has lived and at most
+        60 s: TensorFlow 2.20 wakes its tuning thread before it notes that the thread is to end, so that one which looks
+        at once sleeps on for its whole period. A thread of its own waits for that, here in an op, as a Python object's
+        end would hold Python up.
+        """
+        nothing = self.dataset.take(0)
+
+        def replace():
+            with tf.device("/cpu:0"):
+                tf.raw_ops.MakeIterator(dataset=tf.data.experimental.to_variant(nothing), iterator=_handle(iterator))
+
+        threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
 
     def _skip(self, iterator):
         # By reading, as `Dataset.skip` would be part of the pipeline whose state is saved.

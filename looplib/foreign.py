@@ -176,6 +176,9 @@ class EvaluatorLoop:
     def rewind(self, start_step=0, position=None):
         """Nothing to do: an evaluation begins with its data."""
 
+    def close(self):
+        """Nothing to do: the data is another's."""
+
     def run(self, steps, phase, read=False, horizon=0):
         """Calls the evaluator once; see `task_loop.TaskLoop`. A signal waits for the end of the call."""
         del read, horizon

@@ -153,10 +153,17 @@ class TaskLoop:
           start_step: how many were consumed.
           position: bytes from `position` at that step, which spare the pipeline to read and skip what came before.
         """
-        self._iterator, self._position = None, position
+        self.close()
+        self._position = position
         if start_step != self._start_step:
             self._start_step = start_step
             self._stream = pipelines.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
+
+    def close(self):
+        """Lets go of the data; `rewind` comes before the next `run`."""
+        if self._iterator is not None:
+            self._stream.end(self._iterator)
+        self._iterator = None
 
     def resume(self, step):
         """Goes on with the data after `step` global batches, where the last `run` failed on its way."""
@@ -219,7 +226,7 @@ class TaskLoop:
                     self._clock.move(ran.waited, phase, "input")
                 return ran
             except Exception as error:
-                self._iterator = None  # it has moved on past what was not trained
+                self.close()  # it has moved on past what was not trained
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
                 raise UsageError(

@@ -478,3 +478,14 @@ def test_a_strategy_or_action_or_writer_of_another_kind_is_a_sentence():
 def test_training_to_the_end_of_endless_data_is_refused():
     with pytest.raises(looplib.UsageError, match="never ends, so training to its end would not either"):
         toy.controller(DEFAULT, build()[0]).train(-1)
+
+
+def test_a_closed_controller_evaluates_and_trains_no_more(tmp_path):
+    trainer, evaluator = toy.build(DEFAULT)
+    with toy.controller(DEFAULT, trainer, evaluator, model_dir=tmp_path) as controller:
+        controller.train(3)
+        before = controller.evaluate()
+    assert controller.evaluate() == before
+    with pytest.raises(looplib.UsageError, match="is closed.*build a new one"):
+        controller.train(6)
+    assert controller.global_step == 3

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -352,3 +353,20 @@ def test_shuffles_without_a_seed_go_on_in_later_epochs_where_the_run_is_seeded(s
 
     whole = order(tmp_path / "whole", 20)
     assert len(whole) == 20 and whole == order(tmp_path / "parts", *stops)
+
+
+def test_an_iterator_that_is_let_go_ends_by_itself(strategy):
+    def tuned(context):
+        data = tf.data.Dataset.range(10**9).map(lambda i: i + 1, num_parallel_calls=tf.data.AUTOTUNE)
+        return data.batch(context.per_replica_batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+
+    data = stream(strategy, tuned, training=False)
+    for _ in range(5):
+        iterator = data.iterate()
+        assert len(read(data, iterator, 2)) == 2
+        data.end(iterator)
+        until = time.monotonic() + 60
+        while read(data, iterator, 1):  # it still has its data, or is at its end
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert len(read(data, data.iterate(), 2)) == 2
