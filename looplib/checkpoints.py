@@ -345,13 +345,14 @@ class Checkpoints:
         theirs = _keys(path)
         with tempfile.TemporaryDirectory() as folder:
             ours = _keys(self._checkpoint.write(os.path.join(folder, "live"), self._options))
-        missing = sorted(ours.keys() - theirs.keys())
-        unused = [] if partial else sorted(theirs.keys() - ours.keys())
-        shapes = [
-            f"{key} {theirs[key]} there, {ours[key]} here" for key in sorted(ours.keys() & theirs.keys())
-            if theirs[key] != ours[key]
-        ]  # fmt: skip
-        differences = {"only here": missing, "only there": unused, "other shapes": shapes}
+        differences = {
+            "only here": ours.keys() - theirs.keys(),
+            "only there": set() if partial else theirs.keys() - ours.keys(),
+            "other shapes": [
+                f"{key} {theirs[key]} there, {ours[key]} here" for key in ours.keys() & theirs.keys()
+                if theirs[key] != ours[key]
+            ],
+        }  # fmt: skip
         return (
             f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
             "build the model that the checkpoint was made with, or ask for a partial restore "

@@ -170,7 +170,7 @@ def _run_experiment(build, settings, started, argv):
             preflight.answer(controller)
             sys.exit(EXIT_DONE)
         controller.clock.add("start", max(0.0, _process_seconds() - controller.clock.seconds()["wall"]))
-        report = run_report.RunReport(values, config, strategy, controller)
+        report = run_report.RunReport(values, config, strategy, controller, earlier)
         report.write("running")
         if started:
             started(config, controller)

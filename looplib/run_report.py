@@ -21,9 +21,10 @@ class RunReport:
       config: the experiment's own settings: a dataclass, or with an `as_dict`.
       strategy: `tf.distribute.Strategy`.
       controller: the `Controller`; its chief writes.
+      earlier: what `read` found before this start.
     """
 
-    def __init__(self, values, config, strategy, controller):
+    def __init__(self, values, config, strategy, controller, earlier):
         self._controller = controller
         self._path = _path(values)
         self._content = {
@@ -36,7 +37,7 @@ class RunReport:
             "loop": values["loop"],
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "restored_from": controller.restored_from,
-            "restarts": _earlier_starts(values),
+            "restarts": _starts(earlier),
         }
 
     def write(self, status, metrics=None):
@@ -77,9 +78,9 @@ def _path(values):
     return os.path.join(values["model_dir"], name)
 
 
-def _earlier_starts(values):
+def _starts(earlier):
     try:
-        return read(values)["restarts"] + 1
+        return earlier["restarts"] + 1
     except (KeyError, TypeError):
         return 0
 
