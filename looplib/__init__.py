@@ -4,8 +4,9 @@ Subclass `Trainer` (and `Evaluator`), write one `step_fn` for one replica, and a
 """
 
 from looplib import imports  # noqa: F401  (first, before the others import TensorFlow)
-from looplib.actions import Event
-from looplib.checkpoints import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.actions import Action, Event
+from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.commits import Commit, checkpoints
 from looplib.controller import Controller
 from looplib.errors import DivergenceError, UsageError
 from looplib.evaluator import Evaluator
@@ -20,7 +21,9 @@ from looplib.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Write
 __version__ = "0.1.0"
 
 __all__ = [
+    "Action",
     "CheckpointPolicy",
+    "Commit",
     "ConsoleWriter",
     "Controller",
     "DivergenceError",
@@ -39,6 +42,7 @@ __all__ = [
     "Trainer",
     "UsageError",
     "Writer",
+    "checkpoints",
     "each",
     "last",
     "mean",

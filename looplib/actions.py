@@ -1,16 +1,24 @@
-"""Actions: what a user hangs on the outer loop."""
+"""Actions: what a user attaches to the outer loop."""
 
+import abc
+import collections
 import dataclasses
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from absl import logging
+
+from looplib.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What an action is called with, after every reported loop and every evaluation.
+    """The argument of an action, which is called after every reported loop and every evaluation.
 
     An action is any callable that takes one `Event`. What it raises ends the run. Where several workers train, each
     calls its actions, so that all stop or save together; what writes something does it where
-    `event.controller.is_chief`.
+    `event.controller.is_chief`. An action that remembers something from one event to the next is an `Action`.
 
     Attributes:
       step: the global step.
@@ -31,3 +39,85 @@ class Event:
     split: str
     metrics: dict
     controller: Any
+
+
+class Action(abc.ABC):
+    """An action whose memory is part of the checkpoints, so that a resumed run continues with it.
+
+    Example:
+        class EarlyStopping(looplib.Action):
+            def __init__(self, patience=3):
+                self.patience, self.best, self.waited = patience, float("inf"), 0
+
+            def __call__(self, event):
+                if event.split != "eval":
+                    return
+                better = event.metrics["loss"] < self.best
+                self.best, self.waited = min(self.best, event.metrics["loss"]), 0 if better else self.waited + 1
+                if self.waited >= self.patience:
+                    event.controller.stop()
+
+            def state(self):
+                return [self.best, self.waited]
+
+            def load(self, state):
+                self.best, self.waited = state
+    """
+
+    @abc.abstractmethod
+    def __call__(self, event: Event) -> None:
+        """Takes an event."""
+
+    @abc.abstractmethod
+    def state(self) -> Any:
+        """Returns what the action remembers: what `json.dumps` takes, such as numbers, strings, lists and dicts."""
+
+    @abc.abstractmethod
+    def load(self, state: Any) -> None:
+        """Takes what `state` returned when the checkpoint was saved, as `json.loads` returns it."""
+
+
+class ActionStates:
+    """The states of a controller's actions, by the names of their classes.
+
+    Args:
+      actions: the controller's actions, of which only those that are an `Action` have a state.
+
+    Raises:
+      UsageError: if JSON cannot hold a state.
+    """
+
+    def __init__(self, actions: Sequence[Callable[[Event], object]]) -> None:
+        self._actions: dict[str, Action] = {}
+        seen: collections.Counter[str] = collections.Counter()
+        for action in actions:
+            if isinstance(action, Action):
+                kind = type(action).__name__
+                self._actions[f"{kind}_{seen[kind]}" if seen[kind] else kind] = action
+                seen[kind] += 1
+        self._initial = self.save()
+
+    def save(self) -> dict[str, Any]:
+        """Returns the states of all actions, as a dict that JSON can hold.
+
+        Raises:
+          UsageError: if JSON cannot hold one of them.
+        """
+        states = {}
+        for name, action in self._actions.items():
+            state = action.state()
+            try:
+                states[name] = json.loads(json.dumps(state))
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{type(action).__name__}.state returned {state!r:.200}, which JSON cannot hold ({error}); return "
+                    "numbers, strings, lists and dicts of them"
+                ) from error
+        return states
+
+    def load(self, states: dict[str, Any]) -> None:
+        """Gives each action its state of a checkpoint, or its first one where the checkpoint has none."""
+        for name, action in self._actions.items():
+            action.load(states.get(name, self._initial[name]))
+        if others := sorted(states.keys() - self._actions.keys()):
+            logging.warning("the checkpoint has the state of actions that this start does not have: %s", others)

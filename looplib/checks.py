@@ -18,7 +18,7 @@ import tempfile
 import time
 
 from looplib import checksums, preflight
-from looplib.checkpoints import latest_checkpoint
+from looplib.checkpoint_manager import latest_checkpoint
 from looplib.comparisons import compare, final_checkpoint
 from looplib.errors import UsageError
 

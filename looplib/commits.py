@@ -3,21 +3,29 @@
 A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
 `ckpt-<step>.commit`, which is written after them and holds their sizes and SHA-256 checksums. A checkpoint without a
 whole marker does not count, whatever else is there.
+
+A marker is one JSON object: `format` (1), `step`, `time`, `files`, `scores`, `versions`, and `sha256`, the checksum of
+all the others. Fields that are not known here are kept and ignored; a higher `format` is refused by name.
 """
 
 import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import sys
 import time
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
+from looplib.errors import UsageError
+
 SET_ASIDE = "set_aside"
+FORMAT = 1
 _NAME = re.compile(r"(ckpt-(\d+))(?:\.commit|\.commit\.new|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp)/?$")
 _BLOCK = 1 << 22
 
@@ -31,7 +39,7 @@ class Commit:
       step: the global step.
       time: seconds since the epoch at which it was committed.
       files: dict from file name to {"bytes": int, "sha256": str}.
-      scores: dict from metric ("eval/accuracy") to the value that an evaluation of it gave.
+      scores: dict from metric ("eval/accuracy") to the value that an evaluation gave, or None if it was not finite.
       versions: dict of the versions that wrote it.
     """
 
@@ -76,21 +84,60 @@ def commit(path, step):
     for name in names:
         _make_durable(os.path.join(directory, name))
     versions = {"looplib": _version(), "tensorflow": tf.__version__, "python": sys.version.split()[0]}
-    done = Commit(path, step, time.time(), files, {}, versions)
-    _write_marker(done)
-    return done
+    marker = {"step": step, "time": time.time(), "files": files, "scores": {}, "versions": versions}
+    _write_marker(path, {"format": FORMAT, **marker})
+    return Commit(path=path, **marker)
 
 
-def add_scores(done, scores):
-    """Notes the metrics of an evaluation in a marker; returns the new `Commit`.
+def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
+    """Adds the metrics of an evaluation to a marker.
 
     Args:
       done: the `Commit`.
-      scores: dict from metric to number.
+      scores: dict from metric to number. One that is not finite is kept as None, because JSON has no word for it.
+
+    Returns:
+      The new `Commit`.
     """
-    done = dataclasses.replace(done, scores={**done.scores, **scores})
-    _write_marker(done)
-    return done
+    marker = _load_marker(done.path)
+    finite = {name: score if math.isfinite(score) else None for name, score in scores.items()}
+    marker["scores"] = {**marker["scores"], **finite}
+    _write_marker(done.path, {**marker, "format": FORMAT})
+    return _read_marker(done.path)
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
+    """Lists the committed checkpoints of a run, newest first.
+
+    Their files are not read, so a checkpoint may be damaged; `verify`, or `python -m looplib inspect --verify`, reads
+    them.
+
+        best = max(looplib.checkpoints("/tmp/run"), key=lambda saved: saved.scores["eval/accuracy"])
+        print(best.step, best.path)
+
+    Args:
+      directory: a run directory, or the directory that holds the checkpoints.
+
+    Returns:
+      list of `Commit`, with `path`, `step`, `time`, `scores` and the sizes of the files.
+
+    Raises:
+      UsageError: if there is no such directory, or a newer looplib wrote a checkpoint in it.
+    """
+    return [done for _, done, _ in listing(place_of(directory)) if done]
+
+
+def place_of(directory: str | os.PathLike[str]) -> str:
+    """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself.
+
+    Raises:
+      UsageError: if there is no such directory.
+    """
+    directory = os.fspath(directory)
+    if not tf.io.gfile.isdir(directory):
+        raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
+    inner = os.path.join(directory, "checkpoints")
+    return inner if tf.io.gfile.isdir(inner) else directory
 
 
 def listing(directory):
@@ -101,6 +148,9 @@ def listing(directory):
 
     Returns:
       list of `(step, Commit or None, reason)`: without a `Commit` the checkpoint does not count, for the reason.
+
+    Raises:
+      UsageError: if a newer looplib wrote a checkpoint in a format that this one cannot read.
     """
     found = {}
     for name in _names(directory):
@@ -114,6 +164,8 @@ def listing(directory):
             continue
         try:
             entries.append((step, _read_marker(path_of(directory, step)), ""))
+        except UsageError:  # of a newer looplib: not damaged, and not to be passed over
+            raise
         except (ValueError, KeyError, TypeError, OSError, tf.errors.OpError) as error:
             entries.append((step, None, f"its marker cannot be read ({first_line(error)})"))
     return entries
@@ -226,17 +278,43 @@ def write_whole(path, text):
     _make_durable(os.path.dirname(path) or ".")
 
 
-def _write_marker(done):
-    body = json.dumps({key: value for key, value in dataclasses.asdict(done).items() if key != "path"})
-    write_whole(done.path + ".commit", f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n")
+def _write_marker(path: str, marker: dict[str, Any]) -> None:
+    write_whole(path + ".commit", json.dumps({**marker, "sha256": _checksum(marker)}, indent=1) + "\n")
 
 
-def _read_marker(path):
+def _checksum(marker: dict[str, Any]) -> str:
+    """The SHA-256 of all fields of a marker except `sha256` itself."""
+    fields = {key: value for key, value in marker.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _load_marker(path: str) -> dict[str, Any]:
+    """Reads the marker of a checkpoint as a dict with all its fields.
+
+    Raises:
+      ValueError: if it is damaged.
+      UsageError: if it has a higher format number.
+    """
     with tf.io.gfile.GFile(path + ".commit", "rb") as file:
-        body, _, checksum = file.read().decode().partition("\n")
-    if checksum != hashlib.sha256(body.encode()).hexdigest() + "\n":
+        text = file.read().decode()
+    first, _, second = text.partition("\n")
+    if second == hashlib.sha256(first.encode()).hexdigest() + "\n":  # format 0: the fields, and their checksum below
+        return {"format": 0, **json.loads(first)}
+    marker = dict(json.loads(text))
+    if marker["sha256"] != _checksum(marker):
         raise ValueError("its checksum is another")
-    return Commit(path=path, **json.loads(body))
+    if marker["format"] > FORMAT:
+        raise UsageError(
+            f"{path}.commit has the format {marker['format']}, written by looplib "
+            f"{marker.get('versions', {}).get('looplib', 'of an unknown version')}, and looplib {_version()} reads "
+            f"formats up to {FORMAT}; install that version of looplib"
+        )
+    return marker
+
+
+def _read_marker(path: str) -> Commit:
+    marker = _load_marker(path)
+    return Commit(path, *(marker[field.name] for field in dataclasses.fields(Commit) if field.name != "path"))
 
 
 def _names(directory):

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import checksums
-from looplib.checkpoints import latest_checkpoint, peek
+from looplib.checkpoint_manager import latest_checkpoint, peek
 from looplib.errors import UsageError
 from looplib.writers import read_jsonl
 

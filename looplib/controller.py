@@ -1,21 +1,24 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
+import contextlib
 import os
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import keras_family, task_loop, tasks
-from looplib.actions import Event
-from looplib.checkpoints import CheckpointPolicy
+from looplib import keras_family, run_report, runtime, task_loop, tasks
+from looplib.actions import ActionStates, Event
+from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.clock import Clock
 from looplib.coordinator import lost_server
 from looplib.engines import ENGINES
 from looplib.errors import DivergenceError, UsageError, positive
 from looplib.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
+from looplib.learning_rates import LearningRates
 from looplib.preemption import Preempted, notice
 from looplib.state import ReplicaState, differing_variables
 from looplib.store import Store
+from looplib.trainer import Trainer
 from looplib.transfers import continue_from, warm_start
 from looplib.watchdog import Watchdog
 from looplib.workers import Workers
@@ -26,7 +29,12 @@ class Controller:
     """Trains and evaluates: schedule, loops, metric reduction, checkpoints, batch math.
 
     Building a controller checks everything that can be checked, traces the steps, and restores the newest checkpoint in
-    `model_dir`, or else calls `trainer.initialize()`; so the same program run again goes on where it stopped.
+    `model_dir`, or else calls `trainer.initialize()`; so the same program run again continues where it stopped. State
+    comes from the checkpoint (weights, optimizer, step, place in the data, seeds of layers); settings come from the
+    program (these arguments, and what it computes with, a constant learning rate included).
+
+    One controller at a time writes to a run directory: building another one with a trainer for the same `model_dir`
+    closes the one before, or is refused while that one trains.
 
     Args:
       global_batch_size: examples of a training step over all replicas; also for evaluators that set no size. Only
@@ -41,12 +49,16 @@ class Controller:
       seed: decides the order of the training data.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       writers: list of `Writer`; default TensorBoard and `metrics.jsonl` in `model_dir`, and the console.
-      actions: callables that take an `Event`, called after every reported loop and every evaluation.
+      actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
+        those that are an `Action` is part of the checkpoints.
+      config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
 
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
         and report; `clock.summary()` says what they mean.
-      restored_from: path of the checkpoint that this run goes on from, or None.
+      restored_from: path of the checkpoint that this run continues from, or None.
+      report: `RunReport`, which writes `run.json` when a training starts and ends (`run_eval.json` for a controller
+        without a trainer).
 
     Raises:
       UsageError: for bad input, in a sentence.
@@ -66,6 +78,7 @@ class Controller:
         checkpoints=CheckpointPolicy(),
         writers=None,
         actions=(),
+        config=None,
     ):
         self.clock = Clock()
         self._strategy = strategy or tf.distribute.get_strategy()
@@ -83,18 +96,25 @@ class Controller:
         self._steps_per_loop = steps_per_loop
         self._policy = checkpoints
         self._actions = list(actions)
+        self._action_states = ActionStates(self._actions)
         self._model_dir = os.fspath(model_dir) if model_dir else None
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._stopped = self._training_now = self._closed = False
         self._window_start = 0
         self._last_evaluation = {}
+        self._continued_from = None
         self.restored_from = None
+        self._training, self._evaluations, self._writers = None, {}, []
 
         if trainer:
-            checkpoints.check(evaluators, self._model_dir)
-        self._store = Store(self._model_dir, checkpoints, trainer is not None, self._workers)
+            checkpoints.check(dict.fromkeys(evaluators), self._model_dir)
+        self._store = Store(self._model_dir, checkpoints, trainer is not None, self._workers, self._give_up)
+        self.report = self._make_report(config)
         self._writers = make_writers(writers, self._store.writable and self._model_dir) if self.is_chief else []
         self._build_loops(trainer, evaluators, loop, *self._store.peek())
+        if trainer:
+            checkpoints.check({name: loop.metric_names for name, loop in self._evaluations.items()}, self._model_dir)
+            self._learning_rates = LearningRates(trainer)
         self._watchdog = Watchdog(
             self.clock, self._progress, lambda: self._store.latest, self._policy.guards.stall_limit
         )
@@ -124,9 +144,8 @@ class Controller:
                 trainer.initialize()
             if self._policy.warm_start:
                 warm_start(objects, self._policy.warm_start)
-        if trainer:  # what a run wrote that was killed before its first save is void
-            for writer in self._writers:
-                writer.resume(step, dict.fromkeys(["train", *self._evaluations], step))
+        # What a run wrote that was killed before its first save is void.
+        self._continued_from = step, step
 
     def _build_loops(self, trainer, evaluators, engine, start_step, values):
         chosen = values.get("engines", {})
@@ -138,9 +157,8 @@ class Controller:
             steps_per_loop=self._steps_per_loop,
         )
         self._training, batch = None, self._settings["global_batch_size"]
+        self._own(*filter(None, [trainer, *evaluators.values()]))
         if trainer:
-            trainer.global_batch_size, trainer.global_step = batch, self._global_step
-            trainer.run_seed = self._settings["seed"]
             tasks.build_optimizers(trainer, self._strategy)
             self._training = task_loop.make_loop(
                 "train",
@@ -152,8 +170,6 @@ class Controller:
                 chosen=chosen.get("train"),
                 **settings,
             )
-        for task in evaluators.values():
-            task.global_step = self._global_step
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
         self._evaluations = {
             name: task_loop.make_loop(
@@ -166,6 +182,27 @@ class Controller:
             )
             for name, task in evaluators.items()
         }
+
+    def _own(self, *tasks_of_this):
+        """Gives trainers and evaluators what they read of the run; another controller may have had them since."""
+        for task in tasks_of_this:
+            task.global_step = self._global_step
+            if isinstance(task, Trainer):
+                task.global_batch_size, task.run_seed = self._settings["global_batch_size"], self._settings["seed"]
+
+    def _make_report(self, config):
+        path = None
+        if self.is_chief and self._store.writable:
+            path = run_report.path_of(self._model_dir, self._store.writes)
+        return run_report.RunReport(
+            path=path,
+            clock=self.clock,
+            strategy=runtime.describe(self._strategy),
+            num_replicas=self._strategy.num_replicas_in_sync,
+            flags={**self._settings, "steps_per_loop": self._steps_per_loop},
+            config=config,
+            standing=self._standing,
+        )
 
     def _progress(self):
         own = [loop.progress() for loop in self.loops.values() if hasattr(loop, "progress")]
@@ -187,6 +224,15 @@ class Controller:
     def latest_checkpoint(self):
         """The path of the newest committed checkpoint in `model_dir`, or None."""
         return self._store.latest
+
+    @property
+    def best_checkpoint(self):
+        """The path of the best committed checkpoint by the policy's first `KeepBest`, or None if none has a score.
+
+        Raises:
+          UsageError: if the policy has no `KeepBest`.
+        """
+        return self._store.best()
 
     @property
     def rollbacks(self):
@@ -254,16 +300,19 @@ class Controller:
                 f"there is no checkpoint in {self._model_dir} to evaluate; train first, or name the directory of a "
                 "training"
             )
-        step, results = self.global_step, {}
-        with notice.listening(), self._watchdog.watching():
-            for name, evaluation in self._evaluations.items():
-                results[name] = self._publish(name, step, self._evaluate(name, evaluation, steps, step))
-        with self.clock.phase("save"):
-            self._store.add_scores(step, results)
-        self._last_evaluation = results
-        return results
+        with contextlib.nullcontext() if self._training else self.report.of_a_start(self.restored_from):
+            step, results = self.global_step, {}
+            with notice.listening(), self._watchdog.watching():
+                for name, evaluation in self._evaluations.items():
+                    results[name] = self._publish(name, step, self._evaluate(name, evaluation, steps, step))
+            if not self._closed:
+                with self.clock.phase("save"):
+                    self._store.add_scores(step, results)
+            self._last_evaluation = results
+            return results
 
     def _evaluate(self, name, evaluation, steps, step):
+        self._own(evaluation.task)
         with evaluation.task.evaluating():
             evaluation.rewind()
             ran = evaluation.run(steps, phase="evaluate", read=True)
@@ -322,6 +371,7 @@ class Controller:
           UsageError: without a `model_dir`, or if it cannot be written.
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
+        self._refuse_if_closed("save_checkpoint")
         self._store.need("save_checkpoint")
         if self._training is None:
             raise UsageError("save_checkpoint needs a trainer, and this controller has none; an evaluation only reads")
@@ -343,12 +393,17 @@ class Controller:
         return {
             "running": self._training.reducer.state(),
             "optimizers": self._optimizers,
+            "learning_rates": self._learning_rates.built,
+            "actions": self._action_states.save(),
             "engines": self.engines,
             **self._settings,
         }
 
     def restore_checkpoint(self, path=None):
-        """Restores the whole state, the position in the data included.
+        """Restores the whole state, the position in the data included; changes nothing in the run directory.
+
+        Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
+        and later records into `metrics.voided.jsonl`, with a line for each.
 
         Args:
           path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; None takes the newest of `model_dir`.
@@ -385,34 +440,58 @@ class Controller:
             self._store.check_optimizers(path, self._optimizers)
             self._store.warn_of_changes(step, self._settings)
         self.restored_from = path
-        logging.info("restored step %d from %s", step, path)
+        self._say(f"restored step {step} from {path}")
         if self._training:
+            self._learning_rates.after_restore(values.get("learning_rates", {}), step)
+            self._action_states.load(values.get("actions", {}))
             # After a rollback the data goes on elsewhere than where the checkpoint's position says.
             position = None if changes else self._store.input_state.position or None
             self._training.rewind(step + self._store.input_offset, position)
             self._training.reducer.load(values.get("running", {}))
             self._window_start = step
-            reported = {**dict.fromkeys(["train", *self._evaluations], 0), **values.get("reported", {})}
-            for writer in self._writers:
-                writer.resume(step, reported)
+            self._continued_from = step, values.get("reported", {}).get("train", 0)
         return path
+
+    def _say(self, sentence):
+        """Tells the user something about the run, in the log and on the console."""
+        logging.info("%s", sentence)
+        for writer in self._writers:
+            writer.note(sentence)
 
     def stop(self):
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
         self._stopped = True
 
     def close(self):
-        """Waits for a save under way, closes the writers, and lets go of the data and the run directory.
+        """Waits for a save under way, closes the writers, and releases the data and the run directory.
+
+        A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again does
+        nothing.
 
         Raises:
           UsageError: if that save failed.
         """
+        if self._closed:
+            return
         self._closed = True
-        for loop in self.loops.values():
-            loop.close()
-        for writer in self._writers:
-            writer.close()
-        self._store.close()
+        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
+            stack.callback(self._store.close)
+            for part in (*self._writers, *self.loops.values()):
+                stack.callback(part.close)
+            self._writers = []
+
+    def _give_up(self):
+        """Closes this controller, because another one of the process is being built for its directory."""
+        if self._training_now:
+            raise UsageError(
+                f"another controller of this process is training in {self._model_dir}; wait until it ends, or give "
+                "this one a model_dir of its own"
+            )
+        logging.warning("the controller that was built earlier for %s is closed, because a new one is", self._model_dir)
+        try:
+            self.close()
+        except UsageError as error:  # a failed save of that controller, and not of the new one
+            logging.error("%s", error)
 
     def __enter__(self):
         return self
@@ -425,10 +504,7 @@ class Controller:
     def _train(self, target, eval_interval, eval_steps):
         if self._training is None:
             raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
-        if self._closed:
-            raise UsageError(
-                "this controller is closed, and its run directory may be another's; build a new one to go on"
-            )
+        self._refuse_if_closed("train")
         self._refuse_while_training("train")
         if target != -1:
             positive("the number of training steps", target)
@@ -438,8 +514,14 @@ class Controller:
                 "steps"
             )
         self._training_now = True
+        self._own(self._training.task)
         try:
-            with notice.listening(), notice.deferred(self._busy), self._watchdog.watching():
+            with (
+                self.report.of_a_start(self.restored_from),
+                notice.listening(),
+                notice.deferred(self._busy),
+                self._watchdog.watching(),
+            ):
                 if self._policy.guards.may_roll_back and self._store and self._store.agreed_latest() is None:
                     self._save(wait=True)  # to have where to go back to
                 while True:
@@ -464,6 +546,10 @@ class Controller:
 
     def _train_on(self, target, eval_interval, eval_steps):
         step, reported = self.global_step, self._store.values.setdefault("reported", {})
+        if step == target:
+            self._say(f"already at step {step}, nothing to train")
+        elif target == -1 or step < target:
+            self._drop_what_comes_after(eval_interval)
         self._stopped, self._last_evaluation = False, {}
         intervals = [self._steps_per_loop, self._policy.every_steps, *([eval_interval] if eval_interval else [])]
 
@@ -486,6 +572,11 @@ class Controller:
             horizon = boundary if target == -1 else target
             ran = self._training.run(boundary - step, "train", reported_there, horizon - step)
             done, step = ran.done, step + ran.done
+            if self.global_step != step:
+                raise UsageError(
+                    f"the global step is {self.global_step} after step {step}: {self._training.who}.step_fn assigns "
+                    "global_step, which the controller counts itself; leave that out"
+                )
             ended = step < boundary and not ran.stopped
             if not ran.finite:
                 after, names = self._training.reducer.first_bad()
@@ -516,6 +607,26 @@ class Controller:
         for writer in self._writers:
             writer.flush()
         return self._store.values.get("train", {})
+
+    def _drop_what_comes_after(self, eval_interval):
+        """Moves later checkpoints and records of the run aside, once the training continues from an earlier step."""
+        if self._continued_from is None:
+            return
+        (step, reported), self._continued_from = self._continued_from, None
+        # An evaluation at the end of an earlier training is not one of a longer training's.
+        evaluated = step if not eval_interval or step % eval_interval == 0 else step - 1
+        self._store.set_newer_aside(step)
+        for writer in self._writers:
+            writer.resume(step, {"train": reported, **dict.fromkeys(self._evaluations, evaluated)})
+
+    def _standing(self):
+        trained = self._store.values.get("train") if self._training else None
+        return run_report.Standing(
+            step=self.global_step,
+            metrics={**({"train": trained} if trained else {}), **self._last_evaluation},
+            rollbacks=self.rollbacks,
+            engines=self.engines,
+        )
 
     def _busy(self):
         return self.clock.current[0] == "save" or self._store.saving
@@ -576,6 +687,12 @@ class Controller:
         return metrics
 
     # Checks.
+
+    def _refuse_if_closed(self, what):
+        if self._closed:
+            raise UsageError(
+                f"{what} was called on a closed controller, whose run directory may be another's; build a new one"
+            )
 
     def _refuse_while_training(self, what):
         if self._training_now:

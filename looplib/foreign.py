@@ -139,7 +139,7 @@ class EvaluatorLoop:
       reducer: `Results`.
     """
 
-    traces, chosen = 0, None
+    traces, chosen, metric_names = 0, None, None
 
     def __init__(self, split, task, whose, call, *, strategy, engine, clock, counter, **_):
         self.task = task

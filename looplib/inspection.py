@@ -6,7 +6,6 @@ import time
 import tensorflow as tf
 
 from looplib import commits
-from looplib.errors import UsageError
 
 
 def inspect(directory, verify=False):
@@ -22,10 +21,7 @@ def inspect(directory, verify=False):
     Raises:
       UsageError: if there is no such directory.
     """
-    if not tf.io.gfile.isdir(directory):
-        raise UsageError(f"{directory} is no directory; name a run directory, as --model_dir does")
-    inner = os.path.join(directory, "checkpoints")
-    folder = inner if tf.io.gfile.isdir(inner) else directory
+    folder = commits.place_of(directory)
     rows, damaged, good = [("step", "size", "age", "verdict", "scores")], 0, 0
     for step, done, reason in commits.listing(folder):
         if done is None:
@@ -34,7 +30,9 @@ def inspect(directory, verify=False):
         reason = commits.verify(done, thorough=verify)
         damaged, good = damaged + bool(reason), good + (not reason)
         verdict = f"damaged: {reason}" if reason else "intact" if verify else "committed"
-        scores = "  ".join(f"{name} {value:.4g}" for name, value in sorted(done.scores.items()))
+        scores = "  ".join(
+            f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in sorted(done.scores.items())
+        )
         rows.append((str(step), _size(done.bytes), _age(time.time() - done.time), verdict, scores))
     if len(rows) == 1:
         print(f"there is no checkpoint in {folder}")

@@ -27,7 +27,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from looplib import guards, peers, preflight, run_report, runtime, servers, tpu
-from looplib.checkpoints import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.controller import Controller
 from looplib.engines import ENGINES
 from looplib.errors import UsageError, gist
@@ -63,7 +63,7 @@ FLAGS = (
     ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none waits on."),
     ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
     ("keep_last", flags.DEFINE_integer, 5, "How many of the newest checkpoints to keep."),
-    ("keep_best", flags.DEFINE_string, None, "Keeps the best checkpoint too: max:eval/accuracy, min:eval/loss."),
+    ("keep_best", flags.DEFINE_string, None, "Keeps the best checkpoint too: max:eval/score, or eval/loss."),
     ("keep_every", flags.DEFINE_integer, None, "Keeps the checkpoints at multiples of this many steps too."),
     ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel that a new run takes its weights from."),
     ("continue_from", flags.DEFINE_string, None, "Checkpoint of Orbit or Model Garden that a new run goes on from."),
@@ -81,7 +81,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def run(build, config=None, argv=None, settings=None, started=None, **defaults):
+def run(build, config=None, argv=None, settings=None, started=None, actions=(), **defaults):
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
     Exit codes: 0 done; 1 failed; 75 ended by SIGTERM or SIGINT and saved, to be run again; 76 ended by the watchdog. A
@@ -97,6 +97,7 @@ def run(build, config=None, argv=None, settings=None, started=None, **defaults):
         for `run.json`, and a dict of values for the flags that the command line leaves out.
       started: function of `(config, controller)`, called before the first step of a run that may start, as its
         directory is its own and its checkpoint fits.
+      actions: callables that take an `Event`, see `Controller`.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
     if settings is None and not dataclasses.is_dataclass(config):
@@ -111,7 +112,7 @@ def run(build, config=None, argv=None, settings=None, started=None, **defaults):
     for name, *_ in FLAGS:  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     gc.freeze()  # what is imported stays: the collector need not go through it, least of all as the process ends
-    app.run(lambda argv: _main(build, settings, started, argv), argv=argv)
+    app.run(lambda argv: _main(build, settings, started, actions, argv), argv=argv)
 
 
 def _define_config(config, argv):
@@ -127,7 +128,7 @@ def _define_config(config, argv):
     return lambda: (parsed.value, {})
 
 
-def _main(build, settings, started, argv):
+def _main(build, settings, started, actions, argv):
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
         # TensorFlow's own notes are left out; its warnings and errors stay.
@@ -139,11 +140,11 @@ def _main(build, settings, started, argv):
             )
         )
     with notice.listening(to_the_end=True):
-        _run_experiment(build, settings, started, argv)
+        _run_experiment(build, settings, started, actions, argv)
 
 
-def _run_experiment(build, settings, started, argv):
-    controller = report = strategy = None
+def _run_experiment(build, settings, started, actions, argv):
+    controller = strategy = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
     try:
         config, others = settings()
@@ -151,7 +152,8 @@ def _run_experiment(build, settings, started, argv):
         values.update(preflight.settings())
         values["loop"] = _engine(values)
         _check(values, argv)
-        earlier = run_report.read(values)
+        report_path = run_report.path_of(values["model_dir"], "train" in values["mode"])
+        earlier = run_report.read(report_path)
         strategy = runtime.setup(
             values["strategy"],
             tpu=values["tpu"],
@@ -165,28 +167,25 @@ def _run_experiment(build, settings, started, argv):
         )
         if not Workers(strategy).is_chief and not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # one line of progress is enough
-        controller = _make_controller(build, config, values, strategy)
+        controller = _make_controller(build, config, values, strategy, actions)
         if preflight.requested():
             preflight.answer(controller)
             sys.exit(EXIT_DONE)
         controller.clock.add("start", max(0.0, _process_seconds() - controller.clock.seconds()["wall"]))
-        report = run_report.RunReport(values, config, strategy, controller, earlier)
-        report.write("running")
         if started:
             started(config, controller)
-        metrics = _run_mode(controller, values)
+        _run_mode(controller, values)
         controller.close()
-        report.write("done", metrics)
+        controller.report.write("done")
         if controller.is_chief:
             print(*controller.clock.summary(), sep="\n")
             print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
     except servers.CoordinatorGone as gone:
-        _end_server(gone, earlier, run_report.read(values))
+        _end_server(gone, earlier, run_report.read(report_path))
     except Preempted as preempted:
         if controller:
             controller.close()
-        if report:
-            report.write("preempted")
+            controller.report.write("preempted")
             if controller.is_chief:
                 print(*controller.clock.summary(), sep="\n")
         print(f"looplib: {preempted}", file=sys.stderr, flush=True)
@@ -198,29 +197,27 @@ def _run_experiment(build, settings, started, argv):
         os._exit(EXIT_PREEMPTED)  # all is saved and closed, and Python's own end would wait for an input that stalls
     except UsageError as error:
         logging.debug("where it was raised:", exc_info=True)
-        _fail(str(error), controller, report)
+        _fail(str(error), controller)
     except Exception as error:  # the boundary of the process: whatever went wrong, the last line says what to do
         # Ends the process in here if the error is one that another worker's end has led to.
         peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, _THEIRS) else _OURS_SECONDS)
         traceback.print_exc()
         kept = controller and controller.latest_checkpoint
         if tpu.is_lost(strategy, error):
-            _start_again(kept, controller, report)
+            _start_again(kept, controller)
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
-        _fail(
-            f"{type(error).__name__}: {gist(error)}; mend what the trace above names, and {advice}", controller, report
-        )
+        _fail(f"{type(error).__name__}: {gist(error)}; mend what the trace above names, and {advice}", controller)
     peers.current.leave()
     _exit(EXIT_DONE)
 
 
-def _make_controller(build, config, values, strategy):
+def _make_controller(build, config, values, strategy, actions):
     with strategy.scope():
         trainer, evaluator = build(config)
     mode = values["mode"]
     if mode != "train" and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, and this binary has none; use --mode=train")
-    return Controller(
+    controller = Controller(
         trainer=trainer if "train" in mode else None,
         evaluator=evaluator if "eval" in mode else None,
         strategy=strategy,
@@ -230,28 +227,34 @@ def _make_controller(build, config, values, strategy):
         loop=values["loop"],
         seed=values["seed"],
         checkpoints=_policy(values),
+        actions=actions,
+        config=config,
     )
+    controller.report.flags = values
+    return controller
 
 
-def _finish(controller, report, status):
-    for finish in (controller and controller.close, report and (lambda: report.write(status))):
+def _finish(controller, status, sentence=""):
+    if controller is None:
+        return
+    for finish in (controller.close, lambda: controller.report.write(status, sentence)):
         try:
-            finish and finish()
+            finish()
         except Exception as error:  # the disk may be full, and the sentence must come out all the same
             logging.error("%s", error)
 
 
-def _start_again(kept, controller, report):
+def _start_again(kept, controller):
     """After the loss of a TPU; what is on it cannot be saved any more."""
-    _finish(controller, report, "restarted")
+    _finish(controller, "restarted")
     try:
         tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
     except UsageError as error:
         _fail(str(error))
 
 
-def _fail(sentence, controller=None, report=None):
-    _finish(controller, report, "failed")
+def _fail(sentence, controller=None):
+    _finish(controller, "failed", sentence)
     tf.get_logger().setLevel("ERROR")  # its warnings as objects are deleted would come after the last line
     sys.stdout.flush()
     peers.current.last_words(EXIT_FAILED, sentence)  # and if another worker failed first, the line is about that one
@@ -297,12 +300,7 @@ def _policy(values):
     keep = [KeepLast(values["keep_last"])]
     if values["keep_best"]:
         mode, colon, metric = values["keep_best"].partition(":")
-        if not colon:
-            raise UsageError(
-                f"--keep_best is {values['keep_best']!r}; expected max or min, a colon, and evaluator/metric, such as "
-                "max:eval/accuracy"
-            )
-        keep.append(KeepBest(metric, mode))
+        keep.append(KeepBest(metric, mode) if colon else KeepBest(mode))
     if values["keep_every"] is not None:
         keep.append(KeepEvery(values["keep_every"]))
     return CheckpointPolicy(
@@ -337,14 +335,14 @@ def _check(values, argv):
 
 
 def _run_mode(controller, values):
-    """Does what --mode asks for; returns the final metrics as {split: {name: value}}."""
-    if values["mode"] == "train":
-        return {"train": controller.train(values["train_steps"])}
-    if values["mode"] == "train_and_eval":
-        return controller.train_and_evaluate(values["train_steps"], values["eval_interval"], values["eval_steps"])
-    if values["mode"] == "train_and_post_eval":
-        return {"train": controller.train(values["train_steps"]), **controller.evaluate(values["eval_steps"])}
-    if values["mode"] == "eval":
-        return controller.evaluate(values["eval_steps"])
-    until = values["train_steps"] if values["train_steps"] > 0 else None
-    return controller.evaluate_continuously(values["eval_steps"], until_step=until, timeout=values["eval_timeout"])
+    """Does what --mode asks for."""
+    mode, train_steps, eval_steps = values["mode"], values["train_steps"], values["eval_steps"]
+    if mode == "train_and_eval":
+        controller.train_and_evaluate(train_steps, values["eval_interval"], eval_steps)
+    elif mode == "continuous_eval":
+        until = train_steps if train_steps > 0 else None
+        controller.evaluate_continuously(eval_steps, until_step=until, timeout=values["eval_timeout"])
+    if mode in ("train", "train_and_post_eval"):
+        controller.train(train_steps)
+    if mode in ("eval", "train_and_post_eval"):
+        controller.evaluate(eval_steps)

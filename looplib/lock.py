@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process at a time may write to it."""
+"""The lock of a run directory: one process, and one controller of it, at a time may write there."""
 
 import fcntl
 import json
@@ -7,30 +7,34 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Callable
 
 from absl import logging
 
 from looplib.errors import UsageError
 
-_held = weakref.WeakValueDictionary()
+_held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary()
 
 
 class RunLock:
     """Holds a run directory for this process, until `release` or the process ends, however it ends.
 
     The operating system holds the lock (flock on the file `lock`), so that one left by a killed process does not block.
-    Controllers of one process share it. A directory that is not on a local or network file system has no such lock, and
+    A directory that is not on a local or network file system has no such lock, and
     the log says so.
 
     Args:
       directory: the run directory, which must exist.
+      give_up: called when another controller of this process wants the directory; it closes the holder, or raises
+        `UsageError` if the holder is training.
 
     Raises:
       UsageError: if another process has it, saying which.
     """
 
-    def __init__(self, directory):
+    def __init__(self, directory: str, give_up: Callable[[], None]) -> None:
         self._file = None
+        self.give_up = give_up
         if "://" in directory:
             logging.info(
                 "%s is not on a file system that can be locked; give each run a directory of its own", directory
@@ -65,21 +69,32 @@ class RunLock:
             time.sleep(0.05)
         return _describe(text)
 
-    def __del__(self):
+    def release(self) -> None:
+        """Lets others write to the directory."""
         if self._file is not None:
             self._file.close()
 
+    __del__ = release
 
-def acquire(directory):
-    """Returns this process's `RunLock` of a directory; it is held while somebody refers to it.
+
+def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
+    """Returns the `RunLock` of a directory, which is held until its `release`, or while somebody refers to it.
+
+    A controller of this process that holds the lock is closed first: in a notebook, a cell that builds a controller may
+    run twice.
+
+    Args:
+      directory: the run directory, which must exist.
+      give_up: see `RunLock`.
 
     Raises:
-      UsageError: if another process has it.
+      UsageError: if another process has it, or a controller of this process that is training.
     """
     key = os.path.realpath(directory)
-    lock = _held.get(key)
-    if lock is None:
-        lock = _held[key] = RunLock(directory)
+    if (holder := _held.get(key)) is not None:
+        holder.give_up()
+        holder.release()
+    lock = _held[key] = RunLock(directory, give_up)
     return lock
 
 

@@ -3,16 +3,19 @@
 import math
 import os
 import time
+from collections.abc import Callable
 
 import tensorflow as tf
 from absl import logging
 
 from looplib import commits
-from looplib.checkpoints import Checkpoints, check_writable, peek
+from looplib.checkpoint_manager import Checkpoints, check_writable, peek
+from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.errors import DivergenceError, UsageError
 from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
 from looplib.state import InputState, RunState, variables_of
+from looplib.workers import Workers
 
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
 
@@ -28,19 +31,28 @@ class Store:
       policy: `CheckpointPolicy`.
       writes: whether this controller trains.
       workers: `Workers`.
+      give_up: closes the controller, see `lock.RunLock`.
 
     Attributes:
       values: dict of what JSON can hold: the controller's own state.
       input_state: `InputState`.
       start: the `Commit` that a run goes on from, or None.
       saved_step: the step whose state was last saved or restored, or None.
+      writes: whether this controller trains.
       writable: whether metrics can be written to the run directory.
 
     Raises:
       UsageError: if the directory is in use by another process, or cannot be written by a training.
     """
 
-    def __init__(self, model_dir, policy, writes, workers):
+    def __init__(
+        self,
+        model_dir: str | None,
+        policy: CheckpointPolicy,
+        writes: bool,
+        workers: Workers,
+        give_up: Callable[[], None],
+    ) -> None:
         self._workers = workers
         self._policy = policy
         self._guards = policy.guards
@@ -48,7 +60,7 @@ class Store:
         self._checked_step = 0
         self.saved_step = None
         self._run_state = RunState()
-        self._writes = writes
+        self.writes = writes
         self._lock = None
         self._checkpoints = None
         self._wait_noted = -math.inf
@@ -69,7 +81,7 @@ class Store:
             logging.warning("%s; this evaluation reports on the console only", error)
         if workers.is_chief:
             if writes:
-                self._lock = acquire(model_dir)
+                self._lock = acquire(model_dir, give_up)
             self.start = commits.newest_intact(self.directory, tidy=writes)
         self.start = self._agreed(self.start)
 
@@ -106,7 +118,7 @@ class Store:
           UsageError: if a name is one of looplib's own.
         """
         own = {"global_step": global_step, "run_state": self._run_state}
-        if self._writes:
+        if self.writes:
             own |= {"input_state": self.input_state, "replica_state": replica_state}
         self._replica_state = replica_state
         for name in objects.keys() & {*own, "save_counter"}:
@@ -118,7 +130,7 @@ class Store:
 
     def guard(self, objects):
         """Lets `check` look at the variables of these objects; those that are not finite now are meant so."""
-        if self._writes:
+        if self.writes:
             self._state_check = StateCheck(variables_of(objects))
 
     def need(self, what):
@@ -193,7 +205,7 @@ class Store:
           step: the global step.
           results: dict from evaluator name to metrics.
         """
-        if self._writes and self._checkpoints and self.saved_step == step and self._workers.is_chief:
+        if self.writes and self._checkpoints and self.saved_step == step and self._workers.is_chief:
             scores = {
                 f"{name}/{metric}": value for name, metrics in results.items() for metric, value in metrics.items()
             }
@@ -216,7 +228,7 @@ class Store:
         if path is None:
             return None, None
         step, _ = peek(path)
-        self._checkpoints.restore(path, partial="both" if self._policy.partial else not self._writes)
+        self._checkpoints.restore(path, partial="both" if self._policy.partial else not self.writes)
         if self._replica_state:
             self._replica_state.apply()
         self.values.update(changes or {})
@@ -314,13 +326,28 @@ class Store:
 
     def _newest_up_to(self, step):
         """Returns the newest intact `Commit` of at most a step, or None; newer ones are set aside."""
-        self._checkpoints.wait()
-        if not self._workers.is_chief:
-            return None
-        for newer, _, _ in commits.listing(self.directory):
-            if newer > step:
-                commits.set_aside(self.directory, newer)
-        return commits.newest_intact(self.directory, tidy=True)
+        self.set_newer_aside(step)
+        return commits.newest_intact(self.directory, tidy=True) if self._workers.is_chief else None
+
+    def set_newer_aside(self, step: int) -> None:
+        """Moves the checkpoints of later steps into `set_aside`, because the training continues from `step`."""
+        if self._checkpoints:
+            self._checkpoints.set_aside_after(step)
+
+    def best(self) -> str | None:
+        """Returns the path of the best committed checkpoint by the policy's first `KeepBest`; None without one.
+
+        Raises:
+          UsageError: if the policy has no `KeepBest`.
+        """
+        rule = self._policy.best
+        if rule is None:
+            raise UsageError(
+                "there is no best checkpoint, because the policy does not say by what; give "
+                'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))'
+            )
+        kept = [done for _, done, _ in commits.listing(self.directory) if done] if self else []
+        return next((done.path for done in rule.select(kept)), None)
 
     def wait_for_newer(self, than, timeout):
         """Waits until there is another newest checkpoint.
@@ -366,9 +393,12 @@ class Store:
         )
 
     def close(self):
-        """Waits for a save under way, lets go of the lock, and raises the save's error if it failed."""
-        self._lock = None
-        self.wait()
+        """Waits for a save under way, releases the lock, and raises the save's error if it failed."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
 
 def _not_finite(names):

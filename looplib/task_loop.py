@@ -9,12 +9,14 @@ from absl import logging
 
 from looplib import checksums, coordinator, engines, feeds, fused, guards, pipelines
 from looplib.errors import UsageError, positive
+from looplib.evaluator import Evaluator
 from looplib.loops import EagerLoop, StepwiseLoop
 from looplib.metrics import Reducer
 from looplib.packing import check_metric_name
 from looplib.preemption import notice
 from looplib.state import variables_of
 from looplib.steps import Step
+from looplib.trainer import Trainer
 from looplib.workers import Workers
 
 
@@ -131,6 +133,14 @@ class TaskLoop:
     def endless(self):
         """Whether the data is known never to end."""
         return self._stream.infinite
+
+    @property
+    def metric_names(self) -> frozenset[str] | None:
+        """The names of the metrics that `read` returns; None where the trace does not tell them."""
+        packer = self.reducer.packer
+        if packer.slots is None or type(self.task).loop_end not in (Trainer.loop_end, Evaluator.loop_end):
+            return None
+        return frozenset(packer.names) | packer.keras.keys()
 
     @property
     def traces(self):

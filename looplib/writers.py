@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 import time
 
@@ -31,14 +32,18 @@ class Writer(abc.ABC):
     def progress(self, step, target):
         """Is told after every loop how far the training is; `target` is None where the end is not known."""
 
-    def resume(self, step, reported):
-        """Is told where the run goes on, as records that it will make again are void.
+    def resume(self, step: int, reported: dict[str, int]) -> None:
+        """Takes out the records that a training is about to make again; called when the training starts.
 
         Args:
-          step: int, the global step that was restored.
-          reported: dict from split to the last step that was reported when that checkpoint was made. Later records of
+          step: the global step that the training continues from.
+          reported: dict from split to the last step whose record holds: for "train" the last one that was reported
+            when the checkpoint of `step` was saved, because the next window of steps is not whole yet. Later records of
             these splits are void, and records after `step` of any other.
         """
+
+    def note(self, sentence: str) -> None:
+        """Shows a sentence about the run, such as where it continues; does nothing by default."""
 
     def flush(self):
         """Makes sure that what was written can be read by others."""
@@ -53,7 +58,8 @@ class TensorBoardWriter(Writer):
 
     Each (step, split) is one event and stands once in all event files together: a record written again with other
     numbers replaces the first one. A record cut short by a crash is cut off; outside `train/` only in files of this
-    host, as another host's job may be about to complete it.
+    host, as another host's job may be about to complete it. Events that are taken out of a file are kept beside it, in
+    a file with "voided" in place of "tfevents" in its name.
 
     Args:
       directory: the run directory.
@@ -110,11 +116,13 @@ class TensorBoardWriter(Writer):
         steps = set()
         for path in self._paths(split):
             events, whole = _read_events(path)
-            kept = [event for event in events if condition(event)]
+            kept, void = _divided(events, condition)
             ours = split == "train" or f".{platform.node()}." in os.path.basename(path)
             if len(kept) < len(events) or (ours and not whole):
                 if split in self._files and self._files[split].path == path:
                     self._files.pop(split).close()
+                if void:
+                    _keep_void_events(path, void)
                 _rewrite(path, kept)
             steps.update(event.step for event in kept if event.HasField("summary"))
         self._steps[split] = steps
@@ -174,9 +182,25 @@ def _read_events(path):
     return events, True
 
 
+def _divided(records, condition):
+    """Returns (the records that meet a condition, the others)."""
+    kept, void = [], []
+    for record in records:
+        (kept if condition(record) else void).append(record)
+    return kept, void
+
+
+def _keep_void_events(path, void):
+    aside = os.path.join(os.path.dirname(path), os.path.basename(path).replace("tfevents", "voided"))
+    earlier = _read_events(aside)[0] if tf.io.gfile.exists(aside) else []
+    known = {event.SerializeToString() for event in earlier}
+    _rewrite(aside, [*earlier, *(event for event in void if event.SerializeToString() not in known)])
+    logging.info("%d events of %s are kept in %s", len(void), path, aside)
+
+
 def _rewrite(path, events):
-    """Writes the file anew in one move, from one that TensorBoard does not take for an event file."""
-    new = os.path.join(os.path.dirname(path), os.path.basename(path).replace("tfevents", "rewritten"))
+    """Replaces the file in one move, by one that TensorBoard does not take for an event file."""
+    new = os.path.join(os.path.dirname(path), re.sub("tfevents|voided", "rewritten", os.path.basename(path)))
     with tf.io.TFRecordWriter(new) as writer:
         for event in events:
             writer.write(event.SerializeToString())
@@ -188,7 +212,8 @@ class JsonlWriter(Writer):
 
     Each (step, split) stands once: a record written again with other numbers replaces the first one. A number that is
     not finite is written as null, as JSON has no other word for it. The file is open only while a line is appended, so
-    that a training and an evaluation job may share it.
+    that a training and an evaluation job may share it. Records that are taken out are kept once in a file beside it,
+    `metrics.voided.jsonl`.
 
     Args:
       path: the file, appended to if it exists.
@@ -220,7 +245,13 @@ class JsonlWriter(Writer):
         self._written.add((step, split))
 
     def _keep(self, condition):
-        records = [record for record in read_jsonl(self._path) if condition(record)]
+        records, void = _divided(read_jsonl(self._path), condition)
+        if void:
+            aside = ".voided".join(os.path.splitext(self._path))
+            known = read_jsonl(aside)
+            with tf.io.gfile.GFile(aside, "a") as file:
+                file.write("".join(json.dumps(record) + "\n" for record in void if record not in known))
+            logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
         with tf.io.gfile.GFile(self._path + ".new", "w") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
         tf.io.gfile.rename(self._path + ".new", self._path, overwrite=True)
@@ -279,7 +310,13 @@ class ConsoleWriter(Writer):
     def write(self, step, split, metrics):
         """Prints one line."""
         numbers = "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
-        line = f"step {step:>7}  {split:<5}  {numbers}"
+        self._print(f"step {step:>7}  {split:<5}  {numbers}")
+
+    def note(self, sentence: str) -> None:
+        """Prints the sentence."""
+        self._print(sentence)
+
+    def _print(self, line):
         if self._bar is not None:
             self._bar.write(line, file=self._stream)
         else:

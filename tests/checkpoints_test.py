@@ -7,7 +7,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoints import peek
+from looplib.checkpoint_manager import peek
 from looplib.state import state_of
 
 

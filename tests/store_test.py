@@ -1,5 +1,6 @@
 """What is kept, what is left alone, what a run starts from, and what a snapshot holds."""
 
+import hashlib
 import json
 import logging
 
@@ -12,7 +13,9 @@ from conftest import make_strategy
 
 import looplib
 from looplib import commits
-from looplib.checkpoints import Checkpoints, KeepBest, KeepEvery, KeepLast
+from looplib.__main__ import main as cli
+from looplib.checkpoint_manager import Checkpoints
+from looplib.checkpoint_policy import KeepBest, KeepEvery, KeepLast
 from looplib.errors import UsageError
 from looplib.snapshots import Snapshots
 from looplib.transfers import warm_start
@@ -46,11 +49,11 @@ def run_scored(folder, steps, *keep):
     "keep, expected",
     [
         ((KeepLast(2),), [9, 10]),
-        ((KeepBest("eval/score"),), [2, 10]),
-        ((KeepBest("eval/score", number=2),), [2, 4, 10]),
+        ((KeepBest("eval/score", "max"),), [2, 10]),
+        ((KeepBest("eval/score", "max", number=2),), [2, 4, 10]),
         ((KeepBest("eval/score", "min", 2),), [1, 10]),
         ((KeepEvery(4),), [4, 8, 10]),
-        ((KeepLast(2), KeepBest("eval/score"), KeepEvery(4)), [2, 4, 8, 9, 10]),
+        ((KeepLast(2), KeepBest("eval/score", "max"), KeepEvery(4)), [2, 4, 8, 9, 10]),
     ],
 )
 def test_rules_are_composed_and_the_newest_is_always_kept(keep, expected, tmp_path):
@@ -58,11 +61,11 @@ def test_rules_are_composed_and_the_newest_is_always_kept(keep, expected, tmp_pa
 
 
 def test_the_best_is_remembered_over_restarts(tmp_path):
-    keep = KeepLast(1), KeepBest("eval/score")
+    keep = KeepLast(1), KeepBest("eval/score", "max")
     assert run_scored(tmp_path, 3, *keep) == [2, 3]
     assert run_scored(tmp_path, 4, *keep) == [2, 4]
     assert run_scored(tmp_path, 7, *keep) == [2, 7]
-    marker = json.loads((tmp_path / "checkpoints" / "ckpt-2.commit").read_text().splitlines()[0])
+    marker = json.loads((tmp_path / "checkpoints" / "ckpt-2.commit").read_text())
     assert marker["scores"]["eval/score"] == SCORES[2] and "eval/accuracy" in marker["scores"]
     for name in ("data-00000-of-00001", "index", "commit"):
         (tmp_path / "checkpoints" / f"ckpt-2.{name}").unlink()
@@ -264,7 +267,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, c
         controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-2")
         controller.train(4)
     assert [step for step, _, _ in commits.listing(str(tmp_path / "checkpoints"))] == [4, 2]
-    assert "the checkpoint of step 6 is of a run that went on otherwise" in caplog.text
+    assert "the checkpoint of step 6 is of a run that continued otherwise" in caplog.text
 
 
 def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
@@ -277,6 +280,164 @@ def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
         with pytest.raises(UsageError, match=message):
             settings = dict(model_dir=tmp_path, checkpoints=policy)
             toy.controller(make_strategy("default"), trainer, evaluator, **settings).train_and_evaluate(4, 2)
+
+
+def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
+    """Where `loop_end` is the default one, the trace of the evaluation tells the names; Keras metrics among them."""
+
+    class Metrics(toy.RegressionEvaluator):
+        def __init__(self, model):
+            super().__init__(model)
+            self.top = keras.metrics.SparseCategoricalAccuracy()
+
+        def step_fn(self, inputs):
+            self.top.update_state(inputs[1], self.model(inputs[0], training=False))
+            return {**super().step_fn(inputs), "top": self.top, "norm": looplib.last(tf.constant(1.0))}
+
+    trainer = toy.Regression(keras)
+    for metric, known in (("accurracy", False), ("top", True), ("norm", True), ("accuracy", True), ("examples", True)):
+        policy = looplib.CheckpointPolicy(keep=(looplib.KeepBest(f"eval/{metric}", "max"),))
+        settings = dict(model_dir=tmp_path, checkpoints=policy)
+        if known:
+            toy.controller(make_strategy("default"), trainer, Metrics(trainer.model), **settings).close()
+            continue
+        with pytest.raises(UsageError, match="gives eval/accuracy, eval/examples, eval/norm, eval/top; name one"):
+            toy.controller(make_strategy("default"), trainer, Metrics(trainer.model), **settings)
+
+
+@pytest.mark.parametrize(
+    "metric, mode",
+    [
+        ("eval/loss", "min"),
+        ("eval/validation_loss", "min"),
+        ("val/loss/total", "min"),
+        ("eval/word_error", "min"),
+        ("eval/MAE", "min"),
+        ("eval/perplexity", "min"),
+        ("eval/accuracy", "max"),
+        ("eval/top_5_accuracy", "max"),
+        ("eval/AUC", "max"),
+        ("loss/f1", "max"),
+        ("eval/score", None),
+        ("eval/examples", None),
+        ("eval/accuracy_loss", None),
+        ("eval/closs", None),
+    ],
+)
+def test_the_best_is_the_least_or_the_most_as_the_name_says_or_must_be_said(metric, mode):
+    if mode is None:
+        with pytest.raises(UsageError, match='does not say whether more or less of it is better; give "max" or "min"'):
+            KeepBest(metric)
+    else:
+        assert KeepBest(metric).mode == mode
+    assert KeepBest(metric, "min").mode == "min" and KeepBest(metric, "max").mode == "max"
+
+
+def saved(step, score):
+    return commits.Commit(f"/run/checkpoints/ckpt-{step}", step, 0.0, {}, {"eval/loss": score}, {})
+
+
+@pytest.mark.parametrize("mode, best", [("min", 1), ("max", 4)])
+def test_a_score_that_is_not_a_number_is_never_the_best_and_never_in_the_way(mode, best):
+    scores = {1: 0.1, 2: float("nan"), 3: None, 4: 0.4, 5: float("nan")}
+    for order in (sorted(scores), sorted(scores, reverse=True), [2, 4, 5, 1, 3]):
+        kept = [saved(step, scores[step]) for step in order]
+        assert [done.step for done in KeepBest("eval/loss", mode).select(kept)] == [best]
+    assert KeepBest("eval/loss", mode).select([saved(2, float("nan"))]) == []
+
+
+def test_a_bad_evaluation_leaves_the_best_checkpoint_where_it_is(tmp_path):
+    """With a NaN for a score at step 3 the best, of step 2, stays, and the marker is strict JSON."""
+    SCORES[3], before = float("nan"), SCORES[3]
+    try:
+        assert run_scored(tmp_path, 5, KeepLast(1), KeepBest("eval/score", "max")) == [2, 5]
+    finally:
+        SCORES[3] = before
+    for path in (tmp_path / "checkpoints").glob("*.commit"):
+        json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def test_programs_find_checkpoints_with_paths_steps_and_scores(tmp_path):
+    steps = run_scored(tmp_path, 5, KeepLast(5))
+    found = looplib.checkpoints(tmp_path)
+    assert [done.step for done in found] == steps[::-1]
+    assert [done.scores["eval/score"] for done in found] == [SCORES[step] for step in steps[::-1]]
+    assert looplib.checkpoints(tmp_path / "checkpoints") == found
+    for done in found:
+        assert tf.train.load_checkpoint(done.path).get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE") == done.step
+    with pytest.raises(UsageError, match="nowhere is not a directory"):
+        looplib.checkpoints(tmp_path / "nowhere")
+    trainer = toy.Regression()
+    policy = looplib.CheckpointPolicy(keep=(KeepLast(5), KeepBest("eval/score", "max")))
+    settings = dict(model_dir=tmp_path, checkpoints=policy)
+    with toy.controller(make_strategy("default"), trainer, Scored(trainer), **settings) as controller:
+        assert controller.best_checkpoint == found[-2].path  # of step 2
+    with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
+        with pytest.raises(UsageError, match="no best checkpoint, because the policy does not say by what"):
+            _ = controller.best_checkpoint
+
+
+# Markers.
+
+
+def test_a_marker_is_json_with_a_format_that_other_programs_can_read_and_check(tmp_path):
+    run_scored(tmp_path, 2, KeepLast(2))
+    folder = tmp_path / "checkpoints"
+    marker = json.loads((folder / "ckpt-2.commit").read_text(), parse_constant=pytest.fail)
+    assert marker["format"] == 1 and marker["step"] == 2 and marker["scores"]["eval/score"] == SCORES[2]
+    for name, file in marker["files"].items():
+        content = (folder / name).read_bytes()
+        assert file == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    checksum = marker.pop("sha256")
+    assert checksum == hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()
+
+
+def write_marker(path, marker):
+    checksum = hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**marker, "sha256": checksum}))
+
+
+def test_a_marker_with_fields_of_a_later_program_counts_and_keeps_them(tmp_path):
+    run_scored(tmp_path, 2, KeepLast(2))
+    path = tmp_path / "checkpoints" / "ckpt-2.commit"
+    marker = json.loads(path.read_text())
+    del marker["sha256"]
+    write_marker(path, {**marker, "color": "blue"})
+    assert looplib.checkpoints(tmp_path)[0].step == 2
+    commits.add_scores(looplib.checkpoints(tmp_path)[0], {"eval/other": 3})
+    assert json.loads(path.read_text())["color"] == "blue"
+    assert looplib.checkpoints(tmp_path)[0].scores == {**marker["scores"], "eval/other": 3}
+
+
+def test_a_marker_of_a_newer_format_is_refused_by_name_and_nothing_is_moved(tmp_path, capsys):
+    run_scored(tmp_path, 2, KeepLast(2))
+    folder = tmp_path / "checkpoints"
+    marker = json.loads((folder / "ckpt-2.commit").read_text())
+    del marker["sha256"]
+    write_marker(folder / "ckpt-2.commit", {**marker, "format": 2, "versions": {"looplib": "9.9"}})
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    message = "ckpt-2.commit has the format 2, written by looplib 9.9, and looplib .* reads formats up to 1"
+    with pytest.raises(UsageError, match=message):
+        toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path)
+    evaluator = toy.RegressionEvaluator(toy.Regression().model)
+    with pytest.raises(UsageError, match=message):
+        toy.controller(make_strategy("default"), None, evaluator, model_dir=tmp_path)
+    with pytest.raises(UsageError, match=message):
+        looplib.checkpoints(tmp_path)
+    assert cli(["inspect", str(tmp_path)]) == 2
+    assert "has the format 2" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_marker_of_the_first_format_still_counts(tmp_path):
+    """Two lines: the fields, and their checksum."""
+    run_scored(tmp_path, 2, KeepLast(2))
+    path = tmp_path / "checkpoints" / "ckpt-2.commit"
+    marker = json.loads(path.read_text())
+    body = json.dumps({key: value for key, value in marker.items() if key not in ("format", "sha256")})
+    path.write_text(f"{body}\n{hashlib.sha256(body.encode()).hexdigest()}\n")
+    assert looplib.checkpoints(tmp_path)[0].scores == marker["scores"]
+    assert run_scored(tmp_path, 4, KeepLast(2)) == [3, 4]
 
 
 def test_a_rollback_without_a_directory_is_refused_at_once():

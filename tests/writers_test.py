@@ -17,7 +17,7 @@ from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter
-from looplib.writers import format_number, read_jsonl
+from looplib.writers import _read_events, format_number, read_jsonl
 
 
 def scalars(folder):
@@ -102,6 +102,12 @@ def test_records_that_a_resumed_run_makes_again_are_taken_out(tmp_path):
     writer.close()
     kept = [(r["step"], r["split"]) for r in read_jsonl(path)]
     assert kept == [(4, "train"), (4, "other_job"), (8, "other_job")]
+    voided = str(tmp_path / "m.voided.jsonl")
+    assert [(r["step"], r["split"]) for r in read_jsonl(voided)] == [(8, "train"), (12, "train"), (12, "other_job")]
+    writer.write(8, "train", {"a": 8})
+    writer.write(12, "train", {"a": 13})
+    writer.resume(4, {"train": 4})  # killed again at once: what was kept aside stands there once
+    assert [r["a"] for r in read_jsonl(voided)] == [8, 12, 12, 8, 13]  # the 8 of other_job is new
 
 
 def test_void_records_of_another_job_are_taken_out(tmp_path):
@@ -185,7 +191,10 @@ def test_resume_takes_void_steps_out_of_tensorboard_and_leaves_other_files_alone
     assert events(tmp_path / "eval") == []
     assert events(tmp_path / "eval/other_job") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
     after = contents(tmp_path / "train")
-    assert len(after) == 2 and untouched.items() <= after.items()
+    assert len(after) == 3 and untouched.items() <= after.items()  # the third has the events that were taken out
+    voided = {split: next((tmp_path / split).glob("*voided*")) for split in ("train", "eval", "eval/other_job")}
+    steps = {split: [event.step for event in _read_events(str(path))[0]] for split, path in voided.items()}
+    assert steps == {"train": [12], "eval": [8, 12], "eval/other_job": [12]}
 
 
 def test_resume_takes_out_void_records_that_tf_summary_wrote(tmp_path):

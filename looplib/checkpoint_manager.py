@@ -1,4 +1,4 @@
-"""Checkpoints: when to save, in the background, what to keep, and how state is restored strictly."""
+"""Checkpoints of one run: saved in the background, pruned by the policy, restored strictly."""
 
 import dataclasses
 import json
@@ -11,139 +11,12 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import commits
+from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.commits import first_line
 from looplib.coordinator import lost_server
-from looplib.errors import UsageError, positive
-from looplib.guards import Guards
+from looplib.errors import UsageError
 from looplib.snapshots import Snapshots, host_device
 from looplib.transfers import take_what_fits, told
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepLast:
-    """Keeps the newest checkpoints.
-
-    Attributes:
-      number: how many; default 5.
-    """
-
-    number: int = 5
-
-    def __post_init__(self):
-        positive("KeepLast.number", self.number)
-
-    def select(self, kept):
-        """Returns those of a list of `Commit`, newest first, to keep."""
-        return kept[: self.number]
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepBest:
-    """Keeps the checkpoints with the best values of a metric.
-
-    Attributes:
-      metric: evaluator and metric, such as "eval/accuracy".
-      mode: "max" or "min", which is better.
-      number: how many; default 1.
-    """
-
-    metric: str
-    mode: str = "max"
-    number: int = 1
-
-    def __post_init__(self):
-        positive("KeepBest.number", self.number)
-        if self.mode not in ("max", "min") or "/" not in self.metric:
-            raise UsageError(
-                f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, "
-                'such as "eval/accuracy", and "max" or "min"'
-            )
-
-    def select(self, kept):
-        """Returns those of a list of `Commit`, newest first, to keep; of equal ones the newer."""
-        scored = [done for done in kept if done.scores.get(self.metric) is not None]
-        return sorted(scored, key=lambda done: done.scores[self.metric], reverse=self.mode == "max")[: self.number]
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepEvery:
-    """Keeps the checkpoints at multiples of a number of steps, for ever.
-
-    Attributes:
-      steps: the number.
-    """
-
-    steps: int
-
-    def __post_init__(self):
-        positive("KeepEvery.steps", self.steps)
-
-    def select(self, kept):
-        """Returns those of a list of `Commit` to keep."""
-        return [done for done in kept if done.step % self.steps == 0]
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointPolicy:
-    """When to save, what to keep, and what a run may start from.
-
-    A save before each evaluation inside a training run, and one at the end, happen whatever the interval is.
-
-    Attributes:
-      every_steps: save at exact multiples of this many steps; default 1000.
-      keep: what to keep, a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or anything with their `select`; a checkpoint
-        is kept if one of them wants it. The newest always is.
-      in_background: writes while the training goes on; default True.
-      partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
-        default False, which refuses a checkpoint of another model.
-      guards: `Guards`, what may be committed, and when to go back to a checkpoint.
-      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, or a SavedModel's directory,
-        from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
-      continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
-        do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
-        newest. A run without a checkpoint of its own goes on from there, step, weights and optimizer, with its data
-        from the start, as such a checkpoint has no place in it; default "" for none.
-    """
-
-    every_steps: int = 1000
-    keep: tuple = (KeepLast(),)
-    in_background: bool = True
-    partial: bool = False
-    guards: Guards = Guards()
-    warm_start: str = ""
-    continue_from: str = ""
-
-    def __post_init__(self):
-        positive("every_steps", self.every_steps)
-        if self.warm_start and self.continue_from:
-            raise UsageError(
-                f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "
-                "from both; leave one out"
-            )
-        keep = self.keep if isinstance(self.keep, (tuple, list)) else (self.keep,)
-        if not keep or not all(hasattr(rule, "select") for rule in keep):
-            raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
-        object.__setattr__(self, "keep", tuple(keep))
-
-    def check(self, evaluators, model_dir):
-        """Raises `UsageError` for what a training with these evaluators and this directory could not do.
-
-        Args:
-          evaluators: dict from name to `Evaluator`.
-          model_dir: the run directory, or None.
-        """
-        for rule in self.keep:
-            name = (getattr(rule, "metric", None) or "").partition("/")[0]
-            if name and name not in evaluators:
-                raise UsageError(
-                    f"the best checkpoints by {rule.metric!r} are to be kept, and there is no evaluator {name!r}; "
-                    f"there is {', '.join(sorted(evaluators)) or 'none'}"
-                )
-        if self.guards.may_roll_back and not model_dir:
-            raise UsageError(
-                "a rollback needs checkpoints, and there is no model_dir to keep them in; give "
-                "Controller(model_dir=...)"
-            )
 
 
 class Checkpoints:
@@ -206,12 +79,7 @@ class Checkpoints:
             self._read_along()
             return
         tf.io.gfile.makedirs(self.directory)
-        for other, done, _ in commits.listing(self.directory):
-            if done and other >= step:  # an older one was restored, and the run goes on otherwise
-                place = commits.set_aside(self.directory, other)
-                logging.warning(
-                    "the checkpoint of step %d is of a run that went on otherwise; it is in %s", other, place
-                )
+        self._set_aside([other for other, done, _ in commits.listing(self.directory) if done and other >= step])
         if not self._policy.in_background or self._snapshots is None:
             self._checkpoint.write(path, self._options)
             self._commit(path, step)
@@ -229,6 +97,19 @@ class Checkpoints:
 
         self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
         self._thread.start()
+
+    def set_aside_after(self, step: int) -> None:
+        """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
+        self.wait()
+        if self._writes:
+            self._set_aside([other for other, _, _ in commits.listing(self.directory) if other > step])
+
+    def _set_aside(self, steps: list[int]) -> None:
+        for step in steps:  # newest first, so that a run which is killed in between resumes from the newest one left
+            place = commits.set_aside(self.directory, step)
+            logging.warning(
+                "the checkpoint of step %d is of a run that continued otherwise; it is now in %s", step, place
+            )
 
     def _learn_from(self, path):
         """Gets ready to take snapshots, by the keys of a checkpoint that TensorFlow wrote."""
@@ -291,12 +172,10 @@ class Checkpoints:
         Raises:
           UsageError: if the policy keeps the best by a metric that is not among them.
         """
-        for rule in self._policy.keep:
-            if getattr(rule, "metric", None) and rule.metric not in scores:
-                raise UsageError(
-                    f"the best checkpoints by {rule.metric!r} are to be kept, and the evaluation gives "
-                    f"{', '.join(sorted(scores))}; name one of these"
-                )
+        metrics: dict[str, set[str]] = {}
+        for name, _, metric in (score.partition("/") for score in scores):
+            metrics.setdefault(name, set()).add(metric)
+        self._policy.check(metrics, self.directory)
         self.wait()
         for _, done, _ in commits.listing(self.directory):
             if done and done.step == step:

@@ -1,0 +1,369 @@
+"""A controller over its life: one writer, restoring and training on, actions with a memory, what run.json tells."""
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib.errors import UsageError
+from looplib.writers import read_jsonl
+
+
+def disk(folder):
+    """Every file below a folder but the lock and run.json, with its content."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "run.json"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def build(folder, trainer=None, **settings):
+    if trainer is None:
+        trainer, _ = toy.build(make_strategy("default"))
+    evaluator = toy.RegressionEvaluator(trainer.model)
+    policy = looplib.CheckpointPolicy(every_steps=2, keep=(looplib.KeepLast(9), looplib.KeepBest("eval/accuracy")))
+    settings = {"model_dir": folder, "writers": None, "checkpoints": policy, **settings}
+    return toy.controller(make_strategy("default"), trainer, evaluator, **settings)
+
+
+def report(folder, name="run.json"):
+    return json.loads((folder / name).read_text(), parse_constant=pytest.fail)
+
+
+# Restoring.
+
+
+def test_restoring_to_evaluate_changes_nothing_on_disk(tmp_path):
+    with build(tmp_path) as controller:
+        controller.train_and_evaluate(8, 4)
+        before = disk(tmp_path)
+        records = read_jsonl(str(tmp_path / "metrics.jsonl"))
+        assert controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4").endswith("ckpt-4")
+        assert disk(tmp_path) == before
+        accuracy = controller.evaluate()["eval"]["accuracy"]
+        assert [r["accuracy"] for r in records if (r["step"], r["split"]) == (4, "eval")] == [accuracy]
+        assert disk(tmp_path) == before
+    assert disk(tmp_path) == before
+    with build(tmp_path) as controller:  # of another process, as it were
+        assert controller.global_step == 8
+        controller.restore_checkpoint(controller.best_checkpoint)
+        controller.evaluate()
+    assert disk(tmp_path) == before
+
+
+def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_says_so(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    with build(tmp_path) as controller:
+        controller.train_and_evaluate(8, 4)
+        before = read_jsonl(str(tmp_path / "metrics.jsonl"))
+        controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4")
+        controller.train(6)
+    after = read_jsonl(str(tmp_path / "metrics.jsonl"))
+    assert [(r["step"], r["split"]) for r in after] == [
+        *((step, "train") for step in range(1, 5)), (4, "eval"), (5, "train"), (6, "train")
+    ]  # fmt: skip
+    voided = read_jsonl(str(tmp_path / "metrics.voided.jsonl"))
+    assert voided == [r for r in before if r["step"] > 4]
+    aside = {path.name for path in (tmp_path / "checkpoints" / "set_aside").iterdir()}
+    assert aside == {"ckpt-6", "ckpt-8"}
+    assert [saved.step for saved in looplib.checkpoints(tmp_path)] == [6, 4, 2]
+    text = caplog.text
+    assert 0 < text.index("the checkpoint of step 8 is of a run that continued otherwise") < text.index("records of ")
+    assert list((tmp_path / "train").glob("*voided*")) and list((tmp_path / "eval").glob("*voided*"))
+
+
+def test_training_to_a_step_that_is_there_already_changes_nothing(tmp_path):
+    with build(tmp_path) as controller:
+        controller.train_and_evaluate(8, 4)
+        before = disk(tmp_path)
+        controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4")
+        controller.train(4)
+        controller.train(3)
+    assert disk(tmp_path) == before
+
+
+# One writer.
+
+
+def test_a_second_controller_of_one_directory_closes_the_first(tmp_path, caplog):
+    first = build(tmp_path)
+    first.train(3)
+    with build(tmp_path) as second:
+        assert "the controller that was built earlier for" in caplog.text
+        assert second.global_step == 3
+        second.train(5)
+        for call in (lambda: first.train(9), first.save_checkpoint):
+            with pytest.raises(UsageError, match="called on a closed controller, whose run directory may be another's"):
+                call()
+        before = disk(tmp_path)
+        assert first.restore_checkpoint() and first.evaluate()["eval"]["examples"] == toy.NUM_EXAMPLES
+        assert disk(tmp_path) == before
+    assert [r["step"] for r in read_jsonl(str(tmp_path / "metrics.jsonl"))] == [1, 2, 3, 4, 5]
+    first.close()  # again
+
+
+def test_a_second_controller_of_a_directory_that_is_trained_in_is_refused(tmp_path):
+    errors = []
+
+    def build_another(event):
+        with pytest.raises(UsageError, match="another controller of this process is training in") as error:
+            build(tmp_path)
+        errors.append(error)
+
+    with build(tmp_path, actions=[build_another]) as controller:
+        controller.train(2)
+    assert len(errors) == 2 and [saved.step for saved in looplib.checkpoints(tmp_path)] == [2]
+
+
+def test_a_directory_is_free_after_a_controller_whose_building_failed(tmp_path):
+    class Broken(toy.Regression):
+        def step_fn(self, inputs):
+            raise UsageError("broken")
+
+    try:
+        build(tmp_path, Broken())
+    except UsageError as error:
+        kept = error  # with its frames, as a notebook keeps the last error
+    with build(tmp_path) as controller:
+        controller.train(2)
+    assert str(kept) == "broken"
+
+
+def test_a_trainer_of_two_controllers_reads_the_step_of_the_one_that_trains_it(tmp_path):
+    trainer, _ = toy.build(make_strategy("default"))
+    steps = []
+
+    def note(event):
+        steps.append(int(trainer.global_step))
+
+    with build(tmp_path / "a", trainer, actions=[note]) as first:
+        first.train(2)
+        with build(tmp_path / "b", trainer, actions=[note]) as second:
+            second.train(1)
+            first.train(4)
+    assert steps == [1, 2, 1, 3, 4]
+
+
+def test_all_is_closed_though_one_of_it_fails(tmp_path):
+    closed = []
+
+    class Writer(looplib.Writer):
+        def __init__(self, name):
+            self.name = name
+
+        def write(self, step, split, metrics):
+            pass
+
+        def close(self):
+            closed.append(self.name)
+            raise OSError(f"{self.name} fails")
+
+    controller = build(tmp_path, writers=[Writer("a"), Writer("b")])
+    controller.train(2)
+    with pytest.raises(OSError, match="fails"):
+        controller.close()
+    assert sorted(closed) == ["a", "b"]
+    build(tmp_path, writers=[]).close()  # the lock is free
+
+
+# The step.
+
+
+def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(strategy, tmp_path):
+    class Counting(toy.Regression):
+        def step_fn(self, inputs):
+            self.global_step.assign_add(1, read_value=False)
+            return super().step_fn(inputs)
+
+    with strategy.scope():
+        trainer = Counting()
+        if strategy.num_replicas_in_sync > 1:
+            trainer.step_fn = super(Counting, trainer).step_fn
+            plain = trainer.step_fn
+
+            def step_fn(inputs):
+                context = tf.distribute.get_replica_context()
+                context.merge_call(lambda strategy: trainer.global_step.assign_add(1, read_value=False))
+                return plain(inputs)
+
+            trainer.step_fn = step_fn
+    policy = looplib.CheckpointPolicy(every_steps=2)
+    with toy.controller(strategy, trainer, model_dir=tmp_path, checkpoints=policy) as controller:
+        with pytest.raises(UsageError, match="step_fn assigns global_step, which the controller counts itself"):
+            controller.train(4)
+    assert looplib.checkpoints(tmp_path) == []
+
+
+# Actions with a memory.
+
+
+class Patience(looplib.Action):
+    """Stops after two evaluations; remembers what it has seen."""
+
+    def __init__(self, after=2):
+        self.after, self.seen = after, []
+
+    def __call__(self, event):
+        if event.split == "eval":
+            self.seen.append(event.step)
+            if len(self.seen) >= self.after:
+                event.controller.stop()
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def load(self, state):
+        self.seen = list(state["seen"])
+
+
+def test_an_action_continues_with_its_memory(tmp_path):
+    """Stopped early, a run that is started again stops there again; one that is continued is as an uninterrupted one."""
+    action = Patience()
+    with build(tmp_path / "whole", actions=[action]) as controller:
+        controller.train_and_evaluate(20, 2)
+        assert controller.global_step == 4
+    again = Patience()
+    with build(tmp_path / "whole", actions=[again]) as controller:
+        controller.train_and_evaluate(20, 2)
+        assert controller.global_step == 4 and again.seen == action.seen == [2, 4]
+    with build(tmp_path / "parts", actions=[Patience()]) as controller:
+        controller.train_and_evaluate(3, 2)  # evaluates at 2, and at 3 as its end
+    parts = Patience(4)
+    with build(tmp_path / "parts", actions=[print, parts, Patience(9)]) as controller:
+        controller.train_and_evaluate(20, 2)
+        assert parts.seen == [2, 4, 6, 8] and controller.global_step == 8
+
+
+def test_an_action_goes_back_with_the_checkpoint(tmp_path):
+    action = Patience(99)
+    with build(tmp_path, actions=[action]) as controller:
+        controller.train_and_evaluate(6, 2)
+        assert action.seen == [2, 4, 6]
+        controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4")
+        assert action.seen == [2]  # the evaluation of step 4 came after the save
+        controller.train_and_evaluate(6, 2)
+        assert action.seen == [2, 4, 6]
+    with build(tmp_path) as controller:  # without the action
+        controller.train(8)
+    with build(tmp_path, actions=[action]) as controller:
+        assert action.seen == [2, 4, 6]  # its first state here: the checkpoint of step 8 has none
+
+
+def test_a_state_that_json_cannot_hold_is_refused_when_the_controller_is_built():
+    action = Patience()
+    action.seen = {1, 2}
+    with pytest.raises(UsageError, match="Patience.state returned .* which JSON cannot hold"):
+        toy.controller(make_strategy("default"), toy.Regression(), actions=[action])
+
+
+# Settings and run.json.
+
+
+def rate_of(trainer):
+    return float(np.asarray(trainer.optimizer.get_config()["learning_rate"]))
+
+
+def trained(folder, keras, rate, steps, change=None):
+    trainer = toy.Regression(keras, "adam")
+    trainer.optimizer.learning_rate = rate
+    with toy.controller(make_strategy("default"), trainer, model_dir=folder, config={"rate": rate}) as controller:
+        controller.train(steps)
+        if change:
+            trainer.optimizer.learning_rate = change
+            controller.train(steps + 1)
+    return trainer
+
+
+def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
+    """As in a run whose learning rate is set to it at that step; and run.json says what was and what is."""
+    trained(tmp_path, keras, 0.05, 3)
+    resumed = trained(tmp_path, keras, 0.01, 6)
+    assert rate_of(resumed) == pytest.approx(0.01)
+    assert (
+        "the learning rate of Adam is 0.01 from step 3 on, as this start sets it; the checkpoint has 0.05"
+        in caplog.text
+    )
+    assert "--config.rate=0.01 (was 0.05); the new values hold from step 3 on" in caplog.text.replace("\n", " ")
+    plain = toy.Regression(keras, "adam")
+    with toy.controller(make_strategy("default"), plain) as controller:
+        controller.train(3)
+        plain.optimizer.learning_rate = 0.01
+        controller.train(6)
+    for a, b in zip(resumed.weights(), plain.weights()):
+        np.testing.assert_array_equal(a, b)
+    found = report(tmp_path)
+    assert found["config"] == {"rate": 0.01} and found["starts"][1]["changed"] == {"config.rate": [0.05, 0.01]}
+    assert found["starts"][0]["changed"] == {}
+    caplog.clear()
+    assert rate_of(trained(tmp_path, keras, 0.01, 7)) == pytest.approx(0.01)
+    assert "learning rate" not in caplog.text and "other settings" not in caplog.text
+
+
+def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_path, caplog):
+    trained(tmp_path, keras, 0.05, 3, change=0.02)
+    assert rate_of(trained(tmp_path, keras, 0.05, 6)) == pytest.approx(0.02)
+    assert (
+        "the learning rate of Adam is 0.02, from the checkpoint of step 4, where the program changed it" in caplog.text
+    )
+
+
+def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
+    @dataclasses.dataclass
+    class Config:
+        width: int = 3
+
+    with build(tmp_path, config=Config()) as controller:
+        controller.train_and_evaluate(4, 2)
+    first = report(tmp_path)
+    assert (first["status"], first["step"], first["restarts"]) == ("done", 4, 0)
+    assert first["flags"]["global_batch_size"] == 8 and first["config"] == {"width": 3}
+    assert set(first["metrics"]) == {"train", "eval"} and first["metrics"]["eval"]["examples"] == toy.NUM_EXAMPLES
+    capsys.readouterr()
+    with build(tmp_path, config=Config(4), steps_per_loop=2) as controller:
+        controller.train_and_evaluate(4, 2)
+    printed = capsys.readouterr().out
+    assert f"restored step 4 from {tmp_path}/checkpoints/ckpt-4" in printed
+    assert "already at step 4, nothing to train" in printed
+    second = report(tmp_path)
+    assert second["started"] == first["started"] and second["metrics"] == first["metrics"]
+    assert second["starts"][0] == first["starts"][0]
+    assert second["starts"][1]["changed"] == {"config.width": [3, 4], "steps_per_loop": [1, 2]}
+    assert second["starts"][1]["restored_from"].endswith("ckpt-4") and second["restarts"] == 1
+    for start in second["starts"]:
+        assert {"command", "versions", "started", "seconds", "verdict", "status", "step"} <= start.keys()
+    for name, seconds in second["seconds"].items():
+        parts = [start["seconds"].get(name, 0) for start in second["starts"]]
+        assert seconds == pytest.approx(sum(parts), abs=2e-3)
+    assert second["seconds"]["train"] >= first["seconds"]["train"] > 0
+
+
+def test_run_json_says_how_a_training_failed(tmp_path):
+    def fail(event):
+        raise RuntimeError("the cat pulled the plug")
+
+    controller = build(tmp_path, actions=[fail])
+    with pytest.raises(RuntimeError):
+        controller.train(2)
+    controller.close()
+    found = report(tmp_path)
+    assert found["status"] == "failed" and "the cat pulled the plug" in found["error"]
+    with build(tmp_path) as controller:
+        controller.train(2)
+    found = report(tmp_path)
+    assert found["status"] == "done" and "error" not in found and found["starts"][0]["status"] == "failed"
+
+
+def test_an_evaluation_job_has_a_report_of_its_own(tmp_path):
+    with build(tmp_path) as controller:
+        controller.train(2)
+    before = (tmp_path / "run.json").read_bytes()
+    evaluator = toy.RegressionEvaluator(toy.Regression().model)
+    with toy.controller(make_strategy("default"), None, evaluator, model_dir=tmp_path) as job:
+        metrics = job.evaluate()
+    found = report(tmp_path, "run_eval.json")
+    assert found["status"] == "done" and found["metrics"] == metrics and found["step"] == 2
+    assert (tmp_path / "run.json").read_bytes() == before
