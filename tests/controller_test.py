@@ -486,6 +486,6 @@ def test_a_closed_controller_evaluates_and_trains_no_more(tmp_path):
         controller.train(3)
         before = controller.evaluate()
     assert controller.evaluate() == before
-    with pytest.raises(looplib.UsageError, match="is closed.*build a new one"):
+    with pytest.raises(looplib.UsageError, match="closed controller.*build a new one"):
         controller.train(6)
     assert controller.global_step == 3
