@@ -279,7 +279,8 @@ def write_whole(path, text):
 
 
 def _write_marker(path: str, marker: dict[str, Any]) -> None:
-    write_whole(path + ".commit", json.dumps({**marker, "sha256": _checksum(marker)}, indent=1) + "\n")
+    # Without a newline at its end, so that whatever is cut off makes it no JSON.
+    write_whole(path + ".commit", json.dumps({**marker, "sha256": _checksum(marker)}, indent=1))
 
 
 def _checksum(marker: dict[str, Any]) -> str:
