@@ -13,7 +13,7 @@ from absl import logging
 from looplib import commits
 from looplib.commits import first_line
 from looplib.coordinator import lost_server
-from looplib.errors import UsageError, positive
+from looplib.errors import UsageError, whole_number
 from looplib.guards import Guards
 from looplib.snapshots import Snapshots, host_device
 from looplib.transfers import take_what_fits, told
@@ -30,7 +30,7 @@ class KeepLast:
     number: int = 5
 
     def __post_init__(self):
-        positive("KeepLast.number", self.number)
+        object.__setattr__(self, "number", whole_number("KeepLast.number", self.number))
 
     def select(self, kept):
         """Returns those of a list of `Commit`, newest first, to keep."""
@@ -52,7 +52,7 @@ class KeepBest:
     number: int = 1
 
     def __post_init__(self):
-        positive("KeepBest.number", self.number)
+        object.__setattr__(self, "number", whole_number("KeepBest.number", self.number))
         if self.mode not in ("max", "min") or "/" not in self.metric:
             raise UsageError(
                 f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, "
@@ -76,7 +76,7 @@ class KeepEvery:
     steps: int
 
     def __post_init__(self):
-        positive("KeepEvery.steps", self.steps)
+        object.__setattr__(self, "steps", whole_number("KeepEvery.steps", self.steps))
 
     def select(self, kept):
         """Returns those of a list of `Commit` to keep."""
@@ -114,7 +114,7 @@ class CheckpointPolicy:
     continue_from: str = ""
 
     def __post_init__(self):
-        positive("every_steps", self.every_steps)
+        object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))
         if self.warm_start and self.continue_from:
             raise UsageError(
                 f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "

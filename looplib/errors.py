@@ -1,5 +1,8 @@
 """What is raised for a user to mend."""
 
+import operator
+from typing import Any
+
 
 class UsageError(ValueError):
     """Bad input: says what was found, what was expected and what to do.
@@ -12,10 +15,28 @@ class DivergenceError(UsageError):
     """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt or could not go on."""
 
 
-def positive(name, value):
-    """Raises `UsageError` unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}; expected a whole number of at least 1")
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, or_all: bool = False) -> int:
+    """Checks a whole number and returns it as a Python int, which JSON can hold.
+
+    Args:
+      name: what it is, for the message.
+      value: anything that `operator.index` takes, such as an int or a numpy integer; a bool is refused.
+      least: the smallest value that is allowed; default 1.
+      most: the largest value that is allowed; None for no bound.
+      or_all: whether -1, which stands for all, is allowed too.
+
+    Raises:
+      UsageError: for anything else.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    allowed = number is not None and number >= least and (most is None or number <= most)
+    if not allowed and not (or_all and number == -1):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name} is {value!r}; expected a whole number {bounds}{', or -1 for all' * or_all}")
+    return number
 
 
 def gist(error):

@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import checksums, coordinator, engines, feeds, fused, guards, pipelines
-from looplib.errors import UsageError, positive
+from looplib.errors import UsageError, whole_number
 from looplib.loops import EagerLoop, StepwiseLoop
 from looplib.metrics import Reducer
 from looplib.packing import check_metric_name
@@ -225,7 +225,7 @@ class TaskLoop:
                 if phase == "train":
                     self._clock.move(ran.waited, phase, "input")
                 return ran
-            except Exception as error:
+            except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self.close()  # it has moved on past what was not trained
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
@@ -277,19 +277,22 @@ def check_evaluation(evaluations, steps):
       evaluations: dict from name to `TaskLoop`.
       steps: how many steps were asked for; -1 for all data.
 
+    Returns:
+      int, the steps.
+
     Raises:
       UsageError: if not.
     """
     if not evaluations:
         raise UsageError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
-    if steps != -1:
-        positive("the number of evaluation steps", steps)
+    steps = whole_number("the number of evaluation steps", steps, or_all=True)
     for name, evaluation in evaluations.items():
         if steps == -1 and evaluation.endless:
             raise UsageError(
                 f"the evaluation data set {name!r} never ends ({evaluation.who}.dataset is infinite), "
                 "so its evaluation would not either; leave out repeat(), or give a number of evaluation steps"
             )
+    return steps
 
 
 def as_numbers(who, metrics):
