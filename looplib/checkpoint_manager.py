@@ -12,9 +12,8 @@ from absl import logging
 
 from looplib import commits
 from looplib.checkpoint_policy import CheckpointPolicy
-from looplib.commits import first_line
 from looplib.coordinator import lost_server
-from looplib.errors import UsageError
+from looplib.errors import UsageError, gist
 from looplib.snapshots import Snapshots, host_device
 from looplib.transfers import take_what_fits, told
 
@@ -137,7 +136,7 @@ class Checkpoints:
 
     def _failure(self, path, error):
         return lost_server(error) or UsageError(
-            f"the checkpoint {path} could not be saved ({first_line(error)}); free space or mend the permissions and "
+            f"the checkpoint {path} could not be saved ({gist(error)}); free space or mend the permissions and "
             "run the same command again"
         )
 
@@ -215,7 +214,7 @@ class Checkpoints:
             raise UsageError(self._mismatch(path, partial)) from error
         except (tf.errors.OpError, IndexError) as error:
             raise UsageError(
-                f"the checkpoint {path} cannot be read ({first_line(error)}); name an older one that is "
+                f"the checkpoint {path} cannot be read ({gist(error)}); name an older one that is "
                 "whole, or move it away"
             ) from error
 
@@ -263,7 +262,7 @@ def peek(path):
         return step, json.loads(reader.get_tensor("run_state/.ATTRIBUTES/py_state"))
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
-            f"{path} is not a checkpoint that looplib can read ({first_line(error)}); name a checkpoint "
+            f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
             "such as <model_dir>/checkpoints/ckpt-1000"
         ) from error
 
@@ -282,7 +281,7 @@ def check_writable(directory):
         tf.io.gfile.remove(probe)
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(
-            f"model_dir {directory} cannot be written to ({first_line(error)}); name a directory that can be made and "
+            f"model_dir {directory} cannot be written to ({gist(error)}); name a directory that can be made and "
             "written, or mend its permissions"
         ) from error
 

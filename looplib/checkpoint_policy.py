@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from looplib.commits import Commit
-from looplib.errors import UsageError, positive
+from looplib.errors import UsageError, whole_number
 from looplib.guards import Guards
 
 
@@ -31,7 +31,7 @@ class KeepLast:
     number: int = 5
 
     def __post_init__(self) -> None:
-        positive("KeepLast.number", self.number)
+        object.__setattr__(self, "number", whole_number("KeepLast.number", self.number))
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
         """Returns those of `kept`, newest first, to keep."""
@@ -62,7 +62,7 @@ class KeepBest:
     number: int = 1
 
     def __post_init__(self) -> None:
-        positive("KeepBest.number", self.number)
+        object.__setattr__(self, "number", whole_number("KeepBest.number", self.number))
         if self.mode not in ("max", "min", None) or "/" not in self.metric:
             raise UsageError(
                 f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, "
@@ -97,7 +97,7 @@ class KeepEvery:
     steps: int
 
     def __post_init__(self) -> None:
-        positive("KeepEvery.steps", self.steps)
+        object.__setattr__(self, "steps", whole_number("KeepEvery.steps", self.steps))
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
         """Returns those of `kept` to keep."""
@@ -135,7 +135,7 @@ class CheckpointPolicy:
     continue_from: str = ""
 
     def __post_init__(self) -> None:
-        positive("every_steps", self.every_steps)
+        object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))
         if self.warm_start and self.continue_from:
             raise UsageError(
                 f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "

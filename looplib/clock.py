@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 _SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, whatever it does
 # What to try where most of the time goes.
@@ -11,6 +12,7 @@ _AGAINST = {
     "evaluate": "evaluate less often, or beside the training with --mode=continuous_eval",
     "report": "raise steps_per_loop",
     "save": "save less often",
+    "save before evaluations": "evaluate less often, as each evaluation saves first (and save no more often than that)",
     "compile": "train longer at a time",
     "start": "train longer at a time",
     "restore": "train longer at a time",
@@ -34,6 +36,7 @@ class Clock:
         self._stack = ["other"]
         self._seconds = {"other": 0.0}
         self._calls = {}
+        self._before_evaluations = 0.0
         self._entered = 0
 
     @contextlib.contextmanager
@@ -72,6 +75,15 @@ class Clock:
         self._started -= seconds
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    @contextlib.contextmanager
+    def saving_for_an_evaluation(self) -> Iterator[None]:
+        """Notes that the saves in a `with` block are those that come before an evaluation, whatever the interval is."""
+        before = self.of("save")
+        try:
+            yield
+        finally:
+            self._before_evaluations += self.of("save") - before
+
     def summary(self):
         """Says where the time went, for a person.
 
@@ -91,7 +103,10 @@ class Clock:
         others = {name: value for name, value in seconds.items() if name not in ("train", "input", "evaluate")}
         most, overhead = max(others, key=others.get), sum(others.values()) / wall
         if overhead > 0.5:
-            advice = _AGAINST.get(most, "look at what the program does besides")
+            forced = most == "save" and self._before_evaluations > 0.5 * seconds["save"]
+            advice = _AGAINST.get(
+                "save before evaluations" if forced else most, "look at what the program does besides"
+            )
             return f"overhead-bound: {overhead:.0%} of the time is overhead, most of it {most}; {advice}"
         if evaluated > training:
             return f"evaluation-bound: {evaluated / wall:.0%} of the time is evaluation; {_AGAINST['evaluate']}"

@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.errors import UsageError
+from looplib.errors import UsageError, gist
 
 SET_ASIDE = "set_aside"
 FORMAT = 1
@@ -167,7 +167,7 @@ def listing(directory):
         except UsageError:  # of a newer looplib: not damaged, and not to be passed over
             raise
         except (ValueError, KeyError, TypeError, OSError, tf.errors.OpError) as error:
-            entries.append((step, None, f"its marker cannot be read ({first_line(error)})"))
+            entries.append((step, None, f"its marker cannot be read ({gist(error)})"))
     return entries
 
 
@@ -191,7 +191,7 @@ def verify(done, thorough=True):
         try:
             found = _measure(path) if thorough else {"bytes": tf.io.gfile.stat(path).length}
         except (OSError, tf.errors.OpError) as error:
-            return f"{name} cannot be read: {first_line(error)}"
+            return f"{name} cannot be read: {gist(error)}"
         if found["bytes"] != expected["bytes"]:
             return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
         if thorough and found["sha256"] != expected["sha256"]:
@@ -261,12 +261,6 @@ def remove(done):
         path = os.path.join(os.path.dirname(done.path), name)
         if tf.io.gfile.exists(path) and not tf.io.gfile.isdir(path):
             tf.io.gfile.remove(path)
-
-
-def first_line(error):
-    """The first line of an exception's message, for a sentence of one line."""
-    lines = re.sub(r"\{\{.*?\}\}", "", str(getattr(error, "message", error))).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
 
 
 def write_whole(path, text):

@@ -12,7 +12,7 @@ from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.clock import Clock
 from looplib.coordinator import lost_server
 from looplib.engines import ENGINES
-from looplib.errors import DivergenceError, UsageError, positive
+from looplib.errors import DivergenceError, UsageError, whole_number
 from looplib.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
 from looplib.learning_rates import LearningRates
 from looplib.preemption import Preempted, notice
@@ -85,7 +85,10 @@ class Controller:
         tasks.check_kinds(self._strategy, actions)
         self._workers = Workers(self._strategy)
         evaluators = tasks.check_tasks(trainer, evaluator)
-        positive("steps_per_loop", steps_per_loop)
+        self._steps_per_loop = whole_number("steps_per_loop", steps_per_loop)
+        if global_batch_size is not None:
+            global_batch_size = whole_number("global_batch_size", global_batch_size)
+        seed = whole_number("seed", seed, least=0)
         if loop not in ENGINES:
             raise UsageError(f"loop is {loop!r}; expected one of {', '.join(ENGINES)}")
         tasks.check_together(trainer, evaluators, self._strategy, loop)
@@ -93,7 +96,6 @@ class Controller:
         self._optimizers = (
             [type(optimizer).__name__ for optimizer in keras_family.optimizers(trainer)] if trainer else []
         )
-        self._steps_per_loop = steps_per_loop
         self._policy = checkpoints
         self._actions = list(actions)
         self._action_states = ActionStates(self._actions)
@@ -277,8 +279,8 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        positive("eval_interval", eval_interval)
-        task_loop.check_evaluation(self._evaluations, eval_steps)
+        eval_interval = whole_number("eval_interval", eval_interval)
+        eval_steps = task_loop.check_evaluation(self._evaluations, eval_steps)
         self._train(train_steps, eval_interval, eval_steps)
         return self._last_evaluation
 
@@ -294,7 +296,7 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        task_loop.check_evaluation(self._evaluations, steps)
+        steps = task_loop.check_evaluation(self._evaluations, steps)
         if self._model_dir and not self._training and not self.restored_from:
             raise UsageError(
                 f"there is no checkpoint in {self._model_dir} to evaluate; train first, or name the directory of a "
@@ -340,7 +342,9 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no checkpoint came in time.
         """
-        task_loop.check_evaluation(self._evaluations, steps)
+        steps = task_loop.check_evaluation(self._evaluations, steps)
+        if until_step is not None:
+            until_step = whole_number("until_step", until_step, least=0)
         results = None
         self._store.need("evaluate_continuously")
         with notice.listening():
@@ -506,9 +510,8 @@ class Controller:
             raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
         self._refuse_if_closed("train")
         self._refuse_while_training("train")
-        if target != -1:
-            positive("the number of training steps", target)
-        elif self._training.endless:
+        target = whole_number("the number of training steps", target, or_all=True)
+        if target == -1 and self._training.endless:
             raise UsageError(
                 f"{self._training.who}.dataset never ends, so training to its end would not either; give a number of "
                 "steps"
@@ -648,12 +651,13 @@ class Controller:
         if not self._store:
             self.evaluate(eval_steps)
             return
-        self._save(wait=False)  # so that a failing evaluation loses nothing
-        try:
-            self.evaluate(eval_steps)
-        finally:
-            with self.clock.phase("save"):
-                self._store.wait()
+        with self.clock.saving_for_an_evaluation():
+            self._save(wait=False)  # so that a failing evaluation loses nothing
+            try:
+                self.evaluate(eval_steps)
+            finally:
+                with self.clock.phase("save"):
+                    self._store.wait()
 
     # Reports.
 

@@ -1,5 +1,21 @@
 """What is raised for a user to mend."""
 
+import ast
+import dataclasses
+import itertools
+import operator
+import re
+import textwrap
+from typing import Any
+
+_LAYERS = 20
+_WRAPPED = re.compile(r"in user code:|Exception encountered when calling")
+_ROOT = re.compile(r"\d+ root error\(s\) found\.\s*\(0\) [^\n:]*:\s*(.*?)(?:\n\s*\(1\) |\Z)", re.DOTALL)
+# Bold type of Keras 3; the functions and nodes of TensorFlow's graphs; lines of these alone; the op of an eager call.
+_DECORATION = re.compile(
+    r"\x1b\[\d*m|\{\{function_node .*?\}\}\s*|\n\s*\[\[.*\]\].*|\s*\[Op:[^\]]*\](?: name: ?\S*)?\s*$"
+)
+
 
 class UsageError(ValueError):
     """Bad input: says what was found, what was expected and what to do.
@@ -12,17 +28,96 @@ class DivergenceError(UsageError):
     """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt or could not go on."""
 
 
-def positive(name, value):
-    """Raises `UsageError` unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name} is {value!r}; expected a whole number of at least 1")
+def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, or_all: bool = False) -> int:
+    """Checks a whole number and returns it as a Python int, which JSON can hold.
+
+    Args:
+      name: what it is, for the message.
+      value: anything that `operator.index` takes, such as an int or a numpy integer; a bool is refused.
+      least: the smallest value that is allowed; default 1.
+      most: the largest value that is allowed; None for no bound.
+      or_all: whether -1, which stands for all, is allowed too.
+
+    Raises:
+      UsageError: for anything else.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    allowed = number is not None and number >= least and (most is None or number <= most)
+    if not allowed and not (or_all and number == -1):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name} is {value!r}; expected a whole number {bounds}{', or -1 for all' * or_all}")
+    return number
 
 
-def gist(error):
-    """The line of a message that says what happened; TensorFlow's and AutoGraph's begin with where it happened."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    if lines[0] not in ("Graph execution error:", "in user code:"):
-        return lines[0][:300]
-    roots = [line.split(":", 1)[1].strip() for line in lines if line.startswith("(0) ") and ":" in line]
-    told = [line for line in lines if "[[" not in line and not line.startswith(("Detected at", "File ", "<stack"))]
-    return (roots or told[-1:] or lines)[0][:300]
+@dataclasses.dataclass(frozen=True)
+class Gist:
+    """What an error says, without where it was raised, which AutoGraph, Keras and TensorFlow put around it.
+
+    Attributes:
+      kind: the name of its type, also of an error in AutoGraph or in a `tf.numpy_function`, which arrives as another.
+      sentence: its message on one line of at most 300 characters; "" if it has none.
+    """
+
+    kind: str
+    sentence: str
+
+    def __str__(self) -> str:
+        if not self.sentence:
+            return self.kind
+        return f"{self.kind} {self.sentence}" if self.kind == "KeyError" else f"{self.kind}: {self.sentence}"
+
+
+def read(error: BaseException) -> Gist:
+    """Returns the `Gist` of an error."""
+    kind, text = type(error).__name__, str(getattr(error, "message", error))
+    if isinstance(error, KeyError) and len(error.args) == 1 and not _WRAPPED.search(str(error.args[0])):
+        return Gist(kind, repr(error.args[0]))
+    for _ in range(_LAYERS):  # each may hold another
+        kind, inner = _unwrapped(kind, text)
+        if inner == text:
+            break
+        text = inner
+    sentence = _first_sentence(text)
+    return Gist(kind, repr(sentence) if kind == "KeyError" and sentence and sentence[0] not in "'\"" else sentence)
+
+
+def gist(error: BaseException) -> str:
+    """Returns an error's message on one line, see `read`; the name of its type if it has none."""
+    found = read(error)
+    return found.sentence or found.kind
+
+
+def _unwrapped(kind: str, text: str) -> tuple[str, str]:
+    """Takes one layer off a message: what AutoGraph, a layer of either Keras or TensorFlow has put around it."""
+    text = _DECORATION.sub("", text).strip()
+    if text.startswith("in user code:"):
+        lines = textwrap.dedent(text.partition("\n")[2].lstrip("\n")).splitlines()
+        rest = itertools.dropwhile(lambda line: not line.strip() or line.startswith((" ", 'File "')), lines)
+        text = "\n".join(rest)
+    if text.startswith("Graph execution error:"):
+        lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
+        told = [line for line in lines if not line.startswith(("Detected at", "File ", "<stack"))]
+        text = text if _ROOT.search(text) else "".join(told[-1:])
+    if match := _ROOT.search(text):  # the same on each replica
+        text = match[1]
+    if match := re.match(r"Error in user-defined function passed to \S+ transformation with iterator: \S+:\s", text):
+        text = text[match.end() :]
+    if match := re.match(r"([A-Za-z_][\w.]*(?:Error|Exception|Quit|Interrupt|Iteration|Warning)):(?:\s|$)", text):
+        kind, text = match[1].rpartition(".")[2], text[match.end() :]
+        if kind == "KeyError" and len(text) > 1 and text[0] == text[-1] in "'\"" and "\\n" in text:
+            text = ast.literal_eval(text)  # a KeyError shows its message as Python writes a string
+    if match := re.match(r"Exception encountered when calling .*\n\n", text):  # Keras 3 and tf_keras
+        text = re.split(r"\n\s*(?:Arguments|Call arguments) received by ", text[match.end() :])[0]
+    return kind, text
+
+
+def _first_sentence(text: str) -> str:
+    """The first line of a message, and those after it while they end in a colon."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    size = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    found = " ".join(lines if size > 1 else lines[:1])
+    found = re.sub(r"'\{\{node (\S+?)\}\} = \w+\[.*?\]\(.*?\)'", r"\1", found)
+    return re.sub(r"\{\{node (\S+?)\}\}", r"\1", found)[:300]

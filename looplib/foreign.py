@@ -169,6 +169,10 @@ class EvaluatorLoop:
         """There is none that can be looked at."""
         raise UsageError(f"{self.who} has a loop of its own, which looplib cannot look into; check a looplib.Trainer")
 
+    def place_of(self, error: BaseException) -> str:
+        """Nothing is known besides what the error itself says."""
+        return ""
+
     def progress(self):
         """What changes while a call goes on, for the watchdog: the time, as nothing else is known."""
         return time.monotonic() if self._running else 0
@@ -235,6 +239,10 @@ class TrainerLoop(EvaluatorLoop):
         if hasattr(trainer, "train_loop_begin"):
             with clock.phase("compile"), self._data.put_aside():
                 self._call(tf.constant(0, tf.int32))
+
+    def place_of(self, error: BaseException) -> str:
+        """Nothing is known besides what the error itself says."""
+        return ""
 
     def progress(self):
         """The trainer's own count of steps, if it has one; called from another thread."""

@@ -13,7 +13,7 @@ import threading
 import tensorflow as tf
 
 from looplib import keras_family
-from looplib.errors import UsageError
+from looplib.errors import UsageError, whole_number
 
 POLICIES = ("halt", "skip", "rollback", "off")
 _step = threading.local()
@@ -56,7 +56,9 @@ class Guards:
             raise UsageError(f"on_spike is {self.on_spike!r}; expected halt or rollback")
         if math.isnan(self.loss_limit):
             raise UsageError("loss_limit is NaN; expected a number, or infinity for none")
-        for name, least in (("spike_score", 0), ("spike_window", 4), ("rollbacks", 0), ("stall_limit", 0)):
+        for name, least in (("spike_window", 4), ("loss_limit_from", 0), ("rollbacks", 0)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least=least))
+        for name, least in (("spike_score", 0), ("stall_limit", 0)):
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise UsageError(f"{name} is {value!r}; expected at least {least}")

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import UsageError, whole_number
 
 # Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by
 # up to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
@@ -42,7 +42,7 @@ class InputContext:
         start_step,
         numbers=None,
     ):
-        self.global_batch_size = global_batch_size
+        self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
         self.num_replicas = num_replicas
         self._pipeline_index = pipeline_index
@@ -99,10 +99,11 @@ class InputContext:
         Raises:
           UsageError: if there is no example.
         """
-        if num_examples < 1:
+        num_examples = whole_number("num_examples of context.indices", num_examples, least=0)
+        if num_examples == 0:
             raise UsageError(
                 f"the {'training' if self.training else 'evaluation'} data set is empty: context.indices was asked for "
-                f"{num_examples} examples; check where the data is read from"
+                "0 examples; check where the data is read from"
             )
         self.positioned = True
         return self._shuffled(num_examples, seeds) if self.training else self._in_order(num_examples, seeds)
@@ -205,8 +206,7 @@ def per_replica_batch_size(global_batch_size, num_replicas):
     Raises:
       UsageError: if it does not divide, naming the nearest sizes that do.
     """
-    if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
-        raise UsageError(f"global_batch_size is {global_batch_size!r}; expected a positive whole number of examples")
+    global_batch_size = whole_number("global_batch_size", global_batch_size)
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas
         nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)

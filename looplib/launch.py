@@ -26,11 +26,11 @@ import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from looplib import guards, peers, preflight, run_report, runtime, servers, tpu
+from looplib import guards, origins, peers, preflight, run_report, runtime, servers, tpu
 from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.controller import Controller
 from looplib.engines import ENGINES
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, read
 from looplib.guards import Guards
 from looplib.preemption import EXIT_PREEMPTED, Preempted, notice
 from looplib.workers import Workers
@@ -201,12 +201,15 @@ def _run_experiment(build, settings, started, actions, argv):
     except Exception as error:  # the boundary of the process: whatever went wrong, the last line says what to do
         # Ends the process in here if the error is one that another worker's end has led to.
         peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, _THEIRS) else _OURS_SECONDS)
-        traceback.print_exc()
         kept = controller and controller.latest_checkpoint
+        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+        if read(error).kind == "BdbQuit":
+            sentence = f"the debugger was quit, which ends the run and is no error of the program; {advice}"
+            _fail(sentence, controller)
+        traceback.print_exc()
         if tpu.is_lost(strategy, error):
             _start_again(kept, controller)
-        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
-        _fail(f"{type(error).__name__}: {gist(error)}; mend what the trace above names, and {advice}", controller)
+        _fail(f"{_what_and_where(error, controller)}, and {advice}", controller)
     peers.current.leave()
     _exit(EXIT_DONE)
 
@@ -232,6 +235,15 @@ def _make_controller(build, config, values, strategy, actions):
     )
     controller.report.flags = values
     return controller
+
+
+def _what_and_where(error: Exception, controller: Controller | None) -> str:
+    """What an error says and the user's line that it comes from, with what to do."""
+    found = read(error)
+    because = f" (because of {read(error.__cause__)})" if error.__cause__ else ""
+    loops = controller.loops.values() if controller else ()
+    place = origins.place_of(error) or next((place for loop in loops if (place := loop.place_of(error))), "")
+    return f"{found}{because}; mend {place or 'what the trace above names'}"
 
 
 def _finish(controller, status, sentence=""):

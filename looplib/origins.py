@@ -5,6 +5,8 @@ import linecache
 import os
 import re
 import sysconfig
+import traceback
+from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
@@ -93,8 +95,65 @@ def line_of(op):
     frame = next((frame for frame in _frames(op) if not _is_library(frame.filename)), None)
     if frame is None:
         return ""
-    text = linecache.getline(frame.filename, frame.lineno).strip()
-    return f"{os.path.relpath(frame.filename)}:{frame.lineno}: {text}".removesuffix(": ")
+    return _told(frame.filename, frame.lineno)
+
+
+def place_of(error: BaseException, functions: Iterable[tf.types.experimental.ConcreteFunction] = ()) -> str:
+    """The line of the user's program that an error comes from, as "file:line: text"; "" if none is known.
+
+    Args:
+      error: what was raised.
+      functions: the traced functions, one of whose ops may have failed.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        frames = [*_frames_in_message(error), *_frames_of_traceback(error)]
+        if frames:
+            return _told(*frames[0])
+        if isinstance(error, tf.errors.OpError):
+            for function in functions:
+                op = Ops(function).named_in(error.message, {})
+                if op is not None and line_of(op):
+                    return line_of(op)
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def place_of_function(function: Callable) -> str:
+    """The line that a function of the user's starts at, as "file:line: text"; "" if it is none of the user's."""
+    code = getattr(function, "__code__", None)
+    return _told(code.co_filename, code.co_firstlineno) if code and _is_users(code.co_filename) else ""
+
+
+def _frames_in_message(error: BaseException) -> list[tuple[str, int, str | None]]:
+    """What AutoGraph and `tf.numpy_function` say of where it was raised, the innermost frame of the user's first."""
+    text = str(error)
+    if not re.search(r"in user code:|Traceback \(most recent call last\)|Detected at node", text):
+        return []
+    found = re.findall(r'File "([^"]+)", line (\d+)', text)
+    return [(file, int(line), None) for file, line in reversed(found) if _is_users(file)]
+
+
+def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | None]]:
+    """The frames that looplib has called, the innermost of the user's first."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return [(error.filename, error.lineno or 0, (error.text or "").strip())]
+    frames = traceback.extract_tb(error.__traceback__)
+    start = next((number for number, frame in enumerate(frames) if frame.filename.startswith(_OURS)), 0)
+    return [(frame.filename, frame.lineno or 0, None) for frame in frames[:start:-1] if _is_users(frame.filename)]
+
+
+def _is_users(filename: str) -> bool:
+    made = filename.startswith("<") or os.path.basename(filename).startswith("__autograph_generated_file")
+    return not made and not _is_library(filename)
+
+
+def _told(filename: str, line: int, text: str | None = None) -> str:
+    """A line as "file:line: text", relative to the current directory if it is below it."""
+    text = linecache.getline(filename, line).strip() if text is None else text
+    relative = os.path.relpath(filename)
+    return f"{filename if relative.startswith('..') else relative}:{line}: {text}".removesuffix(": ")
 
 
 def is_ours(op):

@@ -5,17 +5,20 @@ While a `tf.function` runs, Python's signal handlers wait. A thread therefore re
 """
 
 import contextlib
+import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
+import types
+from collections.abc import Iterator
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import peers
+from looplib import debuggers, peers
 
 EXIT_PREEMPTED = 75
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -53,6 +56,8 @@ class Notice:
         self._deferred = 0
         self._flag = None
         self._busy = lambda: False
+        self._owns_the_process = False
+        self._received = self._handled = 0  # signals, as the thread and as Python's handler count them
 
     @property
     def flag(self):
@@ -69,10 +74,12 @@ class Notice:
             self._flag = tf.Variable(False, trainable=False, name="stop")
 
     @contextlib.contextmanager
-    def listening(self, to_the_end=False):
+    def listening(self, to_the_end: bool = False) -> Iterator[None]:
         """Listens for signals inside a `with` block; in the main thread, and once if blocks are nested.
 
-        Outside of `deferred` a signal raises `Preempted` at once, as there is nothing to save.
+        Outside of `deferred` a signal raises `Preempted` at once, as there is nothing to save. A second signal ends the
+        process at once, except for a SIGINT in a process that does not end with the block, such as a notebook: that one
+        raises `KeyboardInterrupt`, as soon as the op that the main thread runs has ended.
 
         Args:
           to_the_end: the process ends with the block, so that signals are ignored after it.
@@ -82,7 +89,7 @@ class Notice:
             return
         self._depth += 1
         if self._depth == 1:
-            self._start()
+            self._start(to_the_end)
         try:
             yield
         finally:
@@ -106,8 +113,10 @@ class Notice:
             self._deferred -= 1
             self._busy = previous
 
-    def _start(self):
+    def _start(self, owns_the_process: bool) -> None:
         self.requested = ""
+        self._owns_the_process = owns_the_process
+        self._received = self._handled = 0
         if self._flag is not None:
             self._flag.assign(False)
         self._read, self._write = os.pipe()
@@ -128,14 +137,23 @@ class Notice:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
 
-    def _handle(self, signum, frame):
+    def _handle(self, signum: int, frame: types.FrameType | None) -> None:
         """Python's handler, in the main thread, once no op runs there."""
+        # Signals that come while an op runs lead to one call of this; those that come outside of one may lead to it
+        # before the thread has seen them. Each alone may miss one, so the larger count holds.
+        self._handled += 1
+        if signum == signal.SIGINT and not self._owns_the_process and max(self._handled, self._received) > 1:
+            raise KeyboardInterrupt
         self.requested = self.requested or signal.Signals(signum).name
         if not self._deferred:
             what = f"ended by {self.requested} while it started or waited"
             raise Preempted(f"{what}; nothing is lost, run the same command again", alone=True)
 
-    def _listen(self):
+    def _in_a_session(self) -> bool:
+        """Whether the process is a notebook or a console, whose state is worth more than the run."""
+        return not self._owns_the_process and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
+
+    def _listen(self) -> None:
         deadline = None
         while True:
             ready = select.select([self._read], [], [], None if deadline is None else 0.2)[0]
@@ -143,20 +161,31 @@ class Notice:
             if received == b"":
                 return  # closed by _end
             for signum in received or b"":
-                if signum not in SIGNALS:
+                if signum not in SIGNALS or signal.getsignal(signum) != self._handle:
+                    continue  # a debugger, say, has taken it for itself
+                self._received += 1
+                name = signal.Signals(signum).name
+                raises = signum == signal.SIGINT and not self._owns_the_process
+                if self._received > 1:
+                    if not raises:
+                        _leave(128 + signum, f"a second signal ({name}) came: leaving without a save")
                     continue
-                if deadline is not None:
-                    _leave(
-                        128 + signum, f"a second signal ({signal.Signals(signum).name}) came: leaving without a save"
-                    )
-                self.requested = signal.Signals(signum).name
+                self.requested = name
                 self.flag.assign(True)
                 deadline = time.monotonic() + max(GRACE_SECONDS, 3 * self.step_seconds)
                 logging.warning(
-                    "%s came: the run ends once the current step is done (a second one ends it at once)",
-                    self.requested,
+                    "%s came: the run ends once the current step is done (a second one %s)",
+                    name,
+                    "raises KeyboardInterrupt" if raises else "ends it at once",
                 )
             if deadline is not None and time.monotonic() > deadline and not self._busy():
+                if self.requested == "SIGINT" and (debuggers.hold_a_thread() or self._in_a_session()):
+                    deadline = math.inf
+                    logging.warning(
+                        "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
+                        "SIGTERM ends the process at once"
+                    )
+                    continue
                 _leave(
                     EXIT_PREEMPTED,
                     "the current step did not end in time (its input may have stalled), so the run ends "

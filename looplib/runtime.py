@@ -14,7 +14,7 @@ from absl import logging
 
 from looplib import cluster, peers, servers
 from looplib import tpu as tpus
-from looplib.errors import UsageError
+from looplib.errors import UsageError, whole_number
 from looplib.preemption import SIGNALS
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
@@ -48,6 +48,8 @@ def setup(
     Raises:
       UsageError: for a value that cannot be had on this machine.
     """
+    seed = whole_number("seed", seed, least=0, most=2**32 - 1)
+    num_virtual_devices = whole_number("num_virtual_devices", num_virtual_devices)
     if strategy not in STRATEGIES:
         raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if mixed_precision not in PRECISIONS:
@@ -109,8 +111,6 @@ def _check_asynchronous(num_virtual_devices, deterministic):
 
 def _prepare_devices(num_virtual_devices):
     gpus = tf.config.list_physical_devices("GPU")
-    if num_virtual_devices < 1:
-        raise UsageError(f"num_virtual_devices is {num_virtual_devices}; expected at least 1")
     if num_virtual_devices > 1:
         if gpus:
             raise UsageError(
@@ -208,8 +208,6 @@ def _when_imported(name, function):
 
 
 def _seed_everything(seed):
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise UsageError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)

@@ -59,6 +59,11 @@ class Step:
         reducer.create()
 
     @property
+    def function(self) -> tf.types.experimental.ConcreteFunction:
+        """The traced step."""
+        return self._step
+
+    @property
     def variables(self):
         """The `tf.Variable`s that the step uses."""
         return self._step.variables

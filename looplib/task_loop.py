@@ -2,13 +2,14 @@
 
 import math
 import numbers
+import re
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import checksums, coordinator, engines, feeds, fused, guards, pipelines
-from looplib.errors import UsageError, positive
+from looplib import checksums, coordinator, engines, feeds, fused, guards, origins, pipelines
+from looplib.errors import UsageError, whole_number
 from looplib.evaluator import Evaluator
 from looplib.loops import EagerLoop, StepwiseLoop
 from looplib.metrics import Reducer
@@ -78,6 +79,7 @@ class TaskLoop:
         step_fn = task.step_fn
         if split == "train" and checksums.enabled():
             step_fn = checksums.add_to(step_fn, lambda: task.global_step if remote else counter)
+        self._failed: BaseException | None = None
         self._tables = None
         if self._stream.arrays is not None:
             self._tables = feeds.tables(strategy, self._stream.arrays)
@@ -169,6 +171,16 @@ class TaskLoop:
             self._start_step = start_step
             self._stream = pipelines.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
 
+    def place_of(self, error: BaseException) -> str:
+        """The line of the user's program that an error of the last `run` comes from; "" if it is none of that."""
+        if error is not self._failed:
+            return ""
+        steps = [self._step.function] if isinstance(self._step, Step) else []
+        place = origins.place_of(error, steps)
+        if not place and re.search("IteratorGetNext|user-defined function passed to", str(error)):
+            place = origins.place_of_function(type(self.task).dataset)
+        return place
+
     def close(self):
         """Lets go of the data; `rewind` comes before the next `run`."""
         if self._iterator is not None:
@@ -235,7 +247,8 @@ class TaskLoop:
                 if phase == "train":
                     self._clock.move(ran.waited, phase, "input")
                 return ran
-            except Exception as error:
+            except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
+                self._failed = error
                 self.close()  # it has moved on past what was not trained
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
@@ -287,19 +300,22 @@ def check_evaluation(evaluations, steps):
       evaluations: dict from name to `TaskLoop`.
       steps: how many steps were asked for; -1 for all data.
 
+    Returns:
+      int, the steps.
+
     Raises:
       UsageError: if not.
     """
     if not evaluations:
         raise UsageError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
-    if steps != -1:
-        positive("the number of evaluation steps", steps)
+    steps = whole_number("the number of evaluation steps", steps, or_all=True)
     for name, evaluation in evaluations.items():
         if steps == -1 and evaluation.endless:
             raise UsageError(
                 f"the evaluation data set {name!r} never ends ({evaluation.who}.dataset is infinite), "
                 "so its evaluation would not either; leave out repeat(), or give a number of evaluation steps"
             )
+    return steps
 
 
 def as_numbers(who, metrics):

@@ -7,8 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import commits, keras_family
-from looplib.commits import first_line
-from looplib.errors import UsageError
+from looplib.errors import UsageError, gist
 from looplib.guards import listing
 from looplib.snapshots import assign_what_fits
 from looplib.state import variables_of
@@ -32,7 +31,7 @@ def take_what_fits(root, path):
     try:
         taken, others = assign_what_fits(root, path)
     except (ValueError, IndexError, tf.errors.OpError) as error:
-        raise UsageError(f"{path} cannot be read ({first_line(error)}); name a checkpoint such as ckpt-1000") from error
+        raise UsageError(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
     left_out = told(others)
     if not taken:
         raise UsageError(
@@ -104,7 +103,7 @@ def continue_from(objects, global_step, path):
         _, others = assign_what_fits(tf.train.Checkpoint(global_step=global_step, **objects), path)
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
-            f"{path} cannot be continued from ({first_line(error)}); expected a checkpoint with global_step"
+            f"{path} cannot be continued from ({gist(error)}); expected a checkpoint with global_step"
         ) from error
     names = {name for name, _ in variables_of(needed)}
     missing = [name for name in others["only here"] if name in names]

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from looplib import peers
+from looplib import debuggers, peers
 
 EXIT_STALLED = 76
 _OFTEN = 20  # times the longest time that was seen between two signs of progress in a phase
@@ -20,7 +20,8 @@ class Watchdog:
     """Ends the process when neither the phase nor the steps change for too long.
 
     How long is learned: 20 times the longest pause seen in that phase of this run, and at least 15 minutes in training
-    and evaluation, 30 in a save, an hour in tracing and all else.
+    and evaluation, 30 in a save, an hour in tracing and all else. Time in which a debugger or a console holds a thread,
+    or in which the process is suspended, does not count.
 
     Args:
       clock: the run's `Clock`, for the phase.
@@ -62,16 +63,21 @@ class Watchdog:
         return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
 
     def _watch(self, ended):
-        seen, since = None, time.monotonic()
-        while not ended.wait(min(1.0, (self._limit or 4.0) / 4)):
+        interval = min(1.0, (self._limit or 4.0) / 4)
+        seen, paused, looked = None, 0.0, time.monotonic()
+        while not ended.wait(interval):
             phase, entered = self._clock.current
             now, progress = time.monotonic(), (phase, entered, self._steps())
+            # A longer interval than this one's double means that the process was suspended (Ctrl-Z, say).
+            paused, looked = paused + min(now - looked, 2 * interval), now
             if progress != seen:
                 if seen is not None:
-                    self._longest[seen[0]] = max(self._longest.get(seen[0], 0.0), now - since)
-                seen, since = progress, now
-            elif now - since > self.allowed(phase):
-                self._end(phase, progress[-1], now - since)
+                    self._longest[seen[0]] = max(self._longest.get(seen[0], 0.0), paused)
+                seen, paused = progress, 0.0
+            elif debuggers.hold_a_thread():
+                paused = 0.0
+            elif paused > self.allowed(phase):
+                self._end(phase, progress[-1], paused)
 
     def _end(self, phase, steps, seconds):
         sys.stdout.flush()

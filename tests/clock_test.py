@@ -1,5 +1,13 @@
 """Seconds by phase, which never overlap and add up to the wall time."""
 
+import contextlib
+from time import sleep
+
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import commits
 from looplib.clock import Clock
 
 
@@ -40,3 +48,34 @@ def test_a_phase_that_raises_is_closed():
         pass
     time.now += 2
     assert clock.seconds() == {"other": 2, "train": 1, "wall": 3}
+
+
+def verdict_of_saves(forced, others):
+    """The verdict of a run that saves for so many seconds before evaluations, and otherwise, and trains for 1."""
+    time = Time()
+    clock = Clock(now=time)
+    with clock.phase("train"):
+        time.now += 1
+        for seconds, around in ((forced, clock.saving_for_an_evaluation()), (others, contextlib.nullcontext())):
+            with around, clock.phase("save"):
+                time.now += seconds
+    return clock.summary()[1]
+
+
+def test_saves_that_evaluations_ask_for_are_told_from_those_of_the_interval():
+    start = "overhead-bound: 91% of the time is overhead, most of it save; "
+    assert verdict_of_saves(forced=8, others=2).startswith(
+        start + "evaluate less often, as each evaluation saves first"
+    )
+    assert verdict_of_saves(forced=2, others=8) == start + "save less often"
+
+
+def test_a_run_that_evaluates_often_and_saves_seldom_is_told_to_evaluate_less_often(tmp_path, monkeypatch):
+    commit = commits.commit
+    monkeypatch.setattr(commits, "commit", lambda path, step: (sleep(0.3), commit(path, step))[1])  # a slow disk
+    trainer, evaluator = toy.build(make_strategy("default"))
+    policy = looplib.CheckpointPolicy(every_steps=1000)
+    clocked = toy.controller(make_strategy("default"), trainer, evaluator, model_dir=tmp_path, checkpoints=policy)
+    with clocked as controller:
+        controller.train_and_evaluate(40, eval_interval=2)
+        assert "most of it save; evaluate less often" in controller.clock.summary()[1]

@@ -288,8 +288,8 @@ def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
     [
         ({"non_finite": "stop"}, "non_finite is 'stop'; expected one of halt, skip, rollback, off"),
         ({"on_spike": "skip"}, "on_spike is 'skip'"),
-        ({"rollbacks": -1}, "rollbacks is -1; expected at least 0"),
-        ({"spike_window": 2}, "spike_window is 2; expected at least 4"),
+        ({"rollbacks": -1}, "rollbacks is -1; expected a whole number of at least 0"),
+        ({"spike_window": 2}, "spike_window is 2; expected a whole number of at least 4"),
     ],
 )
 def test_bad_policies_are_sentences(settings, message):

@@ -133,9 +133,9 @@ def test_batches_have_the_size_that_was_asked_for():
     [
         (10, 4, "does not divide over 4 replicas; use 8 or 12"),
         (3, 4, "does not divide over 4 replicas; use 4$"),
-        (0, 1, "expected a positive whole number"),
-        (-8, 2, "expected a positive whole number"),
-        (8.0, 2, "expected a positive whole number"),
+        (0, 1, "expected a whole number of at least 1"),
+        (-8, 2, "expected a whole number of at least 1"),
+        (8.0, 2, "expected a whole number of at least 1"),
     ],
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(size, replicas, message):

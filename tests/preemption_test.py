@@ -263,13 +263,109 @@ def test_a_second_signal_leaves_at_once(tmp_path):
         while process.stdout.readline() != "stalled\n":
             assert process.poll() is None, process.stderr.read()
         time.sleep(0.5)  # the input reads ahead of the step that will wait for it
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         sent = time.monotonic()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + signal.SIGINT and time.monotonic() - sent < 1.5
-    assert "a second signal (SIGINT) came: leaving without a save" in errors
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - sent < 1.5
+    assert "a second signal (SIGTERM) came: leaving without a save" in errors
+
+
+INTERRUPTED = """
+import signal, sys, threading, time
+sys.path[:0] = [{tests!r}, {root!r}]
+import tensorflow as tf
+import toy, looplib
+from looplib import preemption
+preemption.GRACE_SECONDS = 1.0
+sys.ps1 = {ps1!r}  # as a console and a notebook have it
+if sys.ps1 is None:
+    del sys.ps1
+
+class Slow(toy.Regression):
+    def step_fn(self, inputs):
+        ids, x, y = inputs
+        y = tf.ensure_shape(tf.numpy_function(self.sleep, [y, self.global_step], tf.int64), y.shape)
+        outputs = super().step_fn((ids, x, y))
+        del outputs["ids"]
+        return outputs
+
+    def loop_end(self, metrics):
+        return metrics
+
+    def sleep(self, y, step):
+        if step == 5 and not again:
+            print("in step 6", flush=True)
+            time.sleep(3)
+        return y
+
+again = []
+trainer = Slow()
+controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000, writers=[])
+try:
+    controller.train(20)
+except KeyboardInterrupt:
+    print("KeyboardInterrupt at step", controller.global_step, flush=True)
+again.append(True)
+controller.train(20)
+print("weights", [w.tolist() for w in trainer.weights()])
+"""
+
+
+def interrupted(tmp_path, signums, ps1=None):
+    """Sends signals in step 6 of a program with a controller of its own; returns (code, output, errors)."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    text = INTERRUPTED.format(tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), ps1=ps1)
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.stdout.readline() != "in step 6\n":
+            assert process.poll() is None, process.stderr.read()
+        for signum in signums:
+            process.send_signal(signum)
+            time.sleep(0.3)
+        output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+def test_a_second_interrupt_raises_in_a_session_once_the_op_has_ended_and_training_goes_on(tmp_path):
+    code, output, errors = interrupted(tmp_path, [signal.SIGINT, signal.SIGINT], ps1=">>> ")
+    assert code == 0, errors
+    first, last = output.strip().splitlines()
+    # Step 6 ends first, as Python cannot leave a TensorFlow op; a few of the fast ones may follow it.
+    assert 6 <= int(first.removeprefix("KeyboardInterrupt at step ")) <= 12
+    assert last == f"weights {[weight.tolist() for weight in whole_regression(20)]}"
+    assert "(a second one raises KeyboardInterrupt)" in errors
+    assert "the current step has not ended yet" in errors  # at the end of the grace, which ends no session
+
+
+def test_a_second_sigterm_leaves_at_once_in_any_process(tmp_path):
+    started = time.monotonic()
+    code, _, errors = interrupted(tmp_path, [signal.SIGINT, signal.SIGTERM], ps1=">>> ")
+    assert code == 128 + signal.SIGTERM, errors
+    assert "a second signal (SIGTERM) came: leaving without a save" in errors and time.monotonic() - started < 60
+
+
+def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_the_bound(tmp_path):
+    code, output, errors = interrupted(tmp_path, [signal.SIGINT, signal.SIGINT])
+    assert code == 75 and not output, errors
+    assert "the current step did not end in time" in errors
+
+
+@pytest.mark.parametrize("first", preemption.SIGNALS)
+def test_a_second_interrupt_while_python_runs_raises_too(first):
+    def act(event):
+        os.kill(os.getpid(), first)
+        time.sleep(0.2)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        raised.append(True)
+
+    raised, trainer = [], Quiet()
+    with pytest.raises(Preempted), toy.controller(DEFAULT, trainer, actions=[act]) as controller:
+        controller.train(4)
+    assert raised == [True]
 
 
 def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(tmp_path):

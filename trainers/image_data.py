@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import InputContext, UsageError
-from looplib.commits import first_line
+from looplib.errors import gist
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
 _IN_MEMORY_BYTES = 1 << 30
@@ -221,7 +221,7 @@ def tfrecords(train_files, test_files, image_shape, num_classes):
             next(iter(tf.data.TFRecordDataset(files).map(decode)), None)
         except tf.errors.OpError as error:
             raise UsageError(
-                f"the first example of {files[0]} cannot be read ({first_line(error)}); expected TFRecord files of "
+                f"the first example of {files[0]} cannot be read ({gist(error)}); expected TFRecord files of "
                 "tf.train.Examples with image/encoded (JPEG or PNG) and image/class/label (int64 from 0)"
             ) from error
 

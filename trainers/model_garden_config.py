@@ -8,6 +8,7 @@ from absl import logging
 from official.common import distribute_utils
 
 from looplib import UsageError
+from looplib.errors import whole_number
 
 _STRATEGIES = {
     "off": "one_device", "one_device": "one_device", "mirrored": "auto", "multi_worker_mirrored": "multi_worker",
@@ -100,18 +101,12 @@ def flag_values(params, mode="train_and_eval"):
     for flag, path in FIELDS.items():
         if flag not in (*values, "global_batch_size") and (flag != "eval_interval" or "eval" in mode):
             section, name = path.split(".")
-            values[flag] = _count(path, getattr(getattr(params, section), name), flag in _TO_THE_END)
+            values[flag] = whole_number(path, getattr(getattr(params, section), name), or_all=flag in _TO_THE_END)
     if data.global_batch_size:
-        values["global_batch_size"] = _count("task.train_data.global_batch_size", data.global_batch_size)
+        values["global_batch_size"] = whole_number("task.train_data.global_batch_size", data.global_batch_size)
     if runtime.enable_xla and runtime.num_gpus > 0:
         values["loop"] = "xla"
     return values
-
-
-def _count(path, value, or_all=False):
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and not (or_all and value == -1)):
-        raise UsageError(f"{path} is {value!r}; expected a whole number of at least 1{', or -1 for all' * or_all}")
-    return value
 
 
 def _check(params):
