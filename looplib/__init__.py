@@ -6,13 +6,14 @@ Subclass `Trainer` (and `Evaluator`), write one `step_fn` for one replica, and a
 from looplib import imports  # noqa: F401  (first, before the others import TensorFlow)
 from looplib.actions import Action, Event
 from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-from looplib.commits import Commit, checkpoints
+from looplib.commits import checkpoints
 from looplib.controller import Controller
 from looplib.errors import DivergenceError, UsageError
 from looplib.evaluator import Evaluator
 from looplib.foreign import OrbitEvaluator, OrbitTrainer
 from looplib.guards import Guards
 from looplib.inputs import InputContext
+from looplib.marker import Commit
 from looplib.preemption import Preempted
 from looplib.reductions import each, last, mean, total
 from looplib.trainer import Trainer

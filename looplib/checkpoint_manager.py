@@ -5,12 +5,11 @@ import json
 import os
 import tempfile
 import threading
-import time
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import commits
+from looplib import commits, files, marker
 from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.coordinator import lost_server
 from looplib.errors import UsageError, gist
@@ -78,7 +77,7 @@ class Checkpoints:
             self._read_along()
             return
         tf.io.gfile.makedirs(self.directory)
-        self._set_aside([other for other, done, _ in commits.listing(self.directory) if done and other >= step])
+        self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
         if not self._policy.in_background or self._snapshots is None:
             self._checkpoint.write(path, self._options)
             self._commit(path, step)
@@ -101,7 +100,7 @@ class Checkpoints:
         """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
         self.wait()
         if self._writes:
-            self._set_aside([other for other, _, _ in commits.listing(self.directory) if other > step])
+            self._set_aside([found.step for found in commits.listing(self.directory) if found.step > step])
 
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps:  # newest first, so that a run which is killed in between resumes from the newest one left
@@ -130,9 +129,9 @@ class Checkpoints:
         commits.commit(path, step)
         self._prune()
         # For tf.train.latest_checkpoint and other tools, TensorFlow's text file of what there is.
-        names = [os.path.basename(done.path) for _, done, _ in reversed(commits.listing(self.directory)) if done]
+        names = [os.path.basename(done.path) for done in reversed(commits.committed(self.directory))]
         lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
-        commits.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
+        files.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
 
     def _failure(self, path, error):
         return lost_server(error) or UsageError(
@@ -176,13 +175,13 @@ class Checkpoints:
             metrics.setdefault(name, set()).add(metric)
         self._policy.check(metrics, self.directory)
         self.wait()
-        for _, done, _ in commits.listing(self.directory):
-            if done and done.step == step:
-                commits.add_scores(done, scores)
+        for done in commits.committed(self.directory):
+            if done.step == step:
+                marker.add_scores(done, scores)
         self._prune()
 
     def _prune(self):
-        kept = [done for _, done, _ in commits.listing(self.directory) if done]
+        kept = commits.committed(self.directory)
         wanted = {done.step for rule in self._policy.keep for done in rule.select(kept)}
         for done in kept[1:]:
             if done.step not in wanted:
@@ -264,25 +263,6 @@ def peek(path):
         raise UsageError(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
             "such as <model_dir>/checkpoints/ckpt-1000"
-        ) from error
-
-
-def check_writable(directory):
-    """Makes a directory and fails now, in a sentence, if it could not be written to at the first save.
-
-    Raises:
-      UsageError: naming the reason.
-    """
-    probe = os.path.join(directory, f".looplib-{os.getpid()}-{time.time_ns()}")
-    try:
-        tf.io.gfile.makedirs(directory)
-        with tf.io.gfile.GFile(probe, "w") as file:
-            file.write("")
-        tf.io.gfile.remove(probe)
-    except (OSError, tf.errors.OpError) as error:
-        raise UsageError(
-            f"model_dir {directory} cannot be written to ({gist(error)}); name a directory that can be made and "
-            "written, or mend its permissions"
         ) from error
 
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
-from looplib.commits import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.guards import Guards
+from looplib.marker import Commit
 
 
 @runtime_checkable

@@ -23,9 +23,10 @@ def inspect(directory, verify=False):
     """
     folder = commits.place_of(directory)
     rows, damaged, good = [("step", "size", "age", "verdict", "scores")], 0, 0
-    for step, done, reason in commits.listing(folder):
+    for found in commits.listing(folder):
+        step, done = found.step, found.commit
         if done is None:
-            rows.append((str(step), "", "", f"does not count: {reason}", ""))
+            rows.append((str(step), "", "", f"does not count: {found.reason}", ""))
             continue
         reason = commits.verify(done, thorough=verify)
         damaged, good = damaged + bool(reason), good + (not reason)

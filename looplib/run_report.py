@@ -14,8 +14,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.clock import Clock
-from looplib.commits import write_whole
 from looplib.errors import gist
+from looplib.files import parse_json, read_text, write_whole
 from looplib.preemption import Preempted
 
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
@@ -164,9 +164,8 @@ def path_of(model_dir: str, trains: bool) -> str:
 def read(path: str) -> dict[str, Any]:
     """Returns the content of a report; {} where there is none that can be read."""
     try:
-        with tf.io.gfile.GFile(path) as file:
-            return dict(json.load(file))
-    except (tf.errors.OpError, OSError, ValueError, TypeError, RecursionError):
+        return dict(parse_json(read_text(path)))
+    except (tf.errors.OpError, OSError, ValueError, TypeError):
         return {}
 
 

@@ -9,9 +9,10 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import commits
-from looplib.checkpoint_manager import Checkpoints, check_writable, peek
+from looplib.checkpoint_manager import Checkpoints, peek
 from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.errors import DivergenceError, UsageError
+from looplib.files import check_writable
 from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
 from looplib.state import InputState, RunState, variables_of
@@ -86,8 +87,8 @@ class Store:
         self.start = self._agreed(self.start)
 
     def _seen_by_the_chief(self, step):
-        for _, done, _ in commits.listing(self.directory):
-            if done and done.step == step:
+        for done in commits.committed(self.directory):
+            if done.step == step:
                 return done
         raise UsageError(
             f"worker {self._workers.index} does not see the checkpoint of step {step} in {self.directory}, from which "
@@ -346,7 +347,7 @@ class Store:
                 "there is no best checkpoint, because the policy does not say by what; give "
                 'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))'
             )
-        kept = [done for _, done, _ in commits.listing(self.directory) if done] if self else []
+        kept = commits.committed(self.directory) if self else []
         return next((done.path for done in rule.select(kept)), None)
 
     def wait_for_newer(self, than, timeout):

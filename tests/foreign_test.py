@@ -26,7 +26,7 @@ ALL = (looplib.KeepLast(100),)
 
 
 def saved_steps(model_dir):
-    return sorted(done.step for _, done, _ in commits.listing(os.path.join(model_dir, "checkpoints")))
+    return sorted(done.step for done in commits.committed(os.path.join(model_dir, "checkpoints")))
 
 
 def curve(model_dir):

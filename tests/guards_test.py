@@ -84,7 +84,7 @@ def run(strategy, where, steps=20, keras=keras3, bad_steps=(BAD_STEP,), steps_pe
 
 def all_finite(model_dir):
     """Reads every kept checkpoint: whether all numbers in all of them are finite."""
-    for _, done, _ in commits.listing(os.path.join(model_dir, "checkpoints")):
+    for done in commits.committed(os.path.join(model_dir, "checkpoints")):
         reader = tf.train.load_checkpoint(done.path)
         for key, _ in tf.train.list_variables(done.path):
             value = reader.get_tensor(key)
@@ -105,7 +105,7 @@ def test_halt_names_the_step_and_the_value_and_commits_nothing_bad(where, name, 
     step = BAD_STEP + 1 if where == "weight" else BAD_STEP
     with pytest.raises(looplib.DivergenceError, match=f"at step {step}, {expected}.* not finite.*ckpt-5, is good"):
         run(make_strategy(name), where, keras=keras, model_dir=tmp_path, loop=loop)
-    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [5]
+    assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [5]
     assert all_finite(tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_a_nan_that_a_relu_hides_from_the_loss_is_found_in_the_gradient(tmp_path
 def test_a_bad_update_in_the_last_step_before_a_save_is_not_saved(tmp_path):
     with pytest.raises(looplib.DivergenceError, match=r"after step 10, .*bias.* not finite"):
         run(make_strategy("default"), "weight", bad_steps=(10,), model_dir=tmp_path)
-    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [5]
+    assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [5]
 
 
 def test_a_bad_update_in_the_last_step_of_all_is_found_without_a_directory():
@@ -241,7 +241,7 @@ def test_a_run_that_rolled_back_resumes_like_one_that_was_not_stopped(tmp_path):
 def test_off_trains_on_and_leaves_bad_checkpoints_out(tmp_path, caplog):
     _, controller = run(make_strategy("default"), "loss", model_dir=tmp_path, guards=looplib.Guards(non_finite="off"))
     assert controller.global_step == 20
-    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [5]
+    assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [5]
     assert "the checkpoint of step 20 is left out" in caplog.text
 
 

@@ -118,7 +118,7 @@ def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, tmp_path):
         process.send_signal(signum)
         last = process.communicate(timeout=60)[1].strip().splitlines()[-1]
     assert process.returncode == 75
-    (done,) = [done for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))]
+    (done,) = commits.committed(str(tmp_path / "checkpoints"))
     assert last.startswith(
         f"looplib: ended by {signal.Signals(signum).name} at step {done.step}, saved in {done.path};"
     )

@@ -94,7 +94,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
     assert took < 3, f"{took:.2f} s"
     step = controller.global_step
     assert 5 <= step <= 8
-    assert [done.step for _, done, _ in commits.listing(str(tmp_path / "checkpoints"))] == [step]
+    assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [step]
     controller.close()
     if name == "default":
         finish(tmp_path)

@@ -13,6 +13,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib import commits
+from looplib import marker as marker_room
 from looplib.__main__ import main as cli
 from looplib.checkpoint_manager import Checkpoints
 from looplib.checkpoint_policy import KeepBest, KeepEvery, KeepLast
@@ -42,7 +43,7 @@ def run_scored(folder, steps, *keep):
         make_strategy("default"), trainer, Scored(trainer), model_dir=folder, checkpoints=policy
     ) as controller:
         controller.train_and_evaluate(steps, 1)
-    return sorted(step for step, done, _ in commits.listing(folder / "checkpoints") if done)
+    return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, c
         controller.train(6)
         controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-2")
         controller.train(4)
-    assert [step for step, _, _ in commits.listing(str(tmp_path / "checkpoints"))] == [4, 2]
+    assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [4, 2]
     assert "the checkpoint of step 6 is of a run that continued otherwise" in caplog.text
 
 
@@ -334,7 +335,7 @@ def test_the_best_is_the_least_or_the_most_as_the_name_says_or_must_be_said(metr
 
 
 def saved(step, score):
-    return commits.Commit(f"/run/checkpoints/ckpt-{step}", step, 0.0, {}, {"eval/loss": score}, {})
+    return looplib.Commit(f"/run/checkpoints/ckpt-{step}", step, 0.0, {}, {"eval/loss": score}, {})
 
 
 @pytest.mark.parametrize("mode, best", [("min", 1), ("max", 4)])
@@ -404,7 +405,7 @@ def test_a_marker_with_fields_of_a_later_program_counts_and_keeps_them(tmp_path)
     del marker["sha256"]
     write_marker(path, {**marker, "color": "blue"})
     assert looplib.checkpoints(tmp_path)[0].step == 2
-    commits.add_scores(looplib.checkpoints(tmp_path)[0], {"eval/other": 3})
+    marker_room.add_scores(looplib.checkpoints(tmp_path)[0], {"eval/other": 3})
     assert json.loads(path.read_text())["color"] == "blue"
     assert looplib.checkpoints(tmp_path)[0].scores == {**marker["scores"], "eval/other": 3}
 

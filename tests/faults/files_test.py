@@ -67,7 +67,7 @@ def stopped(tmp_path_factory):
     """The run that stopped at step 9, for each test to copy."""
     folder = tmp_path_factory.mktemp("stopped")
     train(folder, NEWEST)
-    found = [step for step, done, _ in commits.listing(folder / "checkpoints") if done]
+    found = [done.step for done in commits.committed(folder / "checkpoints")]
     assert found == sorted(KEPT, reverse=True)
     return folder
 
@@ -228,7 +228,7 @@ def test_an_older_checkpoint_that_is_damaged_hinders_nothing(damage, how, kind, 
         assert controller.restored_from.endswith("ckpt-9")
         controller.train(LAST)
     assert compare(whole, folder).differences == []
-    assert [step for step, done, _ in commits.listing(folder / "checkpoints") if done] == [12, 9, 6]
+    assert [done.step for done in commits.committed(folder / "checkpoints")] == [12, 9, 6]
 
 
 def half_written():

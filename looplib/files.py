@@ -1,0 +1,215 @@
+"""Files of a run directory: written whole and durably, read with bounds, never through a symbolic link.
+
+A run directory may come from somebody else, so what is found in it is not trusted: a name may be a link to a file
+outside of it, a FIFO that never ends, or larger than memory. Directories that are no local ones ("gs://...") have no
+links, and TensorFlow reads them.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import tensorflow as tf
+
+from looplib.errors import UsageError, gist
+
+_MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
+# What the operating system says of a file that is not as it should be; anything else may be over by the next time.
+_DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, tf.errors.NotFoundError, tf.errors.DataLossError)
+
+
+class NotRegularError(ValueError):
+    """A name that should be a file is a symbolic link, a directory or a device."""
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is not one of the operating system's file systems, such as "gs://bucket/run"."""
+    return "://" in path
+
+
+def proves_damage(error: Exception) -> bool:
+    """Whether an error of reading says that a file is not what was written, and not that it cannot be read now."""
+    return isinstance(error, (ValueError, KeyError, TypeError, *_DAMAGE))
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Opens a file to read bytes, without following a link and without waiting.
+
+    Args:
+      path: the file.
+
+    Returns:
+      A binary file object.
+
+    Raises:
+      NotRegularError: if it is something else than a regular file.
+      OSError, tf.errors.OpError: if it cannot be opened.
+    """
+    if is_remote(path):
+        return tf.io.gfile.GFile(path, "rb")
+    name = os.path.basename(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise NotRegularError(f"{name} is a symbolic link or a socket, and not a file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotRegularError(f"{name} is a directory or a device, and not a file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: str, most: int = _MOST_BYTES) -> str:
+    """Returns the text of a small file.
+
+    Args:
+      path: the file, UTF-8.
+      most: the most bytes it may have.
+
+    Raises:
+      ValueError: if it is not a regular file, too large, or not UTF-8.
+      OSError, tf.errors.OpError: if it cannot be read.
+    """
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{os.path.basename(path)} has more than {most:,} bytes")
+    return content.decode()
+
+
+def parse_json(text: str) -> Any:
+    """Returns what a JSON text says.
+
+    Raises:
+      ValueError: if it is no JSON, or nested too deep.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deep") from None
+
+
+def write_whole(path: str, text: str) -> None:
+    """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one."""
+    replace_whole(path, text.encode())
+
+
+def replace_whole(path: str, content: bytes) -> None:
+    """Replaces a file by one with this content, durably and in one move; a link in its place is replaced itself."""
+    folder = os.path.dirname(path) or "."
+    if is_remote(path):
+        with tf.io.gfile.GFile(path + ".new", "wb") as file:
+            file.write(content)
+        tf.io.gfile.rename(path + ".new", path, overwrite=True)
+        return
+    new = path + ".new"  # one name, so that a crash leaves one file at most
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+    os.rename(new, path)
+    make_durable(folder)
+
+
+@contextlib.contextmanager
+def appending(path: str) -> Iterator[BinaryIO]:
+    """Opens a file to append bytes, alone: other processes that append, or `rewriting`, wait.
+
+    Args:
+      path: the file, made if missing.
+
+    Raises:
+      NotRegularError: if it is something else than a regular file.
+      OSError, tf.errors.OpError: if it cannot be written.
+    """
+    if is_remote(path):
+        with tf.io.gfile.GFile(path, "ab") as file:
+            yield file
+        return
+    with _alone(path) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def rewriting(path: str) -> Iterator[None]:
+    """Keeps other processes from appending to a file while it is read and replaced."""
+    if is_remote(path) or not os.path.lexists(path):
+        yield
+        return
+    with _alone(path):
+        yield
+
+
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[BinaryIO]:
+    while True:
+        try:
+            descriptor = os.open(
+                path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+            )
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise NotRegularError(f"{path} is a symbolic link, a directory or a socket, and not a file") from None
+            raise
+        with os.fdopen(descriptor, "ab") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise NotRegularError(f"{path} is a device or a FIFO, and not a file")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, path):  # else it was replaced while this process waited
+                yield file
+                return
+
+
+def _is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        there = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    own = os.fstat(descriptor)
+    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+
+
+def make_durable(path: str) -> None:
+    """Asks the operating system to put a local file or directory on the disk, so that a power cut does not undo it."""
+    if is_remote(path):
+        return  # an object store keeps what it has acknowledged
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable(directory: str) -> None:
+    """Makes a directory, and fails now, in a sentence, if it could not be written to at the first save.
+
+    Raises:
+      UsageError: naming the reason.
+    """
+    try:
+        tf.io.gfile.makedirs(directory)
+        if is_remote(directory):
+            probe = f"{directory}/.looplib-{os.getpid()}-{time.time_ns()}"
+            with tf.io.gfile.GFile(probe, "w") as file:
+                file.write("")
+            tf.io.gfile.remove(probe)
+        else:
+            tempfile.TemporaryFile(dir=directory).close()
+    except (OSError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"model_dir {directory} cannot be written to ({gist(error)}); name a directory that can be made and "
+            "written, or mend its permissions"
+        ) from error
