@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 
 import tensorflow as tf
 from absl import logging
@@ -30,11 +31,24 @@ class Checkpoints:
       policy: `CheckpointPolicy`.
       writes: False for a worker that is not the chief. It has to read all values with it, as some are summed over
         workers, and writes nothing.
+      check: raises `UsageError` if the directory is not this process's any more; called before files are written and
+        before they are committed.
+      sync: puts on the disk what the checkpoint calls reported; called before the commit.
     """
 
-    def __init__(self, directory, objects, policy=CheckpointPolicy(), writes=True):
+    def __init__(
+        self,
+        directory,
+        objects,
+        policy=CheckpointPolicy(),
+        writes=True,
+        check: Callable[[], None] = lambda: None,
+        sync: Callable[[], None] = lambda: None,
+    ):
         self.directory = directory
         self._writes = writes
+        self._check = check
+        self._sync = sync
         self._policy = policy
         self._checkpoint = tf.train.Checkpoint(**objects)
         _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
@@ -76,6 +90,7 @@ class Checkpoints:
         if not self._writes:
             self._read_along()
             return
+        self._check()
         tf.io.gfile.makedirs(self.directory)
         self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
         if not self._policy.in_background or self._snapshots is None:
@@ -126,6 +141,8 @@ class Checkpoints:
             self._learn_from(self._checkpoint.write(os.path.join(folder, "ckpt")))
 
     def _commit(self, path, step):
+        self._sync()
+        self._check()
         commits.commit(path, step)
         self._prune()
         # For tf.train.latest_checkpoint and other tools, TensorFlow's text file of what there is.
@@ -134,6 +151,8 @@ class Checkpoints:
         files.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
 
     def _failure(self, path, error):
+        if isinstance(error, UsageError):
+            return error
         return lost_server(error) or UsageError(
             f"the checkpoint {path} could not be saved ({gist(error)}); free space or mend the permissions and "
             "run the same command again"

@@ -124,6 +124,8 @@ class CheckpointPolicy:
         do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
         newest. A run without a checkpoint of its own goes on from there, step, weights and optimizer, with its data
         from the start, as such a checkpoint has no place in it; default "" for none.
+      start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
+        refuses that. It has no effect on a run that has a whole checkpoint, or never had one.
     """
 
     every_steps: int = 1000
@@ -133,6 +135,7 @@ class CheckpointPolicy:
     guards: Guards = Guards()
     warm_start: str = ""
     continue_from: str = ""
+    start_anew: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))

@@ -7,7 +7,6 @@ whatever else is there. What is proven damaged is set aside; what cannot be read
 
 import dataclasses
 import hashlib
-import itertools
 import os
 import re
 import sys
@@ -260,8 +259,7 @@ def _free_place(directory: str, name: str) -> str:
     """Returns a path in `<directory>/set_aside`, which is made, where nothing is yet."""
     folder = os.path.join(directory, SET_ASIDE)
     tf.io.gfile.makedirs(folder)
-    paths = (os.path.join(folder, f"{name}.{number}" if number else name) for number in itertools.count())
-    return next(path for path in paths if not (tf.io.gfile.exists(path) or os.path.lexists(path)))
+    return files.free_name(os.path.join(folder, name))
 
 
 def remove(done: Commit) -> None:

@@ -1,12 +1,11 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
 import contextlib
-import os
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import keras_family, run_report, runtime, task_loop, tasks
+from looplib import keras_family, run_directory, run_report, runtime, task_loop, tasks
 from looplib.actions import ActionStates, Event
 from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.clock import Clock
@@ -99,12 +98,12 @@ class Controller:
         self._policy = checkpoints
         self._actions = list(actions)
         self._action_states = ActionStates(self._actions)
-        self._model_dir = os.fspath(model_dir) if model_dir else None
+        self._model_dir = run_directory.resolve(model_dir) if model_dir else None
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._stopped = self._training_now = self._closed = False
         self._window_start = 0
         self._last_evaluation = {}
-        self._continued_from = None
+        self._continued_from, self._save_noted = None, False
         self.restored_from = None
         self._training, self._evaluations, self._writers = None, {}, []
 
@@ -112,6 +111,7 @@ class Controller:
             checkpoints.check(dict.fromkeys(evaluators), self._model_dir)
         self._store = Store(self._model_dir, checkpoints, trainer is not None, self._workers, self._give_up)
         self.report = self._make_report(config)
+        self._store.check_nothing_is_lost(self.report.saved_step)
         self._writers = make_writers(writers, self._store.writable and self._model_dir) if self.is_chief else []
         self._build_loops(trainer, evaluators, loop, *self._store.peek())
         if trainer:
@@ -124,7 +124,7 @@ class Controller:
         if self._training:
             self._training.warn_of_what_is_not_saved(objects)
         own = ReplicaState(self._strategy, differing_variables(self._strategy, trainer, objects)) if trainer else None
-        self._store.open(objects, self._global_step, own)
+        self._store.open(objects, self._global_step, own, self._sync)
         if self._store.start:
             self._restore_start(self._store.start.path)
         else:
@@ -585,6 +585,9 @@ class Controller:
                 after, names = self._training.reducer.first_bad()
                 raise self._store.trouble_in_step(self._window_start + after, names)
             self._store.raise_failure()
+            if not self._save_noted and self._store.saved_step and not self._store.saving:
+                self._save_noted = True
+                self.report.write("running")  # from now on the run does not start over without being asked to
             if step % self._steps_per_loop == 0 and done:
                 self._report(step, mark)
                 mark = self._mark(step)
@@ -611,6 +614,10 @@ class Controller:
             writer.flush()
         return self._store.values.get("train", {})
 
+    def _sync(self):
+        for writer in self._writers:
+            writer.sync()
+
     def _drop_what_comes_after(self, eval_interval):
         """Moves later checkpoints and records of the run aside, once the training continues from an earlier step."""
         if self._continued_from is None:
@@ -629,6 +636,7 @@ class Controller:
             metrics={**({"train": trained} if trained else {}), **self._last_evaluation},
             rollbacks=self.rollbacks,
             engines=self.engines,
+            saved_step=int(latest.rsplit("-", 1)[1]) if (latest := self._store.latest) else None,
         )
 
     def _busy(self):
@@ -681,6 +689,7 @@ class Controller:
 
     def _publish(self, split, step, metrics):
         with self.clock.phase("report"):
+            self._store.check_lock()
             for writer in self._writers:
                 writer.write(step, split, metrics)
             self._store.values.setdefault("reported", {})[split] = step

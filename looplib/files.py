@@ -8,6 +8,7 @@ links, and TensorFlow reads them.
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import stat
@@ -167,13 +168,13 @@ def _alone(path: str) -> Iterator[BinaryIO]:
                 raise NotRegularError(f"{path} is a device or a FIFO, and not a file")
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):  # else it was replaced while this process waited
+            if is_at(descriptor, path):  # else it was replaced while this process waited
                 yield file
                 return
 
 
-def _is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file is still the one of that name."""
+def is_at(descriptor: int, path: str) -> bool:
+    """Whether an open file is still the one at that path."""
     try:
         there = os.lstat(path)
     except FileNotFoundError:
@@ -213,3 +214,9 @@ def check_writable(directory: str) -> None:
             f"model_dir {directory} cannot be written to ({gist(error)}); name a directory that can be made and "
             "written, or mend its permissions"
         ) from error
+
+
+def free_name(path: str) -> str:
+    """Returns a path that nothing stands at: `path`, or `path` with a number after it."""
+    numbered = (f"{path}.{number}" if number else path for number in itertools.count())
+    return next(name for name in numbered if not (os.path.lexists(name) or tf.io.gfile.exists(name)))

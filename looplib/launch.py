@@ -67,6 +67,7 @@ FLAGS = (
     ("keep_every", flags.DEFINE_integer, None, "Keeps the checkpoints at multiples of this many steps too."),
     ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel that a new run takes its weights from."),
     ("continue_from", flags.DEFINE_string, None, "Checkpoint of Orbit or Model Garden that a new run goes on from."),
+    ("start_anew", flags.DEFINE_boolean, False, "Lets a run whose checkpoints are all damaged or gone start over."),
     ("partial_restore", flags.DEFINE_boolean, False, "Resumes with what a checkpoint and the model have in common."),
     ("non_finite", flags.DEFINE_enum, "halt", "What a NaN or infinite loss, gradient or weight does.", guards.POLICIES),
     ("spike_score", flags.DEFINE_float, 0.0, "Robust z-score of the loss that leads to a rollback; 0 looks at none."),
@@ -321,6 +322,7 @@ def _policy(values):
         partial=values["partial_restore"],
         warm_start=values["warm_start"] or "",
         continue_from=values["continue_from"] or "",
+        start_anew=values["start_anew"],
         guards=Guards(
             non_finite=values["non_finite"],
             spike_score=values["spike_score"],

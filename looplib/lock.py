@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from absl import logging
 
+from looplib import files
 from looplib.errors import UsageError
 
 _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary()
@@ -20,8 +21,8 @@ class RunLock:
     """Holds a run directory for this process, until `release` or the process ends, however it ends.
 
     The operating system holds the lock (flock on the file `lock`), so that one left by a killed process does not block.
-    A directory that is not on a local or network file system has no such lock, and
-    the log says so.
+    A directory that is not on a local or network file system has no such lock, and the log says so. A forked child does
+    not hold the lock.
 
     Args:
       directory: the run directory, which must exist.
@@ -35,13 +36,15 @@ class RunLock:
     def __init__(self, directory: str, give_up: Callable[[], None]) -> None:
         self._file = None
         self.give_up = give_up
-        if "://" in directory:
+        self._directory = directory
+        if files.is_remote(directory):
             logging.info(
                 "%s is not on a file system that can be locked; give each run a directory of its own", directory
             )
             return
-        path = os.path.join(directory, "lock")
-        self._file = open(path, "a+")
+        self._path = os.path.join(directory, "lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(self._path, flags, 0o666), "r+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -60,11 +63,29 @@ class RunLock:
         )
         self._file.flush()
 
+    def check(self) -> None:
+        """Checks that the directory is still this process's, before something is written there.
+
+        Raises:
+          UsageError: if the directory or its lock file was moved, removed or replaced.
+        """
+        if self._file is None or self._file.closed or files.is_at(self._file.fileno(), self._path):
+            return
+        if not os.path.isdir(self._directory):
+            raise UsageError(
+                f"the run directory {self._directory} was moved or removed while this run was going, so nothing more "
+                "is written; put it back and run the same command again"
+            )
+        raise UsageError(
+            f"{self._path} is not this run's lock any more, because the file was removed or replaced, so another run "
+            "may write there and this one ends; stop that one, or run the same command again with another model_dir"
+        )
+
     def _holder(self):
         """Says who has the lock; it may have taken it this very moment, and write its name in the next."""
         for _ in range(20):
             self._file.seek(0)
-            if text := self._file.read():
+            if text := self._file.read(1 << 16):
                 break
             time.sleep(0.05)
         return _describe(text)
@@ -75,6 +96,14 @@ class RunLock:
             self._file.close()
 
     __del__ = release
+
+
+def _let_go_in_a_child() -> None:
+    for lock in list(_held.values()):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
 def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
@@ -100,7 +129,7 @@ def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
 
 def _describe(text):
     try:
-        holder = json.loads(text)
+        holder = files.parse_json(text)
         command = " ".join(holder["command"])[:200]
         return f"process {holder['pid']} on {holder['host']}, since {holder['since']} ({command})"
     except (ValueError, KeyError, TypeError):

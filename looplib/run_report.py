@@ -30,12 +30,14 @@ class Standing:
       metrics: dict from split to dict of the last metrics.
       rollbacks: how often the run went back to a checkpoint.
       engines: what `loop="auto"` has chosen, by split.
+      saved_step: the step of the newest committed checkpoint, or None.
     """
 
     step: int
     metrics: dict[str, dict[str, float]]
     rollbacks: int
     engines: dict[str, Any]
+    saved_step: int | None
 
 
 @dataclasses.dataclass
@@ -147,6 +149,12 @@ class RunReport:
             write_whole(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
         except (OSError, tf.errors.OpError) as reason:
             logging.warning("%s cannot be written (%s)", self.path, reason)
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that the file on disk knows of; None if it knows of none."""
+        step = (read(self.path) if self.path else {}).get("saved_step")
+        return step if isinstance(step, int) else None
 
     def _config_dict(self) -> dict[str, Any]:
         if self.config is None:

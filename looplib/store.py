@@ -15,6 +15,7 @@ from looplib.errors import DivergenceError, UsageError
 from looplib.files import check_writable
 from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
+from looplib.run_directory import check_inside
 from looplib.state import InputState, RunState, variables_of
 from looplib.workers import Workers
 
@@ -83,8 +84,34 @@ class Store:
         if workers.is_chief:
             if writes:
                 self._lock = acquire(model_dir, give_up)
+            check_inside(model_dir, writes and self.writable)
             self.start = commits.newest_intact(self.directory, tidy=writes)
         self.start = self._agreed(self.start)
+
+    def check_lock(self) -> None:
+        """Raises `UsageError` if the run directory is not this controller's any more."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def check_nothing_is_lost(self, saved_step: int | None) -> None:
+        """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it.
+
+        Args:
+          saved_step: the newest step that the run is known to have saved, or None.
+
+        Raises:
+          UsageError: if there was one, and none is whole.
+        """
+        if self.start or not self.writes or not self.directory or self._policy.start_anew:
+            return
+        aside = commits.set_aside_before(self.directory)
+        if not (aside or saved_step):
+            return
+        what = f"of step {saved_step} and before" if saved_step else f"in {', '.join(aside)}"
+        raise UsageError(
+            f"no checkpoint in {self.directory} is whole, and the run had some ({what}); bring one back, or let the "
+            "run start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
+        )
 
     def _seen_by_the_chief(self, step):
         for done in commits.committed(self.directory):
@@ -107,13 +134,14 @@ class Store:
         step, values = peek(self.start.path)
         return step + values.get("input_offset", 0), values
 
-    def open(self, objects, global_step, replica_state):
+    def open(self, objects, global_step, replica_state, sync):
         """Takes the objects that make the state, once all variables exist.
 
         Args:
           objects: dict from attribute name to trackable object.
           global_step: the step's `tf.Variable`.
           replica_state: `state.ReplicaState`, or None for an evaluation.
+          sync: puts on the disk what was reported; called before each commit, from another thread.
 
         Raises:
           UsageError: if a name is one of looplib's own.
@@ -126,7 +154,12 @@ class Store:
             raise UsageError(f"the attribute {name!r} has the name of something else in a checkpoint; rename it")
         if self.directory:
             self._checkpoints = Checkpoints(
-                self.directory, {**objects, **own}, self._policy, writes=self._workers.is_chief
+                self.directory,
+                {**objects, **own},
+                self._policy,
+                writes=self._workers.is_chief,
+                check=self.check_lock,
+                sync=sync,
             )
 
     def guard(self, objects):

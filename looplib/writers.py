@@ -1,6 +1,7 @@
 """Writers: the same numbers to TensorBoard, `metrics.jsonl` and the screen."""
 
 import abc
+import contextlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib import files
 from looplib.errors import UsageError
 
 
@@ -48,6 +50,9 @@ class Writer(abc.ABC):
     def flush(self):
         """Makes sure that what was written can be read by others."""
 
+    def sync(self) -> None:
+        """Puts on the disk what was flushed, so that a power cut does not undo it; called from another thread."""
+
     def close(self):
         """Flushes and lets go of files."""
         self.flush()
@@ -74,7 +79,7 @@ class TensorBoardWriter(Writer):
         """Takes out the records that the run will make again."""
         self.close()
         named = os.path.join(self._directory, "eval")
-        names = tf.io.gfile.listdir(named) if tf.io.gfile.isdir(named) else []
+        names = [name for name in _names(named) if not os.path.islink(os.path.join(named, name.rstrip("/")))]
         for split in {"train", "eval", *reported, *(name.rstrip("/") for name in names)}:
             self._keep(split, lambda event, last=reported.get(split, step): event.step <= last)
 
@@ -97,6 +102,13 @@ class TensorBoardWriter(Writer):
         self._files[split].write(event)
         self._steps[split].add(step)
 
+    def sync(self) -> None:
+        """See `Writer`."""
+        for file in list(self._files.values()):
+            with contextlib.suppress(FileNotFoundError):  # another job has rewritten it
+                files.make_durable(file.path)
+                files.make_durable(os.path.dirname(file.path))
+
     def close(self):
         """Closes the event files."""
         for file in self._files.values():
@@ -108,8 +120,8 @@ class TensorBoardWriter(Writer):
 
     def _paths(self, split):
         folder = self._folder(split)
-        names = sorted(tf.io.gfile.listdir(folder)) if tf.io.gfile.isdir(folder) else []
-        return [os.path.join(folder, name) for name in names if "tfevents" in name]  # as TensorBoard does
+        paths = [os.path.join(folder, name) for name in sorted(_names(folder)) if "tfevents" in name]  # as TensorBoard
+        return [path for path in paths if files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))]
 
     def _keep(self, split, condition):
         """Takes the other events out of the split's files; files without any stay as they are."""
@@ -182,6 +194,10 @@ def _read_events(path):
     return events, True
 
 
+def _names(folder: str) -> list[str]:
+    return tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+
+
 def _divided(records, condition):
     """Returns (the records that meet a condition, the others)."""
     kept, void = [], []
@@ -240,21 +256,27 @@ class JsonlWriter(Writer):
             self._keep(lambda record: _key(record) != (step, split))
         if _cut_short(self._path):  # by a crash of another job, or by a full disk that the caller got over
             self._keep(lambda record: True)
-        with tf.io.gfile.GFile(self._path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        with files.appending(self._path) as file:
+            file.write(f"{json.dumps(record)}\n".encode())
         self._written.add((step, split))
 
+    def sync(self) -> None:
+        """See `Writer`."""
+        with contextlib.suppress(FileNotFoundError):  # nothing was reported yet
+            files.make_durable(self._path)
+            files.make_durable(os.path.dirname(self._path) or ".")
+
     def _keep(self, condition):
-        records, void = _divided(read_jsonl(self._path), condition)
-        if void:
-            aside = ".voided".join(os.path.splitext(self._path))
-            known = read_jsonl(aside)
-            with tf.io.gfile.GFile(aside, "a") as file:
-                file.write("".join(json.dumps(record) + "\n" for record in void if record not in known))
-            logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
-        with tf.io.gfile.GFile(self._path + ".new", "w") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records))
-        tf.io.gfile.rename(self._path + ".new", self._path, overwrite=True)
+        with files.rewriting(self._path):
+            records, void = _divided(read_jsonl(self._path), condition)
+            if void:
+                aside = ".voided".join(os.path.splitext(self._path))
+                known = read_jsonl(aside)
+                lines = "".join(json.dumps(record) + "\n" for record in void if record not in known)
+                with files.appending(aside) as file:
+                    file.write(lines.encode())
+                logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
+            files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in records))
         self._written = {_key(record) for record in records}
 
 
@@ -282,16 +304,23 @@ def read_jsonl(path):
     """
     if not tf.io.gfile.exists(path):
         return []
+    try:
+        with files.open_regular(path) as file:
+            lines = file.read().splitlines()
+    except files.NotRegularError as error:
+        logging.warning("%s", error)
+        return []
     records = []
-    with tf.io.gfile.GFile(path) as file:
-        for number, line in enumerate(file.read().splitlines(), 1):
-            try:
-                record = json.loads(line)
-                record["step"], record["split"]
-            except (ValueError, KeyError, TypeError):
+    for number, line in enumerate(lines, 1):
+        try:
+            record = files.parse_json(line.decode())
+            if type(record["step"]) is not int or not isinstance(record["split"], str):
+                raise ValueError("its step or split is of another type")
+        except (ValueError, KeyError, TypeError):
+            if line:
                 logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
-                continue
-            records.append(record)
+            continue
+        records.append(record)
     return records
 
 
