@@ -61,7 +61,7 @@ def test_no_room_imports_a_higher_one():
     import ast
     import pathlib
 
-    order = ["imports", "errors", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "tpu", "keras_family", "clock", "trainer", "evaluator",
+    order = ["imports", "errors", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "keras_family", "startup", "tpu", "clock", "trainer", "evaluator",
              "commits", "lock", "debuggers", "preemption", "servers", "watchdog", "guards", "fused", "workers", "reductions", "packing", "metrics", "checksums", "feeds", "inputs", "pipelines", "steps", "loops",
              "engines", "coordinator", "snapshots", "state", "transfers", "checkpoints", "preflight", "tasks", "task_loop", "foreign_data", "foreign", "actions",
              "store", "writers", "controller", "runtime", "run_report", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
