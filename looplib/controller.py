@@ -5,7 +5,7 @@ import os
 import tensorflow as tf
 from absl import logging
 
-from looplib import keras_family, task_loop, tasks
+from looplib import keras_family, nudges, task_loop, tasks
 from looplib.actions import Event
 from looplib.checkpoints import CheckpointPolicy
 from looplib.clock import Clock
@@ -126,6 +126,8 @@ class Controller:
                 trainer.initialize()
             if self._policy.warm_start:
                 warm_start(objects, self._policy.warm_start)
+            if nudges.requested():
+                nudges.nudge(self._strategy, objects)
         if trainer:  # what a run wrote that was killed before its first save is void
             for writer in self._writers:
                 writer.resume(step, dict.fromkeys(["train", *self._evaluations], step))

@@ -63,7 +63,7 @@ def test_no_room_imports_a_higher_one():
 
     order = ["imports", "errors", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "keras_family", "startup", "tpu", "clock", "trainer", "evaluator",
              "commits", "lock", "debuggers", "preemption", "servers", "watchdog", "guards", "fused", "workers", "reductions", "packing", "metrics", "checksums", "feeds", "inputs", "pipelines", "steps", "loops",
-             "engines", "coordinator", "snapshots", "state", "transfers", "checkpoints", "preflight", "tasks", "task_loop", "foreign_data", "foreign", "actions",
+             "engines", "coordinator", "snapshots", "state", "nudges", "transfers", "checkpoints", "preflight", "tasks", "task_loop", "foreign_data", "foreign", "actions",
              "store", "writers", "controller", "runtime", "run_report", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
     folder = pathlib.Path(__file__).parents[1] / "looplib"
     assert sorted(order) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
