@@ -3,7 +3,7 @@
 Subclass `Trainer` (and `Evaluator`), write one `step_fn` for one replica, and a `Controller` does the rest.
 """
 
-from looplib import imports  # noqa: F401  (first, before the others import TensorFlow)
+from looplib import imports, startup  # noqa: F401  (first, before the others import TensorFlow)
 from looplib.actions import Action, Event
 from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.commits import checkpoints

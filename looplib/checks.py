@@ -16,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 
-from looplib import checksums, preflight
+from looplib import checksums, nudges, preflight
 from looplib.checkpoint_manager import latest_checkpoint
 from looplib.comparisons import compare, final_checkpoint
 from looplib.errors import UsageError
@@ -27,6 +28,7 @@ EXIT_EQUAL, EXIT_DIFFERENT, EXIT_FAILED = 0, 1, 2
 # What kills wait for, in turn: so that the first start after one finds a checkpoint, and each part of a life is struck.
 _KILLS = ("after a save", "while it started", "while it ran")
 _SHOWN = 6
+_NUDGES = 2  # runs that measure how rounding grows
 # A preflight builds the step on the CPU, whatever devices and workers the environment names.
 _NO_DEVICES = {
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -55,9 +57,9 @@ _BASELINE_HINT = (
     "random from its --seed"
 )
 _REPLICAS_HINT = (
-    "the examples are the same, so the step depends on how they are divided: the loss must be divided by the global "
-    "batch (self.global_mean), regularization by tf.nn.scale_regularization_loss; dropout and batch normalization "
-    "differ by nature. An accuracy moves by whole examples: give --rtol for it"
+    "the examples are the same, and the difference is larger than rounding makes it, so the step depends on how they "
+    "are divided: the loss must be divided by the global batch (self.global_mean), regularization by "
+    "tf.nn.scale_regularization_loss; dropout and batch normalization differ by nature"
 )
 
 
@@ -102,7 +104,11 @@ def resume(command, directory=None, *, kills=3, seed=0, baseline=1, timeout=3600
 
 
 def replicas(command, directory=None, *, counts=(1, 2, 4), rtol=1e-4, atol=1e-5, timeout=3600.0):
-    """Runs a command on several numbers of replicas, and compares examples exactly, all else within a tolerance.
+    """Runs a command on several numbers of replicas, and compares examples exactly, all else up to rounding.
+
+    How far rounding alone drives two runs apart is measured: by runs on the first number of replicas whose initial
+    weights are changed in their last bit. The steps are reported one by one, so that a difference is seen where it
+    begins, before rounding has grown.
 
     Args:
       command: list of str, a looplib binary and its flags without `--model_dir` and `--num_virtual_devices`.
@@ -126,11 +132,19 @@ def replicas(command, directory=None, *, counts=(1, 2, 4), rtol=1e-4, atol=1e-5,
         raise UsageError(f"--rtol is {rtol} and --atol {atol}; expected positive numbers")
     folder = _prepare(directory)
     runs = {n: os.path.join(folder, f"replicas_{n}") for n in counts}
+    command = [*command, "--steps_per_loop=1"]
     for n, run in runs.items():
         _run_to_the_end([*command, f"--num_virtual_devices={n}"], run, timeout)
     first, *others = counts
+    gaps = []
+    for seed in range(1, _NUDGES + 1):
+        nudged = os.path.join(folder, f"last_bit_{seed}")
+        environment = {checksums.VARIABLE: "1", nudges.VARIABLE: str(seed)}
+        _run_to_the_end([*command, f"--num_virtual_devices={first}"], nudged, timeout, environment)
+        gaps.append(compare(runs[first], nudged, rtol, atol).gaps)
+    rounding = merged(gaps)
     for n in others:
-        comparison = compare(runs[first], runs[n], rtol, atol)
+        comparison = compare(runs[first], runs[n], rtol, atol, rounding)
         for split, (relative, where, one, other) in comparison.largest.items():
             found = f"{relative:.2g} ({where}: {one} and {other})" if relative else "none"
             _say(f"{n} replicas against {first}, {split}: largest relative difference {found}")
@@ -140,6 +154,14 @@ def replicas(command, directory=None, *, counts=(1, 2, 4), rtol=1e-4, atol=1e-5,
         if code:
             return code
     return EXIT_EQUAL
+
+
+def merged(gaps: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Returns the largest of several runs' `Comparison.gaps`, by where they are."""
+    largest: dict[str, float] = {}
+    for found in gaps:
+        largest |= {where: max(gap, largest.get(where, 0.0)) for where, gap in found.items()}
+    return largest
 
 
 def fits(command, platform, directory=None, *, cores=8, timeout=3600.0):
@@ -302,8 +324,8 @@ def _run(command, folder, timeout, moment_of=lambda life: None, environment=None
     return life
 
 
-def _run_to_the_end(command, folder, timeout):
-    life = _run(command, folder, timeout)
+def _run_to_the_end(command, folder, timeout, environment=None):
+    life = _run(command, folder, timeout, environment=environment)
     final_checkpoint(folder)
     start = "" if life.ready is None else f", of which {life.ready:.1f} s to start"
     _say(f"{os.path.basename(folder)}: {life.now:.1f} s{start}; the last save is of step {life.saved}")

@@ -41,7 +41,9 @@ def examples_checksum(inputs, step):
     """Sums a hash of every example's content and the step; any division of the batch over replicas gives one sum.
 
     Args:
-      inputs: one batch of one replica. What has no batch dimension, or another than the first tensor has, is left out.
+      inputs: one batch of one replica. What has no batch dimension, or another than the first tensor has, is left out,
+        and so are zeros and "" in tensors whose static shape leaves a dimension open, as a padded batch has them: how
+        long a row is there depends on the rows beside it. Padding by another value cannot be told from content.
       step: int64 scalar.
 
     Returns:
@@ -73,6 +75,8 @@ def _fingerprints(leaf):
     if isinstance(leaf, tf.SparseTensor):
         places = tf.concat([_fingerprints(leaf.values)[:, None], leaf.indices[:, 1:]], axis=1)
         return tf.math.unsorted_segment_sum(_hash(places), leaf.indices[:, 0], leaf.dense_shape[0])
+    if None in leaf.shape[1:]:  # padded to the longest of the batch, by zeros or "", which are left out
+        return _fingerprints(tf.sparse.from_dense(leaf))
     if leaf.dtype == tf.string:  # tf.fingerprint of rows of no strings is whatever was in memory (TensorFlow 2.20)
         leaf = tf.strings.to_hash_bucket_fast(leaf, 2**62)
     return _hash(leaf)

@@ -22,6 +22,7 @@ _NOT_COMPARED = (
     "replica_state/.ATTRIBUTES/py_state",  # as a zip file it holds the time; its values decide those of the others
     "input_state/.ATTRIBUTES/py_state",  # how much of a pipeline's buffers was full is a matter of time
 )
+_TIMES_ROUNDING = 20.0  # one step's rounding is not another's; what a step does wrong is off by thousands of times
 _TIMES = re.compile("second|time|clock|restart")
 
 
@@ -35,6 +36,7 @@ class Comparison:
       bytes: their size.
       examples: whether the training records of both tell which examples were trained on.
       differences: list of (where, value in the first, value in the second), texts.
+      gaps: dict from where to the largest absolute difference of a number or of a tensor's elements.
       largest: dict from split, or "final checkpoint", to (relative difference, where, the two values as texts).
     """
 
@@ -44,17 +46,20 @@ class Comparison:
     examples: bool = False
     differences: list = dataclasses.field(default_factory=list)
     largest: dict = dataclasses.field(default_factory=dict)
+    gaps: dict = dataclasses.field(default_factory=dict)
 
     def add(self, split, where, one, other, rtol, atol):
         """Compares one value of each."""
-        same, relative, texts = _compare(one, other, rtol, atol)
+        same, relative, gap, texts = _compare(one, other, rtol, atol)
+        if gap is not None:
+            self.gaps[where] = gap
         if not same:
             self.differences.append((where, *texts))
         if split and relative is not None and relative >= self.largest.get(split, (-1,))[0]:
             self.largest[split] = relative, where, *texts
 
 
-def compare(first, second, rtol=0.0, atol=0.0):
+def compare(first, second, rtol=0.0, atol=0.0, rounding=None):
     """Compares the metrics, the final metrics and the last checkpoints of two run directories.
 
     Args:
@@ -62,6 +67,8 @@ def compare(first, second, rtol=0.0, atol=0.0):
       second: the other.
       rtol: relative tolerance of metrics and floating point tensors; with 0 for both, all is compared bit by bit.
       atol: absolute tolerance of the same.
+      rounding: `gaps` between the first and runs that differ from it by rounding alone; a number of the second may be
+        off by 20 times as much, and one that counts examples, such as an accuracy, by four of them.
 
     Returns:
       `Comparison`.
@@ -72,9 +79,10 @@ def compare(first, second, rtol=0.0, atol=0.0):
     result = Comparison()
     replicas_differ = bool(rtol or atol)
     ones, others = _numbers(first, replicas_differ), _numbers(second, replicas_differ)
+    slack = {} if rounding is None else _slack(first, ones, rounding)
     for split, where in [*ones, *(key for key in others if key not in ones)]:
         exact = where.endswith((checksums.METRIC, "records"))
-        tolerances = (0, 0) if exact else (rtol, atol)
+        tolerances = (0, 0) if exact else (rtol, atol + slack.get(where, 0.0))
         result.add(split, where, ones.get((split, where)), others.get((split, where)), *tolerances)
     result.records = sum(value for (_, where), value in ones.items() if where.endswith(": records"))
     result.examples = all(any(where.endswith(checksums.METRIC) for _, where in run) for run in (ones, others))
@@ -84,11 +92,51 @@ def compare(first, second, rtol=0.0, atol=0.0):
         one, other = (reader.get_tensor(key) if key in own else None for reader, own in zip(readers, keys))
         whole = np.asarray(one).dtype.kind in "iub"  # counters and seeds
         name = key.replace("/.ATTRIBUTES/VARIABLE_VALUE", "")
-        result.add("final checkpoint", f"tensor {name}", one, other, *((0, 0) if whole else (rtol, atol)))
+        where = f"tensor {name}"
+        tolerances = (0, 0) if whole else (rtol, atol + slack.get(where, 0.0))
+        result.add("final checkpoint", where, one, other, *tolerances)
         if one is not None:
             result.tensors += 1
             result.bytes += np.asarray(one).nbytes
     return result
+
+
+def _slack(folder: str, numbers: dict, rounding: dict[str, float]) -> dict[str, float]:
+    """What each number may be off besides the tolerances, as a dict from where to an absolute difference."""
+    slack = {where: _TIMES_ROUNDING * gap for where, gap in rounding.items()}
+    counting = _counting(folder)
+    so_far: dict[tuple[str, str], float] = {}  # rounding does not shrink for good where it is small once
+    for split, where in numbers:
+        name = where.rsplit(" ", 1)[-1]
+        if split:
+            so_far[split, name] = slack[where] = max(slack.get(where, 0.0), so_far.get((split, name), 0.0))
+        slack[where] = max(slack.get(where, 0.0), counting.get(name, 0.0))
+    return slack
+
+
+def _counting(folder: str) -> dict[str, float]:
+    """The metrics that count examples, such as an accuracy, from name to the part of it that four examples are."""
+    batch = (_report(folder).get("flags") or {}).get("global_batch_size", 1)
+    found, before = collections.defaultdict(list), collections.Counter()
+    for record in read_jsonl(os.path.join(folder, "metrics.jsonl")):
+        step, split = record["step"], record["split"]
+        examples = record.get("examples", batch * (step - before[split]))
+        before[split] = step
+        for name in record.keys() - {"step", "split", "examples", "steps_per_second", checksums.METRIC}:
+            found[name].append((record[name], examples))
+    return {
+        name: 4 / min(examples for _, examples in values)
+        for name, values in found.items()
+        if all(examples and abs(x * examples - round(x * examples)) < 1e-3 for x, examples in values)
+    }
+
+
+def _report(folder: str) -> dict:
+    try:
+        with open(os.path.join(folder, "run.json")) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
 
 
 def _numbers(folder, replicas_differ):
@@ -101,11 +149,7 @@ def _numbers(folder, replicas_differ):
         numbers[split, f"step {step} {split}: records"] = counts[split, step]
         for name in sorted(record.keys() - {"steps_per_second"}, key=lambda name: (name != checksums.METRIC, name)):
             numbers[split, f"step {step} {split} {name}"] = record[name]
-    try:
-        with open(os.path.join(folder, "run.json")) as file:
-            run = json.load(file)
-    except (OSError, ValueError):
-        run = {}
+    run = _report(folder)
     _, state = peek(final_checkpoint(folder))
     if replicas_differ:  # what each replica has added up so far is compared as a sum
         running = state.get("running", {})
@@ -142,13 +186,17 @@ def final_checkpoint(folder):
 
 
 def _compare(one, other, rtol, atol):
-    """Returns (whether the same, relative difference if it has one, (text, text)): JSON values, arrays, None."""
+    """Compares JSON values, arrays or None.
+
+    Returns:
+      (whether the same, the relative and the absolute difference if they have one, (text, text)).
+    """
     a, b = np.asarray(one), np.asarray(other)
     if one is None or other is None or a.shape != b.shape or "O" in a.dtype.kind + b.dtype.kind:
         same = a.shape == b.shape and a.tolist() == b.tolist()
-        return same, None, tuple("nothing" if x is None else _describe(x) for x in (one, other))
+        return same, None, None, tuple("nothing" if x is None else _describe(x) for x in (one, other))
     if not rtol or a.dtype.kind in "USb":
-        same, relative = a.dtype == b.dtype and a.tobytes() == b.tobytes(), None
+        same, relative, most = a.dtype == b.dtype and a.tobytes() == b.tobytes(), None, None
         wrong = _rows(a) != _rows(b) if a.dtype == b.dtype else np.ones([a.size, 1], bool)
         gap = wrong = wrong.any(axis=1)
     else:
@@ -158,14 +206,15 @@ def _compare(one, other, rtol, atol):
         gap = np.where(np.isnan(gap), np.inf, gap)
         wrong = ~(gap <= atol + rtol * np.abs(x))
         # Relative to the tensor's largest element: what is next to 0 in it is next to nothing.
-        relative = float(gap.max(initial=0) / max(np.nanmax(np.abs(x), initial=0), atol))
+        most = float(gap.max(initial=0))
+        relative = float(most / max(np.nanmax(np.abs(x), initial=0), atol))
         same = not wrong.any()
     if not a.shape:
-        return same, relative, (str(a[()]), str(b[()]))
+        return same, relative, most, (str(a[()]), str(b[()]))
     at = np.unravel_index(int((gap if same else wrong).argmax()), a.shape) if a.size else ()
     prefix = f"{list(map(int, at))} "
     count = f", {int(wrong.sum()):,} of {a.size:,} elements differ" if not same else ""
-    return same, relative, (f"{prefix}{a[at]}", f"{prefix}{b[at]}{count}")
+    return same, relative, most, (f"{prefix}{a[at]}", f"{prefix}{b[at]}{count}")
 
 
 def _rows(array):

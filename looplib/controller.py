@@ -5,7 +5,7 @@ import contextlib
 import tensorflow as tf
 from absl import logging
 
-from looplib import keras_family, run_directory, run_report, runtime, task_loop, tasks
+from looplib import keras_family, nudges, run_directory, run_report, runtime, task_loop, tasks
 from looplib.actions import ActionStates, Event
 from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.clock import Clock
@@ -146,6 +146,8 @@ class Controller:
                 trainer.initialize()
             if self._policy.warm_start:
                 warm_start(objects, self._policy.warm_start)
+            if nudges.requested():
+                nudges.nudge(self._strategy, objects)
         # What a run wrote that was killed before its first save is void.
         self._continued_from = step, step
 

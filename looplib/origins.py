@@ -123,7 +123,7 @@ def place_of(error: BaseException, functions: Iterable[tf.types.experimental.Con
 def place_of_function(function: Callable) -> str:
     """The line that a function of the user's starts at, as "file:line: text"; "" if it is none of the user's."""
     code = getattr(function, "__code__", None)
-    return _told(code.co_filename, code.co_firstlineno) if code and _is_users(code.co_filename) else ""
+    return _told(code.co_filename, code.co_firstlineno) if code and is_users(code.co_filename) else ""
 
 
 def _frames_in_message(error: BaseException) -> list[tuple[str, int, str | None]]:
@@ -132,7 +132,7 @@ def _frames_in_message(error: BaseException) -> list[tuple[str, int, str | None]
     if not re.search(r"in user code:|Traceback \(most recent call last\)|Detected at node", text):
         return []
     found = re.findall(r'File "([^"]+)", line (\d+)', text)
-    return [(file, int(line), None) for file, line in reversed(found) if _is_users(file)]
+    return [(file, int(line), None) for file, line in reversed(found) if is_users(file)]
 
 
 def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | None]]:
@@ -141,10 +141,17 @@ def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | Non
         return [(error.filename, error.lineno or 0, (error.text or "").strip())]
     frames = traceback.extract_tb(error.__traceback__)
     start = next((number for number, frame in enumerate(frames) if frame.filename.startswith(_OURS)), 0)
-    return [(frame.filename, frame.lineno or 0, None) for frame in frames[:start:-1] if _is_users(frame.filename)]
+    return [(frame.filename, frame.lineno or 0, None) for frame in frames[:start:-1] if is_users(frame.filename)]
 
 
-def _is_users(filename: str) -> bool:
+def place_of_stack(frames: list[traceback.FrameSummary]) -> str:
+    """The innermost line of the user's in a stack, as "file:line: text"; "" if there is none."""
+    found = [frame for frame in frames if is_users(frame.filename)]
+    return _told(found[-1].filename, found[-1].lineno or 0) if found else ""
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is of the user's program: not of looplib, of an installed package, or made by AutoGraph."""
     made = filename.startswith("<") or os.path.basename(filename).startswith("__autograph_generated_file")
     return not made and not _is_library(filename)
 

@@ -12,13 +12,14 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import cluster, peers, servers
+from looplib import cluster, peers, servers, startup
 from looplib import tpu as tpus
 from looplib.errors import UsageError, whole_number
 from looplib.preemption import SIGNALS
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+_is_set_up = False
 
 
 def setup(
@@ -66,6 +67,7 @@ def setup(
     on_tpu = strategy == "tpu" or tpu or (strategy == "auto" and tpus.is_here())
     if mixed_precision == "mixed_float16" and on_tpu:
         raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
+    _warn_of_an_early_start()
     _seed_everything(seed)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -123,12 +125,12 @@ def _prepare_devices(num_virtual_devices):
                 cpu, [tf.config.LogicalDeviceConfiguration()] * num_virtual_devices
             )
         except RuntimeError as error:
-            raise UsageError(
-                "num_virtual_devices came after TensorFlow had started its devices; call looplib.runtime.setup before "
-                "any tensor is made"
-            ) from error
-    for gpu in gpus:
-        tf.config.experimental.set_memory_growth(gpu, True)
+            raise startup.refusal(f"num_virtual_devices={num_virtual_devices}") from error
+    try:
+        for gpu in gpus:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    except RuntimeError as error:
+        raise startup.refusal("that GPU memory grows as it is needed") from error
     return gpus
 
 
@@ -164,6 +166,8 @@ def _multi_worker(join_limit, num_virtual_devices):
         )
     if num_virtual_devices > 1:
         raise UsageError(f"num_virtual_devices is {num_virtual_devices}, and a worker has one CPU; start more workers")
+    if startup.started():  # TensorFlow has no collective ops then
+        raise startup.refusal("the strategy multi_worker")
     os.environ["TF_CONFIG"] = found.tf_config  # where TensorFlow looks
     peers.current = peers.Peers(found, join_limit=join_limit)
     peers.current.join()
@@ -205,6 +209,18 @@ def _when_imported(name, function):
             return spec
 
     sys.meta_path.insert(0, Finder())
+
+
+def _warn_of_an_early_start() -> None:
+    """Warns of what was made before this process was set up, and so has neither the run's seed nor its precision."""
+    global _is_set_up
+    if startup.started() and not _is_set_up:
+        logging.warning(
+            "TensorFlow's devices were started before looplib.runtime.setup, by %s; random values and Keras objects "
+            "made there have neither the run's seed nor its precision: make them in `build`",
+            startup.place(),
+        )
+    _is_set_up = True
 
 
 def _seed_everything(seed):

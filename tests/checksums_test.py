@@ -48,6 +48,26 @@ def test_what_belongs_together_counts():
     assert examples_checksum(tf.constant(1), 0) is None
 
 
+@pytest.mark.parametrize("kind", [tf.int64, tf.float32, tf.string])
+def test_padding_to_the_longest_of_a_batch_does_not_count(kind):
+    rows = [[3, 1, 4], [1], [5, 0, 2, 6], [5, 3]]
+    number = lambda row: tf.strings.as_string(row) if kind == tf.string else tf.cast(row, kind)
+
+    def padded(some):
+        data = tf.data.Dataset.from_generator(lambda: iter(some), output_signature=tf.TensorSpec([None], tf.int64))
+        return data.map(number).padded_batch(4, padded_shapes=[None])
+
+    def checksum(some):
+        (spec,) = [padded(some).element_spec]
+        hashed = tf.function(lambda batch: examples_checksum(batch, 5), input_signature=[spec])
+        return int(hashed(next(iter(padded(some)))))
+
+    assert checksum(rows) == checksum(rows[:2]) + checksum(rows[2:])  # of length 4, 3 and 4
+    assert checksum(rows) == sum(checksum([row]) for row in rows)
+    assert checksum(rows) != checksum([[1, 3, 4], *rows[1:]])
+    assert checksum(rows) != checksum([[0, 3, 1, 4], *rows[1:]])
+
+
 class Quiet(toy.Regression):
     """Reports nothing of what it is given."""
 

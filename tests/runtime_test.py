@@ -62,6 +62,65 @@ print("; ".join(names))
     assert in_a_new_process(code) == expected
 
 
+EARLY = {
+    "constant": "table = tf.constant([1, 2])",
+    "variable": "table = tf.Variable(1.0)",
+    "data set": "table = tf.data.Dataset.from_tensor_slices([1, 2])",
+    "generator": "table = tf.random.Generator.from_seed(1)",
+    "random": "table = tf.random.normal([2])",
+    "model": "table = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])",
+    "optimizer": "table = keras.optimizers.Adam()",
+    "metric": "table = keras.metrics.Mean()",
+    "devices": "table = tf.config.list_logical_devices()",
+    "strategy": "table = tf.distribute.MirroredStrategy()",
+    "none": "table = keras.layers.Dense(2), keras.initializers.GlorotUniform(), tf.random.set_seed(1)",
+}
+TOO_LATE = """
+import contextlib, io, json, os, sys
+sys.path.insert(0, {folder!r})
+{imports}
+import early
+
+os.environ["TF_CONFIG"] = json.dumps({{"cluster": {{"worker": ["127.0.0.1:1", "127.0.0.1:2"]}}, "task": {{"type": "worker", "index": 0}}}})
+for settings in (dict(strategy="mirrored", num_virtual_devices=2), dict(strategy="multi_worker", join_limit=0.1)):
+    try:
+        print(runtime.describe(runtime.setup(**settings)))
+    except UsageError as error:
+        print(error)
+"""
+
+
+def too_late(folder, case, imports="import looplib"):
+    """What runtime.setup says after a module made something at its top: a line for two devices, one for two workers."""
+    (folder / "early.py").write_text(f"import keras\nimport tensorflow as tf\n\n{EARLY[case]}\n")
+    program = TOO_LATE.format(folder=str(folder), imports=f"{imports}\n")
+    if imports != "import looplib":  # looplib comes after the tensor
+        program = program.replace("\nimport early", "\nfrom looplib import UsageError, runtime")
+    else:
+        program = "from looplib import UsageError, runtime\n" + program
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return result.stdout.splitlines(), result.stderr
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_a_setting_that_comes_after_a_tensor_names_the_line_that_made_it(case, tmp_path):
+    lines, errors = too_late(tmp_path, case)
+    place = f"{tmp_path}/early.py:4: {EARLY[case]}"
+    if case == "none":
+        assert lines[0] == "MirroredStrategy, 2 replicas", errors
+        return
+    assert f"started before by {place}; make tensors, variables, models and optimizers in `build`" in lines[0], errors
+    assert lines[0].startswith("num_virtual_devices=2 has to be set before") and place in lines[1]
+    assert lines[1].startswith("the strategy multi_worker has to be set before TensorFlow starts its devices")
+    assert f"were started before looplib.runtime.setup, by {place}; random values" in errors
+
+
+def test_a_tensor_made_before_looplib_is_imported_is_named_by_its_name(tmp_path):
+    lines, errors = too_late(tmp_path, "variable", imports="import early")
+    assert "started before by a tensor, such as `table` of early.py; make" in lines[0], errors
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -1,0 +1,44 @@
+"""`check replicas` tells rounding that grows from a step that depends on how the examples are divided."""
+
+import concurrent.futures
+
+import divided
+import pytest
+
+from looplib import nudges
+from looplib.checks import merged
+from looplib.comparisons import compare
+
+RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
+CASES = {
+    **{(kind, 200): True for kind in divided.RIGHT},
+    **{(kind, 20): False for kind in divided.WRONG},
+    **{(kind, 200): False for kind in ("mean", "batch_norm", "clip")},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(nursery, tmp_path_factory):
+    """The run directories of each case, by the names of RUNS."""
+
+    def run(job):
+        (kind, steps), name = job
+        folder = tmp_path_factory.mktemp(f"{kind}_{steps}_{name}")
+        replicas, nudge = RUNS[name]
+        flags = [f"--model_dir={folder}", f"--config.kind={kind}", f"--train_steps={steps}", "--steps_per_loop=1"]
+        environment = {nudges.VARIABLE: nudge} if nudge else {}
+        life = nursery.life_of("divided", *flags, f"--num_virtual_devices={replicas}", environment=environment)
+        assert life.code() == 0, life.output()[-2000:]
+        return job, folder
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return dict(pool.map(run, [(case, name) for case in CASES for name in RUNS]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_right_trainers_are_equal_and_wrong_ones_different_early_and_late(case, folders):
+    first, *nudged, two, four = (folders[case, name] for name in RUNS)
+    rounding = merged(compare(first, run, 1e-4, 1e-5).gaps for run in nudged)
+    for other in (two, four):
+        differences = compare(first, other, 1e-4, 1e-5, rounding).differences
+        assert bool(differences) != CASES[case], differences[:5]
