@@ -38,6 +38,7 @@ class Stream:
       arrays: structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself.
       sure: how many steps there certainly are, from the first on, with a batch of full size for each replica.
       batch_size: examples of a batch of full size.
+      sized: whether batches need no check of their size: it is static, or it may vary.
     """
 
     strategy: tf.distribute.Strategy
@@ -53,6 +54,7 @@ class Stream:
     arrays: object
     sure: int
     batch_size: int
+    sized: bool = True
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property

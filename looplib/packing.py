@@ -213,13 +213,14 @@ def batch_size(inputs):
             if leaf.shape.rank is not None and leaf.shape[0] is not None:
                 known.add(leaf.shape[0])
             if size is None:
-                size = _rows(leaf)
+                size = rows(leaf)
     return None if size is None else (known, size)
 
 
-def _rows(leaf):
+def rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
+    """How many rows a batch's tensor has, int64 scalar tensor."""
     if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows()
+        return leaf.nrows(out_type=tf.int64)
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, tf.int64)[0]

@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import checksums, coordinator, engines, feeds, fused, guards, pipelines
+from looplib.batch_sizes import METRIC, BatchSizes
 from looplib.errors import UsageError, positive
 from looplib.loops import EagerLoop, StepwiseLoop
 from looplib.metrics import Reducer
@@ -76,6 +77,9 @@ class TaskLoop:
         step_fn = task.step_fn
         if split == "train" and checksums.enabled():
             step_fn = checksums.add_to(step_fn, lambda: task.global_step if remote else counter)
+        self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
+        if self._sizes:
+            step_fn = self._sizes.add_to(step_fn)
         self._tables = None
         if self._stream.arrays is not None:
             self._tables = feeds.tables(strategy, self._stream.arrays)
@@ -144,6 +148,9 @@ class TaskLoop:
 
     def position(self):
         """The place in the data after the last `run`, as bytes for `rewind`; None where `start_step` has to do."""
+        if self._sizes and self.reducer.created and METRIC in self.reducer.packer.names:
+            start = self.reducer.packer.start_of(METRIC)
+            self._sizes.look(np.sum(self.reducer.state()["totals"], axis=0)[start : start + 4])
         return self._stream.position(self._iterator) if self._iterator is not None else self._position
 
     def rewind(self, start_step=0, position=None):
@@ -258,6 +265,7 @@ class TaskLoop:
     def read(self):
         """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
         metrics = self._engine.read()
+        metrics = self._sizes.check(metrics) if self._sizes else metrics
         # The checksum is no matter of the user's.
         checksum = {name: metrics.pop(name) for name in [checksums.METRIC] if name in metrics}
         return {**as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
