@@ -216,7 +216,9 @@ class HostStream(Stream):
 
         def replace():
             with tf.device("/cpu:0"):
-                tf.raw_ops.MakeIterator(dataset=tf.data.experimental.to_variant(nothing), iterator=iterator_state.handle(iterator))
+                tf.raw_ops.MakeIterator(
+                    dataset=tf.data.experimental.to_variant(nothing), iterator=iterator_state.handle(iterator)
+                )
 
         threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
 

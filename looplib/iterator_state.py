@@ -11,14 +11,16 @@ _MOST_BYTES = 256 * 2**20
 _PIECES = 4
 _DIGEST_BYTES = 16
 _FAIL = 2  # the op's policy: refuse what has state outside of the iterator
-# What restores exactly with TensorFlow 2.20, by the names in its states; tests/sources_test.py saves and restores each.
+# What restores exactly with TensorFlow 2.20, by the names in its states: tests/sources_test.py tries each.
 TRIED = frozenset(
-    """AssertCardinality BatchV2 Concatenate DenseToSparseBatch DirectedInterleave Filter FiniteRepeat FiniteSkip FiniteTake
-    FixedLengthRecordV2 FlatMap ForeverRepeat FromTensor GlobalShuffle GroupByReducer GroupByWindow Interleave
-    LegacyParallelInterleaveV2 List Load Map MapAndBatch MemoryCache MemoryCacheImpl PaddedBatchV2 ParallelBatch
-    ParallelFilter ParallelInterleaveV4 ParallelMapV2 ParseExampleV2 Prefetch Random Range RebatchV2 Root Scan Shard
-    Shuffle ShuffleAndRepeat Snapshot SnapshotDatasetReader SnapshotNestedDatasetReader SnapshotWriter TFRecord TakeWhile
-    TensorSlice TextLine Unbatch Unique Window WriterIterator Zip""".split()
+    """
+    AssertCardinality BatchV2 Concatenate DenseToSparseBatch DirectedInterleave Filter FiniteRepeat FiniteSkip
+    FiniteTake FixedLengthRecordV2 FlatMap ForeverRepeat FromTensor GlobalShuffle GroupByReducer GroupByWindow
+    Interleave LegacyParallelInterleaveV2 List Load Map MapAndBatch MemoryCache MemoryCacheImpl PaddedBatchV2
+    ParallelBatch ParallelFilter ParallelInterleaveV4 ParallelMapV2 ParseExampleV2 Prefetch Random Range RebatchV2
+    Root Scan Shard Shuffle ShuffleAndRepeat Snapshot SnapshotDatasetReader SnapshotNestedDatasetReader
+    SnapshotWriter TFRecord TakeWhile TensorSlice TextLine Unbatch Unique Window WriterIterator Zip
+    """.split()
 )
 _WRONG = {
     "CSV": "it reads CSV files, whose saved place TensorFlow restores at the end of what was buffered",

@@ -213,12 +213,11 @@ def batch_size(inputs):
             if leaf.shape.rank is not None and leaf.shape[0] is not None:
                 known.add(leaf.shape[0])
             if size is None:
-                size = rows(leaf)
+                size = _rows(leaf)
     return None if size is None else (known, size)
 
 
-def rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
-    """How many rows a batch's tensor has, int64 scalar tensor."""
+def _rows(leaf):
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int64)
     if isinstance(leaf, tf.SparseTensor):

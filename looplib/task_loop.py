@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import checksums, coordinator, engines, feeds, fused, guards, pipelines
-from looplib.batch_sizes import METRIC, BatchSizes
+from looplib.batch_sizes import BatchSizes
 from looplib.errors import UsageError, positive
 from looplib.loops import EagerLoop, StepwiseLoop
 from looplib.metrics import Reducer
@@ -148,9 +148,8 @@ class TaskLoop:
 
     def position(self):
         """The place in the data after the last `run`, as bytes for `rewind`; None where `start_step` has to do."""
-        if self._sizes and self.reducer.created and METRIC in self.reducer.packer.names:
-            start = self.reducer.packer.start_of(METRIC)
-            self._sizes.look(np.sum(self.reducer.state()["totals"], axis=0)[start : start + 4])
+        if self._sizes and self.reducer.created:
+            self._sizes.look(self.reducer.packer, self.reducer.state()["totals"])
         return self._stream.position(self._iterator) if self._iterator is not None else self._position
 
     def rewind(self, start_step=0, position=None):

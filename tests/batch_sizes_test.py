@@ -67,15 +67,16 @@ def test_on_every_strategy(name, make, found, distributed):
         trainer = Line(make)
     replicas = strategy.num_replicas_in_sync
     size = GLOBAL_BATCH // replicas
-    expected = rf"Line.dataset made {3 * replicas} of {3 * replicas} batches {found} than .*per_replica_batch_size, which is "
-    expected += rf"{size} \(they have {2 * size if found == 'larger' else size - 1} examples on average\)"
+    average = 2 * size if found == "larger" else size - 1
+    expected = rf"Line.dataset made {found} batches than context.per_replica_batch_size, which is {size}: the first "
+    expected += rf"{3 * replicas} have {average} examples on average"
     with pytest.raises(looplib.UsageError, match=expected):
         train(trainer, strategy)
 
 
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 def test_in_every_engine(loop):
-    with pytest.raises(looplib.UsageError, match="larger than .* 16 examples on average"):
+    with pytest.raises(looplib.UsageError, match="larger batches .* 16 examples on average"):
         train(Line(LARGE), loop=loop)
 
 
@@ -87,13 +88,13 @@ def ragged(i):
     lambda i: {"ids": i, "x": dense(i)}, ragged, lambda i: tf.sparse.from_dense(dense(i)), lambda i: (ragged(i), dense(i)),
 ])  # fmt: skip
 def test_in_elements_of_every_kind(element):
-    with pytest.raises(looplib.UsageError, match="larger than .* 16 examples on average"):
+    with pytest.raises(looplib.UsageError, match="larger batches .* 16 examples on average"):
         train(Line(LARGE, element))
 
 
 def test_it_is_noticed_before_a_save(tmp_path):
     policy = looplib.CheckpointPolicy(every_steps=1)
-    with pytest.raises(looplib.UsageError, match="1 of 1 batches larger"):
+    with pytest.raises(looplib.UsageError, match="the first 1 have 16 examples"):
         train(Line(LARGE), model_dir=str(tmp_path), checkpoints=policy, steps_per_loop=100)
     assert not list(tmp_path.glob("checkpoints/*.commit"))
 
@@ -117,7 +118,7 @@ def test_the_last_batch_of_the_data_or_of_an_epoch_may_be_smaller(name, make, di
 
 
 def test_epochs_smaller_than_a_batch_are_noticed():
-    with pytest.raises(looplib.UsageError, match="3 of 3 batches smaller than .* 5 examples on average"):
+    with pytest.raises(looplib.UsageError, match="smaller batches .* the first 3 have 5 examples on average"):
         train(Line(lambda n: ids(5).batch(n).repeat()))
 
 
@@ -129,7 +130,12 @@ def test_other_tensors_may_have_other_sizes():
 
 
 def test_a_static_size_of_one_tensor_is_enough():
-    train(Line(lambda n: ids(960).batch(n, drop_remainder=True), lambda i: {"some": tf.boolean_mask(i, i > 4), "x": dense(i)}))
+    train(
+        Line(
+            lambda n: ids(960).batch(n, drop_remainder=True),
+            lambda i: {"some": tf.boolean_mask(i, i > 4), "x": dense(i)},
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", [tf.RaggedTensor, tf.SparseTensor])
@@ -142,3 +148,12 @@ def test_a_static_size_that_is_wrong_is_refused_before_the_first_step(kind):
 
 def test_sizes_that_vary_are_taken_as_they_are():
     assert set(train(Line(LARGE, varies=True))) == {"loss", "steps_per_second"}
+
+
+def test_where_no_metric_tells_the_size_the_input_does():
+    class Total(Line):
+        def step_fn(self, inputs):
+            return {"loss": looplib.total(tf.reduce_sum(super().step_fn(inputs)["loss"]))}
+
+    with pytest.raises(looplib.UsageError, match="larger batches .* 16 examples on average"):
+        train(Total(LARGE))

@@ -10,9 +10,11 @@ import pathlib
 import shutil
 import types
 
+import csv_reader
 import numpy as np
 import pytest
 import tensorflow as tf
+import toy
 from tensorflow.python.data.experimental.ops import global_shuffle_op  # behind tf.data's option of that name
 
 from looplib import iterator_state, pipelines
@@ -35,7 +37,10 @@ def files(tmp_path_factory):
         for file in examples
     ]
     rows = [[f"{100 * i + j},{j / 2}" for j in range(20)] for i in range(3)]
-    contents = {"txt": [("\n".join(r) + "\n").encode() for r in rows], "bin": [bytes(range(i, i + 80)) for i in range(3)]}
+    contents = {
+        "txt": [("\n".join(r) + "\n").encode() for r in rows],
+        "bin": [bytes(range(i, i + 80)) for i in range(3)],
+    }
     contents["csv"] = [b"a,b\n" + text for text in contents["txt"]]
     for kind, parts in contents.items():
         paths = [folder / f"{i}.{kind}" for i in range(3)]
@@ -355,6 +360,27 @@ def test_skips_and_says_why(name):
     assert len(whole) > STOPS[-1]
     assert rests == [whole[stop:] for stop in STOPS]
     assert why in log.partition("a resumed run will skip what it has seen: ")[2] and "by skipping" in log
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_run_on_a_csv_file_resumes_exactly(repeated, tmp_path):
+    """The case that was seen: one epoch of 80 steps, stopped at step 30 and continued, ended at step 41."""
+    csv_reader.write(tmp_path / "rows.csv")
+
+    def order(folder, *stops):
+        found = []
+        for until in stops:
+            tf.random.set_seed(0)
+            trainer = csv_reader.Reader(tmp_path / "rows.csv", repeated)
+            with toy.controller(tf.distribute.get_strategy(), trainer, model_dir=tmp_path / folder) as controller:
+                controller.train(until)
+            found += [ids.tolist() for ids in trainer.order]
+        return found
+
+    end = 100 if repeated else -1
+    whole = order("whole", end)
+    assert len(whole) == (100 if repeated else 80)
+    assert order("parts", 30, end) == whole
 
 
 @pytest.mark.parametrize("name, make", [
