@@ -3,8 +3,6 @@
 import collections.abc
 import dataclasses
 import functools
-import hashlib
-import re
 import threading
 import time
 
@@ -12,15 +10,14 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib import iterator_state
 from looplib.errors import UsageError
 from looplib.workers import Workers
 
-# The most bytes of a saved position. TensorFlow 2.20 ends the process on a serialized tensor of 2 GB.
-_MOST_BYTES = 256 * 2**20
-# Pieces of an iterator's state that are serialized at once: one is slow, and many may come to 2 GB before the check.
-_PIECES = 4
-_DIGEST_BYTES = 16
-_FAIL = 2  # the op's policy: refuse what has state outside of the iterator
+# What makes an exact repetition of skipped batches a matter of the user's program, by TensorFlow's names of ops.
+_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
+_RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
+_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
 
 @dataclasses.dataclass
@@ -41,6 +38,7 @@ class Stream:
       arrays: structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself.
       sure: how many steps there certainly are, from the first on, with a batch of full size for each replica.
       batch_size: examples of a batch of full size.
+      sized: whether batches need no check of their size: it is static, or it may vary.
     """
 
     strategy: tf.distribute.Strategy
@@ -56,6 +54,7 @@ class Stream:
     arrays: object
     sure: int
     batch_size: int
+    sized: bool = True
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property
@@ -149,6 +148,8 @@ class HostStream(Stream):
         self._local_replicas = self.strategy.num_replicas_in_sync // self._workers.count
         self._savable = self.renew is not None and not self.positioned and self._workers.count == 1
         self._digest = None
+        self._unsavable = ""  # why, once it is known
+        self._trusted = False  # whether stages that are not known were tried out
         self._spec = None
         self._had_batch = None
         if self.may_be_empty and self._workers.count > 1:
@@ -173,7 +174,11 @@ class HostStream(Stream):
         start = time.perf_counter()
         iterator = self._iter()
         if self._savable:
-            self._digest = self._digest_of(iterator)
+            kind = (self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality()))
+            try:
+                self._digest = iterator_state.digest(iterator, *kind)
+            except iterator_state.UnsavableError as error:
+                self._give_up(str(error))
         if position is not None and self._savable:
             try:
                 self._restore(iterator, position)
@@ -191,6 +196,7 @@ class HostStream(Stream):
                 )
                 iterator = self._iter()
         if self.skipped:
+            self._warn_of_what_skipping_cannot_repeat()
             self._skip(iterator)
             seconds = time.perf_counter() - start
             self._note(f"goes on after step {self.start_step} by skipping {self.skipped} batches ({seconds:.1f} s)")
@@ -210,7 +216,9 @@ class HostStream(Stream):
 
         def replace():
             with tf.device("/cpu:0"):
-                tf.raw_ops.MakeIterator(dataset=tf.data.experimental.to_variant(nothing), iterator=_handle(iterator))
+                tf.raw_ops.MakeIterator(
+                    dataset=tf.data.experimental.to_variant(nothing), iterator=iterator_state.handle(iterator)
+                )
 
         threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
 
@@ -281,47 +289,57 @@ class HostStream(Stream):
         batches = iter(batches)
         return self.strategy.experimental_distribute_values_from_function(lambda _: next(batches))
 
-    def position(self, iterator):
+    def position(self, iterator: tf.data.Iterator) -> bytes | None:
         """See `Stream`."""
-        state = self._state(iterator) if self._savable else None
-        if state is None:
+        if not self._savable:
             return None
-        pieces, size = _pack(state, _MOST_BYTES)
-        if size > _MOST_BYTES:
-            return self._give_up(f"its buffers take more than {_MOST_BYTES // 2**20} MB")
-        packed = self._digest + tf.io.serialize_tensor(pieces).numpy()
-        if b"::FileCache" in packed:
-            # Restoring it ends the process if the files are gone (TensorFlow 2.20).
-            return self._give_up("it caches in files")
-        return packed
-
-    def _state(self, iterator):
-        """The state of an iterator, variant `[n]`, one for each stage and each buffered element; or None."""
         try:
-            return tf.raw_ops.SerializeIterator(resource_handle=_handle(iterator), external_state_policy=_FAIL)
-        except tf.errors.OpError as error:
-            return self._give_up(error.message.partition("}} ")[2].partition(" [Op")[0] or error.message)
+            packed, untried = iterator_state.save(iterator)
+            if untried and not self._trusted:
+                self._try_out(sorted(untried))
+                self._trusted = True
+            return self._digest + packed
+        except iterator_state.UnsavableError as error:
+            return self._give_up(str(error))
 
-    def _digest_of(self, iterator):
-        """A hash of a new iterator's stages, buffer sizes and elements; a state restored into others fails late."""
-        state = self._state(iterator)
-        if state is None:
-            return None
-        keys = [re.findall(rb"metadata: (\S*)", text) for text in tf.strings.as_string(state).numpy()]
-        kind = (self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality()), keys)
-        return hashlib.sha256(repr(kind).encode()).digest()[:_DIGEST_BYTES]
+    def _try_out(self, stages: list[str]) -> None:
+        """Saves and restores iterators of pipelines made for this; raises `UnsavableError` if that is not exact."""
+        first, second = self.renew(), self.renew()
+        named = ", ".join(stages)
+        if first is self.dataset:  # whose shuffles would go on with the order of a next epoch
+            raise iterator_state.UnsavableError(f"it is not known whether TensorFlow restores {named} exactly")
+        if not iterator_state.restores_exactly(first, second, self._local_replicas):
+            raise iterator_state.UnsavableError(f"in a trial, TensorFlow did not restore {named} exactly")
 
-    def _give_up(self, why):
+    def _give_up(self, why: str) -> None:
         """Says so once, and does not try again, as each try may take seconds."""
-        self._savable = False
+        self._savable, self._unsavable = False, why
         self._note(f"has no position that can be saved, and a resumed run will skip what it has seen: {why}")
 
-    def _restore(self, iterator, position):
-        if position[:_DIGEST_BYTES] != self._digest:
+    def _restore(self, iterator: tf.data.Iterator, position: bytes) -> None:
+        size = len(self._digest)
+        if position[:size] != self._digest:
             raise ValueError("its stages, buffers, elements, batch size or length changed")
-        pieces = tf.io.parse_tensor(position[_DIGEST_BYTES:], tf.string)
-        state = tf.stack([part for piece in pieces for part in tf.unstack(tf.io.parse_tensor(piece, tf.variant))])
-        tf.raw_ops.DeserializeIterator(resource_handle=_handle(iterator), serialized=state)
+        iterator_state.restore(iterator, position[size:])
+
+    def _warn_of_what_skipping_cannot_repeat(self) -> None:
+        """Warns where batches that are read again may be others, as far as TensorFlow names what keeps state."""
+        op = self._unsavable.partition(" ")[0]
+        if op.startswith(_PYTHON):
+            doubt = "Python code in it must give what it gave before: nothing may depend on time or on earlier runs"
+        elif op.startswith(_RANDOM):
+            doubt = "random ops in it must have seeds and run one after another, without num_parallel_calls"
+        elif any(name in op for name in _RESOURCES):
+            doubt = "a variable or tf.random.Generator in it must have the value that it had when the run started"
+        else:
+            return
+        logging.warning(
+            "%s.dataset has no position that can be saved (%s), so what was seen is read again and skipped; for the "
+            "rest of the data to be exact, %s",
+            self.who,
+            self._unsavable,
+            doubt,
+        )
 
 
 @dataclasses.dataclass
@@ -421,29 +439,3 @@ def _no_rows(who, spec):
         f"{who}.dataset has elements {spec}; several workers can evaluate dense tensors of known rank and sparse ones, "
         "as a worker whose share has ended goes on with batches without examples"
     )
-
-
-def _handle(iterator):
-    return tf.nest.flatten(iterator, expand_composites=True)[0]
-
-
-@tf.function(input_signature=[tf.TensorSpec([None], tf.variant), tf.TensorSpec([], tf.int64)])
-def _pack(state, most):
-    """Serializes an iterator's state piece by piece.
-
-    Args:
-      state: variant `[n]`, one for each buffered element and each stage of the pipeline.
-      most: int64, the bytes to stop after.
-
-    Returns:
-      (strings `[ceil(n / _PIECES)]`, the bytes that they hold, int64).
-    """
-    count = -(-tf.size(state) // _PIECES)
-    pieces = tf.TensorArray(tf.string, count, element_shape=[])
-    size, i = tf.constant(0, tf.int64), 0
-    while i < count and size <= most:
-        piece = tf.io.serialize_tensor(state[i * _PIECES : (i + 1) * _PIECES])
-        pieces = pieces.write(i, piece)
-        size += tf.cast(tf.strings.length(piece), tf.int64)
-        i += 1
-    return pieces.stack(), size

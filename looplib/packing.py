@@ -219,7 +219,7 @@ def batch_size(inputs):
 
 def _rows(leaf):
     if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows()
+        return leaf.nrows(out_type=tf.int64)
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, tf.int64)[0]

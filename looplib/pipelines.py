@@ -64,6 +64,7 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         arrays=context.arrays,
         sure=min(pipelines.sure),
         batch_size=context.per_replica_batch_size,
+        sized=pipelines.sized,
     )
     if remote:
         by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
@@ -86,13 +87,14 @@ class _Pipelines:
       contexts: the `InputContext` of each that was built.
       cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
       sure: steps that each is certain to have.
+      sized: whether the size of its batches need not be checked in each step.
     """
 
     def __init__(self, task, settings, start_step, workers, on_host):
         self.who = type(task).__name__
         self._task, self._settings, self._start_step = task, settings, start_step
         self._workers, self._on_host = workers, on_host
-        self.contexts, self.cardinalities, self.sure = [], [], []
+        self.contexts, self.cardinalities, self.sure, self.sized = [], [], [], True
 
     def build(self, tf_context):
         """Builds the pipeline of a `tf.distribute.InputContext`."""
@@ -105,7 +107,7 @@ class _Pipelines:
             )
         training, replicas = context.training, context.replicas_per_pipeline
         if training and not self._task.batch_size_varies:
-            _check_batch_size(self.who, dataset, context.per_replica_batch_size)
+            self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
         _check_resident(self.who, context, dataset)
         skip = 0 if context.positioned else self._start_step * replicas
         if skip and not self._on_host:
@@ -154,15 +156,21 @@ class _Pipelines:
         )
 
 
-def _check_batch_size(who, dataset, expected):
-    """Refuses batches of another size, such as the global one, as every mean and gradient would be scaled wrongly."""
-    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, tf.TensorSpec)]
+def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:
+    """Refuses batches of another size, such as the global one, as every mean and gradient would be scaled wrongly.
+
+    Returns:
+      Whether the size is known before there is a batch.
+    """
+    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, kinds)]
     sizes = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
     if sizes and expected not in sizes:
         raise UsageError(
             f"{who}.dataset makes batches of {' or '.join(map(str, sorted(sizes)))} examples; expected "
             f"context.per_replica_batch_size, which is {expected}"
         )
+    return bool(sizes)
 
 
 def _check_resident(who, context, dataset):

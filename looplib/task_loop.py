@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import checksums, coordinator, engines, feeds, fused, guards, origins, pipelines
+from looplib.batch_sizes import BatchSizes
 from looplib.errors import UsageError, whole_number
 from looplib.evaluator import Evaluator
 from looplib.loops import EagerLoop, StepwiseLoop
@@ -80,6 +81,9 @@ class TaskLoop:
         if split == "train" and checksums.enabled():
             step_fn = checksums.add_to(step_fn, lambda: task.global_step if remote else counter)
         self._failed: BaseException | None = None
+        self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
+        if self._sizes:
+            step_fn = self._sizes.add_to(step_fn)
         self._tables = None
         if self._stream.arrays is not None:
             self._tables = feeds.tables(strategy, self._stream.arrays)
@@ -156,6 +160,8 @@ class TaskLoop:
 
     def position(self):
         """The place in the data after the last `run`, as bytes for `rewind`; None where `start_step` has to do."""
+        if self._sizes and self.reducer.created:
+            self._sizes.look(self.reducer.packer, self.reducer.state()["totals"])
         return self._stream.position(self._iterator) if self._iterator is not None else self._position
 
     def rewind(self, start_step=0, position=None):
@@ -281,6 +287,7 @@ class TaskLoop:
     def read(self):
         """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
         metrics = self._engine.read()
+        metrics = self._sizes.check(metrics) if self._sizes else metrics
         # The checksum is no matter of the user's.
         checksum = {name: metrics.pop(name) for name in [checksums.METRIC] if name in metrics}
         return {**as_numbers(self.who, self.task.loop_end(metrics)), **checksum}

@@ -20,7 +20,8 @@ class Trainer(abc.ABC):
         in `step_fn` (for a schedule, say), never assign it.
       run_seed: int, the run's seed; set by the `Controller`.
       batch_size_varies: bool, whether `dataset` makes batches of other sizes than `per_replica_batch_size`, such
-        as of so many tokens, which is else refused; the loss is then not for `global_mean`. Default False.
+        as of so many tokens; the loss is then not for `global_mean`. Default False: other sizes end the run, static
+        ones before the first step.
       loss_name: str, the training metric that the guards against jumps and large values look at; default "loss".
 
     Example:

@@ -28,6 +28,7 @@ CASES = {
     "crash": (["resume"], ["unreliable", "--config.fault=crash"]),
     "slow": (["resume", "--timeout=2"], MLP),
     "replicas": (["replicas", "--counts=1,2"], MLP),
+    "csv": (["resume", "--kills=2"], ["csv_reader", "--train_steps=400"]),
     "loss": (["replicas", "--counts=1,2"], ["unreliable", "--config.fault=loss", "--train_steps=100"]),
 }
 
@@ -60,6 +61,12 @@ def test_a_run_that_resumes_exactly_is_equal(results):
     assert re.match(r"EQUAL, uninterrupted and after [23] kills: ", verdict)
     assert "9 records of metrics.jsonl (with the examples trained on), 15 tensors" in verdict and "(115,340 " in verdict
     assert "it had saved step" in result.stdout and "little was checked" not in result.stdout
+
+
+def test_a_pipeline_that_tensorflow_would_restore_wrongly_is_equal(results):
+    result = results["csv"]
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.match(r"EQUAL, uninterrupted and after [12] kills?: ", result.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

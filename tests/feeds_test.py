@@ -11,7 +11,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import feeds, pipelines, task_loop, tasks
+from looplib import feeds, iterator_state, pipelines, task_loop, tasks
 from looplib.clock import Clock
 
 GLOBAL_BATCH = 8
@@ -185,7 +185,7 @@ def test_another_batch_size_is_a_changed_pipeline(caplog):
 
 def test_a_large_state_is_not_kept(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="absl")
-    monkeypatch.setattr(feeds, "_MOST_BYTES", 2 * 2**20)
+    monkeypatch.setattr(iterator_state, "_MOST_BYTES", 2 * 2**20)
 
     def make(context):
         data = tf.data.Dataset.range(100).map(lambda i: tf.random.stateless_normal([1000, 100], [i, i])).shuffle(20)

@@ -1,0 +1,187 @@
+"""The state of a `tf.data` iterator as bytes, restored from them, and what TensorFlow restores wrongly."""
+
+import hashlib
+import re
+
+import tensorflow as tf
+
+# The most bytes of a saved state. TensorFlow 2.20 ends the process on a serialized tensor of 2 GB.
+_MOST_BYTES = 256 * 2**20
+# Pieces of an iterator's state that are serialized at once: one is slow, and many may come to 2 GB before the check.
+_PIECES = 4
+_DIGEST_BYTES = 16
+_FAIL = 2  # the op's policy: refuse what has state outside of the iterator
+# What restores exactly with TensorFlow 2.20, by the names in its states: tests/sources_test.py tries each.
+TRIED = frozenset(
+    """
+    AssertCardinality BatchV2 Concatenate DenseToSparseBatch DirectedInterleave Filter FiniteRepeat FiniteSkip
+    FiniteTake FixedLengthRecordV2 FlatMap ForeverRepeat FromTensor GlobalShuffle GroupByReducer GroupByWindow
+    Interleave LegacyParallelInterleaveV2 List Load Map MapAndBatch MemoryCache MemoryCacheImpl PaddedBatchV2
+    ParallelBatch ParallelFilter ParallelInterleaveV4 ParallelMapV2 ParseExampleV2 Prefetch Random Range RebatchV2
+    Root Scan Shard Shuffle ShuffleAndRepeat Snapshot SnapshotDatasetReader SnapshotNestedDatasetReader
+    SnapshotWriter TFRecord TakeWhile TensorSlice TextLine Unbatch Unique Window WriterIterator Zip
+    """.split()
+)
+_WRONG = {
+    "CSV": "it reads CSV files, whose saved place TensorFlow restores at the end of what was buffered",
+    "FileCache": "it caches in files",  # restoring it ends the process if they are gone (TensorFlow 2.20)
+}
+
+
+class UnsavableError(Exception):
+    """An iterator has no state that could be saved and restored exactly; the message says why, as a clause."""
+
+
+def handle(iterator: tf.data.Iterator) -> tf.Tensor:
+    """Returns the resource behind an iterator."""
+    return tf.nest.flatten(iterator, expand_composites=True)[0]
+
+
+def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
+    """Returns a hash of a new iterator's stages and buffer sizes, and of `kind`; a state of others fails late.
+
+    Raises:
+      UnsavableError: if the iterator's state cannot be saved.
+    """
+    keys = [_keys(text) for text in _texts(_state(iterator))]
+    return hashlib.sha256(repr((*kind, keys)).encode()).digest()[:_DIGEST_BYTES]
+
+
+def save(iterator: tf.data.Iterator) -> tuple[bytes, set[str]]:
+    """Returns the state of an iterator, and which of its stages are not in `TRIED`.
+
+    Raises:
+      UnsavableError: if it cannot be saved, or would be restored wrongly.
+    """
+    state = _state(iterator)
+    texts = _texts(state)
+    found = _stages(texts)
+    if wrong := sorted(found & _WRONG.keys()):
+        raise UnsavableError(_WRONG[wrong[0]])
+    _check_mixtures(texts)
+    _check_caches(texts)
+    pieces, size = _pack(state, _MOST_BYTES)
+    if size > _MOST_BYTES:
+        raise UnsavableError(f"its buffers take more than {_MOST_BYTES // 2**20} MB")
+    return tf.io.serialize_tensor(pieces).numpy(), found - TRIED
+
+
+def stages(iterator: tf.data.Iterator) -> set[str]:
+    """Returns the names of the stages in the state of an iterator, those made inside of functions included.
+
+    Raises:
+      UnsavableError: if it cannot be saved.
+    """
+    return _stages(_texts(_state(iterator)))
+
+
+def restore(iterator: tf.data.Iterator, packed: bytes) -> None:
+    """Brings an iterator to a place.
+
+    Args:
+      iterator: new, of a pipeline like the one that was saved.
+      packed: bytes from `save`.
+
+    Raises:
+      tf.errors.OpError: if the bytes are no state of such a pipeline.
+    """
+    pieces = tf.io.parse_tensor(packed, tf.string)
+    state = tf.stack([part for piece in pieces for part in tf.unstack(tf.io.parse_tensor(piece, tf.variant))])
+    tf.raw_ops.DeserializeIterator(resource_handle=handle(iterator), serialized=state)
+
+
+def restores_exactly(first: tf.data.Dataset, second: tf.data.Dataset, count: int) -> bool:
+    """Tries whether a restored iterator continues like the one that was saved.
+
+    Args:
+      first: the pipeline.
+      second: the same pipeline, built again.
+      count: elements to read before the save, and twice as many to compare after it.
+
+    Returns:
+      Whether they do. False also for a pipeline that gives other elements each time.
+    """
+    original, restored = iter(first), iter(second)
+    _read(original, count)
+    packed, _ = save(original)
+    expected = _read(original, 2 * count)
+    try:
+        restore(restored, packed)
+        return _read(restored, 2 * count) == expected
+    except tf.errors.OpError:
+        return False
+
+
+def _read(iterator: tf.data.Iterator, count: int) -> list[list[bytes]]:
+    """Up to `count` elements, each as the bytes of its tensors."""
+    elements = []
+    while len(elements) < count and (element := iterator.get_next_as_optional()).has_value():
+        tensors = tf.nest.flatten(element.get_value(), expand_composites=True)
+        elements.append([tf.io.serialize_tensor(tensor).numpy() for tensor in tensors])
+    return elements
+
+
+def _state(iterator: tf.data.Iterator) -> tf.Tensor:
+    """The state of an iterator, variant `[n]`, one for each stage and each buffered element."""
+    try:
+        return tf.raw_ops.SerializeIterator(resource_handle=handle(iterator), external_state_policy=_FAIL)
+    except tf.errors.OpError as error:
+        raise UnsavableError(error.message.partition("}} ")[2].partition(" [Op")[0] or error.message) from error
+
+
+def _texts(state: tf.Tensor) -> list[bytes]:
+    """Each part of a state as text: the keys of its values, then the values, of tensors the first few numbers."""
+    return tf.strings.as_string(state).numpy().tolist()
+
+
+def _stages(texts: list[bytes]) -> set[str]:
+    return {stage.decode() for text in texts for stage in re.findall(rb"::([A-Z][A-Za-z0-9]*)", _keys(text))}
+
+
+def _keys(text: bytes) -> bytes:
+    found = re.search(rb"metadata: (\S*)", text)
+    return found[1] if found else b""
+
+
+def _check_mixtures(texts: list[bytes]) -> None:
+    """Refuses `sample_from_datasets` and its like if a source has ended.
+
+    TensorFlow 2.20 forgets how many have, so that the restored iterator looks for an element of them for ever at the
+    end of its data.
+    """
+    for text in texts:
+        if b"DirectedInterleave:data_input_impl_empty" in text and b"values: 1>" in text:
+            raise UnsavableError("a data set that it mixes with others has ended, which TensorFlow does not restore")
+
+
+def _check_caches(texts: list[bytes]) -> None:
+    """Refuses a cache in memory that one iterator has filled while another one was still filling it.
+
+    TensorFlow 2.20 restores the other one at the beginning of the cache.
+    """
+    keys = b"\n".join(_keys(text) for text in texts)
+    for cache in set(re.findall(rb"(\S+::MemoryCache)@@cache_completed", keys)):
+        if cache + b"Impl::" in keys:
+            raise UnsavableError("two of its parts share a cache, which one of them is still filling")
+
+
+@tf.function(input_signature=[tf.TensorSpec([None], tf.variant), tf.TensorSpec([], tf.int64)])
+def _pack(state: tf.Tensor, most: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Serializes an iterator's state piece by piece.
+
+    Args:
+      state: variant `[n]`, one for each buffered element and each stage of the pipeline.
+      most: int64, the bytes to stop after.
+
+    Returns:
+      (strings `[ceil(n / _PIECES)]`, the bytes that they hold, int64).
+    """
+    count = -(-tf.size(state) // _PIECES)
+    pieces = tf.TensorArray(tf.string, count, element_shape=[])
+    size, i = tf.constant(0, tf.int64), 0
+    while i < count and size <= most:
+        piece = tf.io.serialize_tensor(state[i * _PIECES : (i + 1) * _PIECES])
+        pieces = pieces.write(i, piece)
+        size += tf.cast(tf.strings.length(piece), tf.int64)
+        i += 1
+    return pieces.stack(), size
