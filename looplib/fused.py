@@ -21,8 +21,8 @@ _MODULES = ("keras.src.optimizers.", "tf_keras.src.optimizers.")
 def update_step(optimizer: Any) -> Callable[[Callable], Callable] | None:
     """Finds the fused update of a Keras optimizer: of Adam, AdamW and SGD of both families.
 
-    There is none for their subclasses, AMSGrad, sparse gradients and other types than float32. Clipping, decay, averages,
-    schedules and the names of all variables stay as they are.
+    There is none for their subclasses, AMSGrad, sparse gradients and other types than float32. Clipping, decay,
+    averages, schedules and the names of all variables stay as they are.
 
     Args:
       optimizer: the optimizer.

@@ -1,11 +1,11 @@
 """What a training changes about its trainer's Keras optimizers, in one place, until it is closed.
 
-Keras 3 clips each replica's own gradient, and sums afterwards; on several replicas, looplib sums the gradients before
-the optimizer gets them, so that clipping, decay, accumulation and averages see the gradient of the global batch, as they
-do on one device. tf_keras sums first itself. Both families fail on sparse gradients whose number of rows varies, which
-looplib therefore joins itself.
+On several replicas, an optimizer of Keras 3 clips each replica's own gradient and sums afterwards. looplib sums the
+gradients before the optimizer gets them, so that clipping, decay, accumulation and averages see the gradient of the
+global batch, as they do on one device. tf_keras sums first itself. Both families fail on sparse gradients whose number
+of rows varies, so looplib sums these for both.
 
-A change is a method set on the instance. On one replica none of them adds an op to the step.
+A change is a method set on the instance. On one replica, none of them adds an op to what Keras does.
 """
 
 import functools
@@ -31,6 +31,7 @@ _UPDATES = (
     "_backend_increment_gradient_accumulators",
     "_overwrite_model_variables_with_average_value",
 )
+_NADAM = "tf_keras.src.optimizers.nadam"
 
 
 class TrainingOptimizers:
@@ -82,6 +83,11 @@ class TrainingOptimizers:
     def _change(self, optimizer: Any) -> None:
         noted = self._noted and not keras_family.scales_loss(optimizer)
         if keras_family.family(optimizer) != "keras":
+            if self._sums and type(optimizer).__module__ == _NADAM:
+                raise UsageError(
+                    "tf_keras.optimizers.Nadam counts its updates while TensorFlow traces them, once for each replica, "
+                    "and comes to other weights on several; use tf_keras.optimizers.legacy.Nadam, or Keras 3"
+                )
             if noted or self._sums:
                 make = functools.partial(self._applying_pairs, optimizer, noted)
                 self._replace(optimizer, "apply_gradients", make)
@@ -150,13 +156,14 @@ class TrainingOptimizers:
                     f"{variable.path} is overwritten by its gradient (float8), and each replica has another; train in "
                     "float8 on one replica, or use another precision"
                 )
-            aggregation = getattr(getattr(variable, "value", variable), "aggregation", None)
+            held = variable.value if keras_family.is_variable(variable) else variable
+            aggregation = getattr(held, "aggregation", None)
             conditional = optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency
             if conditional and aggregation not in (None, tf.VariableAggregation.NONE):
                 raise UsageError(
                     f"{variable.name} aggregates what replicas write to it, and {name} with "
-                    "gradient_accumulation_steps or ema_overwrite_frequency writes to each replica's own copy; make the "
-                    "variable without aggregation"
+                    "gradient_accumulation_steps or ema_overwrite_frequency writes to each replica's own copy; make "
+                    "the variable without aggregation"
                 )
 
     # tf_keras.
@@ -203,9 +210,9 @@ class TrainingOptimizers:
         if varying:
             if Workers(self._strategy).count > 1:
                 raise UsageError(
-                    f"{type(optimizer).__name__} is given a sparse gradient (of an embedding, say) whose number of rows "
-                    "varies with the batch, and TensorFlow cannot sum these over several workers; make batches of one "
-                    f"shape (padded_batch with padded_shapes, drop_remainder=True), or {_MAKE_DENSE}"
+                    f"{type(optimizer).__name__} is given a sparse gradient (of an embedding, say) whose number of "
+                    "rows varies with the batch, and TensorFlow cannot sum these over several workers; make batches "
+                    f"of one shape (padded_batch with padded_shapes, drop_remainder=True), or {_MAKE_DENSE}"
                 )
             parts = [part for i in varying for part in (gradients[i].values, gradients[i].indices)]
             joined = iter(context.merge_call(_join, args=tuple(parts)))
@@ -231,8 +238,8 @@ class TrainingOptimizers:
 
 
 _MAKE_DENSE = (
-    "make the gradient dense before the optimizer gets it, by tf.convert_to_tensor(gradient), which takes the memory of "
-    "the whole table"
+    "make the gradient dense before the optimizer gets it, by tf.convert_to_tensor(gradient), which takes the memory "
+    "of the whole table"
 )
 
 

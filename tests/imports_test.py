@@ -62,7 +62,7 @@ def test_no_room_imports_a_higher_one():
     import pathlib
 
     order = ["imports", "errors", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "tpu", "keras_family", "clock", "trainer", "evaluator",
-             "commits", "lock", "preemption", "servers", "watchdog", "guards", "fused", "workers", "reductions", "packing", "metrics", "checksums", "feeds", "inputs", "pipelines", "steps", "loops",
+             "commits", "lock", "preemption", "servers", "watchdog", "guards", "fused", "workers", "optimizers", "reductions", "packing", "metrics", "checksums", "feeds", "inputs", "pipelines", "steps", "loops",
              "engines", "coordinator", "snapshots", "state", "transfers", "checkpoints", "preflight", "tasks", "task_loop", "foreign_data", "foreign", "actions",
              "store", "writers", "controller", "runtime", "run_report", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
     folder = pathlib.Path(__file__).parents[1] / "looplib"
