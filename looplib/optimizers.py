@@ -132,7 +132,7 @@ class TrainingOptimizers:
                 return plain(grads, trainable_variables, **kwargs)
             if noted:
                 guards.note(grads, trainable_variables)
-            self._check_applied(optimizer, trainable_variables)
+            self._make_ready(optimizer, trainable_variables)
             self._inside.add(replica)
             try:
                 return plain(self._summed(optimizer, grads), trainable_variables, **kwargs)
@@ -141,15 +141,11 @@ class TrainingOptimizers:
 
         return apply
 
-    def _check_applied(self, optimizer: Any, variables: list[Any] | None) -> None:
-        """Raises `UsageError` for variables that replicas cannot update as one device does."""
-        name = type(optimizer).__name__
-        if not optimizer.built:
-            raise UsageError(
-                f"the optimizer {name} has no variables yet, and on several replicas they must exist before the first "
-                "step; call optimizer.build(variables) in __init__, under strategy.scope()"
-            )
-        self._prepare(optimizer)  # building it may have made others inside of it
+    def _make_ready(self, optimizer: Any, variables: list[Any] | None) -> None:
+        """Builds an optimizer that is not; raises `UsageError` for variables that replicas cannot update by themselves."""
+        if not optimizer.built and variables:  # Keras would build it next, and that may make others inside of it
+            optimizer.build(variables)
+        self._prepare(optimizer)
         for variable in variables or ():
             if getattr(variable, "overwrite_with_gradient", False):
                 raise UsageError(
@@ -161,7 +157,7 @@ class TrainingOptimizers:
             conditional = optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency
             if conditional and aggregation not in (None, tf.VariableAggregation.NONE):
                 raise UsageError(
-                    f"{variable.name} aggregates what replicas write to it, and {name} with "
+                    f"{variable.name} aggregates what replicas write to it, and {type(optimizer).__name__} with "
                     "gradient_accumulation_steps or ema_overwrite_frequency writes to each replica's own copy; make "
                     "the variable without aggregation"
                 )

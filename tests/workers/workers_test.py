@@ -113,14 +113,15 @@ def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, run
 
 
 @pytest.mark.parametrize(
-    "data, words",
+    "flag, words",
     [
-        ("unsharded", "Faulty.dataset gives each of 2 workers the same data"),
-        ("ragged", "FaultyEvaluator.dataset has elements RaggedTensorSpec"),  # before any step
+        ("data=unsharded", "Faulty.dataset gives each of 2 workers the same data"),
+        ("data=ragged", "FaultyEvaluator.dataset has elements RaggedTensorSpec"),  # before any step
+        ("sparse=True", "SGD is given a sparse gradient (of an embedding, say) whose number of rows varies"),
     ],
 )
-def test_data_that_workers_cannot_share_is_refused_when_the_controller_is_built(data, words, nursery, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", f"--config.data={data}")
+def test_what_workers_cannot_share_is_refused_when_the_controller_is_built(flag, words, nursery, tmp_path):
+    processes = nursery.workers(2, tmp_path / "run", f"--config.{flag}")
     assert [process.code(120) for process in processes] == [1, 1]
     assert words in processes[0].output()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
