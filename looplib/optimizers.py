@@ -142,7 +142,11 @@ class TrainingOptimizers:
         return apply
 
     def _make_ready(self, optimizer: Any, variables: list[Any] | None) -> None:
-        """Builds an optimizer that is not; raises `UsageError` for variables that replicas cannot update by themselves."""
+        """Builds an optimizer that has no variables yet, and checks those that it is to update.
+
+        Raises:
+          UsageError: for variables that replicas cannot update each for itself.
+        """
         if not optimizer.built and variables:  # Keras would build it next, and that may make others inside of it
             optimizer.build(variables)
         self._prepare(optimizer)

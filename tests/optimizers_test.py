@@ -361,6 +361,31 @@ def test_an_optimizer_inside_of_another_one_sums_once_and_alone_too():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_a_trainer_of_orbits_kind_sums_first_too():
+    strategy, zoo = make_strategy("mirrored_x2"), small_zoo("mirrored_x2")
+
+    class Orbits:
+        def __init__(self):
+            self.models, self.optimizers = zoo.models, zoo.optimizers
+            self.global_step = tf.Variable(0, dtype=tf.int64)
+
+        def train(self, num_steps):
+            for _ in range(int(num_steps)):
+                strategy.run(self.step, args=(int(self.global_step),))
+                self.global_step.assign_add(1)
+
+        def step(self, number):
+            size = BATCH // 2
+            start = number * BATCH + size * int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+            mean = lambda values: tf.reduce_sum(values) / BATCH
+            update(zoo.models[0], zoo.optimizers[0], X[start : start + size], Y[start : start + size], mean)
+
+    with looplib.Controller(trainer=looplib.OrbitTrainer(Orbits()), strategy=strategy, writers=[]) as controller:
+        controller.train(STEPS)
+    assert "apply" not in vars(zoo.optimizers[0])
+    np.testing.assert_allclose(zoo.values()["one"][0], plainly(keras3, zoo.cases)["one"][0], rtol=1e-5, atol=1e-6)
+
+
 def test_what_cannot_be_right_on_replicas_is_refused_when_the_controller_is_built(monkeypatch):
     with make_strategy("mirrored_x2").scope():
         nadam = Zoo(tf_keras, {"one": Case(lambda: tf_keras.optimizers.Nadam(0.01))})
@@ -375,6 +400,11 @@ def test_what_cannot_be_right_on_replicas_is_refused_when_the_controller_is_buil
         zoo.optimizers[0].build([zoo.models[0].weight])
     zoo.step_fn = lambda inputs: zoo.optimizers[0].apply([tf.ones([3])], [zoo.models[0].weight]) or {}
     with pytest.raises(UsageError, match="mine.* aggregates .* without aggregation"):
+        controller_of(zoo, "mirrored_x2")
+
+    zoo = small_zoo("mirrored_x2")
+    zoo.models[0].layers[-1].bias.overwrite_with_gradient = True  # as of float8
+    with pytest.raises(UsageError, match="bias is overwritten by its gradient"):
         controller_of(zoo, "mirrored_x2")
 
     adapter = next(cls for cls in keras3.optimizers.SGD.__mro__ if cls.__module__.endswith("tensorflow.optimizer"))
