@@ -59,14 +59,14 @@ class TrainingOptimizers:
         self._replacements: list[_Replacement] = []
         self._prepared: list[Any] = []  # optimizers of Keras 3 that leave the sum to this object
         self._inside: set[int | None] = set()  # replicas that are in an `apply` whose gradients are summed
-        optimizers = keras_family.optimizers(trainer)
+        self._held = keras_family.optimizers(trainer)
         try:
-            for optimizer in optimizers:
+            for optimizer in self._held:
                 self._change(optimizer)
                 if fuse and (update := fused.update_step(optimizer)):
                     self._replace(optimizer, "update_step", update)
             if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-                for optimizer in keras_family.with_inner(optimizers):
+                for optimizer in keras_family.with_inner(self._held):
                     self._count_exactly(optimizer)
         except BaseException:
             self.close()
@@ -105,7 +105,8 @@ class TrainingOptimizers:
             if all(each is not other for other in self._prepared):
                 self._prepared.append(each)
                 adapter = _adapter(each)
-                noted = self._noted and each is optimizer and not keras_family.scales_loss(each)
+                held = any(each is other for other in self._held)
+                noted = self._noted and held and not keras_family.scales_loss(each)
                 self._replace(each, "apply", functools.partial(self._applying, each, noted))
                 self._replace(each, _SUM, lambda _: list)
                 if each.gradient_accumulation_steps or (each.use_ema and each.ema_overwrite_frequency):
@@ -150,7 +151,11 @@ class TrainingOptimizers:
         if not optimizer.built and variables:  # Keras would build it next, and that may make others inside of it
             optimizer.build(variables)
         self._prepare(optimizer)
-        for variable in variables or ():
+        conditional = any(
+            each.gradient_accumulation_steps or each.ema_overwrite_frequency
+            for each in keras_family.with_inner([optimizer])
+        )
+        for variable in variables or getattr(optimizer, "_trainable_variables", ()):
             if getattr(variable, "overwrite_with_gradient", False):
                 raise UsageError(
                     f"{variable.path} is overwritten by its gradient (float8), and each replica has another; train in "
@@ -158,7 +163,6 @@ class TrainingOptimizers:
                 )
             held = variable.value if keras_family.is_variable(variable) else variable
             aggregation = getattr(held, "aggregation", None)
-            conditional = optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency
             if conditional and aggregation not in (None, tf.VariableAggregation.NONE):
                 raise UsageError(
                     f"{variable.name} aggregates what replicas write to it, and {type(optimizer).__name__} with "

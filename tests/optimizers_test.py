@@ -371,7 +371,7 @@ def test_a_trainer_of_orbits_kind_sums_first_too():
 
         def train(self, num_steps):
             for _ in range(int(num_steps)):
-                strategy.run(self.step, args=(int(self.global_step),))
+                strategy.run(self.step, args=(int(self.global_step.numpy()),))
                 self.global_step.assign_add(1)
 
         def step(self, number):
@@ -380,7 +380,9 @@ def test_a_trainer_of_orbits_kind_sums_first_too():
             mean = lambda values: tf.reduce_sum(values) / BATCH
             update(zoo.models[0], zoo.optimizers[0], X[start : start + size], Y[start : start + size], mean)
 
-    with looplib.Controller(trainer=looplib.OrbitTrainer(Orbits()), strategy=strategy, writers=[]) as controller:
+    with strategy.scope():
+        trainer = looplib.OrbitTrainer(Orbits())
+    with looplib.Controller(trainer=trainer, strategy=strategy, writers=[]) as controller:
         controller.train(STEPS)
     assert "apply" not in vars(zoo.optimizers[0])
     np.testing.assert_allclose(zoo.values()["one"][0], plainly(keras3, zoo.cases)["one"][0], rtol=1e-5, atol=1e-6)
