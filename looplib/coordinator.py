@@ -11,7 +11,6 @@ import uuid
 import numpy as np
 import tensorflow as tf
 
-from looplib import keras_family
 from looplib.errors import UsageError, gist
 from looplib.loops import Ran, timed
 from looplib.metrics import Reducer
@@ -364,17 +363,6 @@ def check(split, stream, engine, non_finite):
             f"{stream.who}.dataset ends, and each worker reads by itself; with the strategy parameter_server training "
             "data must not end: repeat() it, and give a number of steps"
         )
-
-
-def prepare(trainer):
-    """Makes the steps that optimizers count exact, where Keras 3 would read, add and write, and workers lose counts."""
-    for optimizer in keras_family.optimizers(trainer):
-        iterations = optimizer.iterations
-        if keras_family.is_variable(iterations):
-            variable = iterations.value
-            vars(iterations)["assign_add"] = lambda value, variable=variable: variable.assign_add(
-                tf.cast(value, variable.dtype)
-            )
 
 
 def numbered(task, step_fn):

@@ -14,6 +14,7 @@ from looplib.errors import UsageError
 from looplib.evaluator import Evaluator
 from looplib.foreign_data import Data, datasets_of
 from looplib.loops import Ran
+from looplib.optimizers import TrainingOptimizers
 from looplib.preemption import notice
 from looplib.state import state_of, variables_of
 from looplib.task_loop import as_numbers
@@ -236,6 +237,7 @@ class TrainerLoop(EvaluatorLoop):
         self._step = strategy.experimental_local_results(step)[0] if step is not None else None
         self._objects, self._known, self._ran = {}, None, False
         self._data = Data(trainer, self._datasets, strategy, self.who)
+        self._optimizers = TrainingOptimizers(task, strategy, noted=False, fuse=False)
         if hasattr(trainer, "train_loop_begin"):
             with clock.phase("compile"), self._data.put_aside():
                 self._call(tf.constant(0, tf.int32))
@@ -247,6 +249,10 @@ class TrainerLoop(EvaluatorLoop):
     def progress(self):
         """The trainer's own count of steps, if it has one; called from another thread."""
         return int(self._step) if self._step is not None else super().progress()
+
+    def close(self):
+        """Gives the optimizers back as they were; the data is another's."""
+        self._optimizers.close()
 
     def warn_of_what_is_not_saved(self, objects):
         """Keeps the state, a dict from name to trackable object, to look for variables that come too late."""

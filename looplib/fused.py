@@ -5,6 +5,10 @@ arithmetic in one pass, which makes the step of a small dense network on two cor
 (`python -m benchmarks --workloads=W1,W5`).
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
 from looplib import keras_family
@@ -14,28 +18,28 @@ _LEAST = 8192
 _MODULES = ("keras.src.optimizers.", "tf_keras.src.optimizers.")
 
 
-def fuse(trainer):
-    """Lets the trainer's optimizers update large variables by fused kernels, where there is one for what they do.
+def update_step(optimizer: Any) -> Callable[[Callable], Callable] | None:
+    """Finds the fused update of a Keras optimizer: of Adam, AdamW and SGD of both families.
 
-    The method that updates a variable is replaced on the instance, for Adam, AdamW and SGD of both families; not for
-    subclasses of them, AMSGrad, sparse gradients and other types than float32. Clipping, decay, averages, schedules and
-    the names of all variables stay as they are.
+    There is none for their subclasses, AMSGrad, sparse gradients and other types than float32. Clipping, decay,
+    averages, schedules and the names of all variables stay as they are.
 
     Args:
-      trainer: the `Trainer`.
+      optimizer: the optimizer.
+
+    Returns:
+      A function that makes the method `update_step` from the one that the optimizer has, or None.
     """
-    for optimizer in keras_family.optimizers(trainer):
-        find = {"Adam": _adam, "AdamW": _adam, "SGD": _sgd}.get(type(optimizer).__name__)
-        if find and type(optimizer).__module__.startswith(_MODULES) and not getattr(optimizer, "amsgrad", False):
-            _replace(optimizer, find)
+    find = {"Adam": _adam, "AdamW": _adam, "SGD": _sgd}.get(type(optimizer).__name__)
+    if not find or not type(optimizer).__module__.startswith(_MODULES) or getattr(optimizer, "amsgrad", False):
+        return None
+    if not hasattr(optimizer, "update_step"):  # of tf_keras.optimizers.legacy, which has fused kernels itself
+        return None
+    return functools.partial(_updating, optimizer, find)
 
 
-def _replace(optimizer, find):
-    plain = getattr(optimizer, "update_step", None)
-    if plain is None or getattr(plain, "is_fused", False):
-        return
-
-    def update_step(gradient, variable, *learning_rate):
+def _updating(optimizer: Any, find: Callable, plain: Callable) -> Callable:
+    def update(gradient, variable, *learning_rate):
         kernel = None
         if isinstance(gradient, tf.Tensor) and gradient.dtype == variable.dtype == tf.float32:
             if (variable.shape.num_elements() or 0) >= _LEAST:
@@ -44,8 +48,7 @@ def _replace(optimizer, find):
             return plain(gradient, variable, *learning_rate)
         return kernel(gradient)
 
-    update_step.is_fused = True
-    vars(optimizer)["update_step"] = update_step  # past __setattr__, which would look for state in it
+    return update
 
 
 def _kernel(find, optimizer, variable, learning_rate):

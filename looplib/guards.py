@@ -9,10 +9,11 @@ import dataclasses
 import math
 import statistics
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from looplib import keras_family
 from looplib.errors import UsageError, whole_number
 
 POLICIES = ("halt", "skip", "rollback", "off")
@@ -88,45 +89,16 @@ class Trouble(Exception):
         self.resume_after = resume_after
 
 
-def watch_gradients(trainer):
-    """Makes the trainer's optimizers tell `watched` of the gradients they are given.
+def note(gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
+    """Notes the gradients that an optimizer is given for `watched`, if the step is run by it.
 
-    The method that every step calls is replaced on the instance: `apply` of Keras 3, `apply_gradients` of tf_keras.
-    Optimizers that scale the loss are left alone: their gradients overflow in the ordinary course, and they skip such
-    steps themselves.
+    Args:
+      gradients: tensors, `tf.IndexedSlices` or None.
+      variables: theirs, of Keras or TensorFlow; None if they are not known.
     """
-    for optimizer in keras_family.optimizers(trainer):
-        name = "apply" if keras_family.family(optimizer) == "keras" else "apply_gradients"
-        method = getattr(optimizer, name)
-        if hasattr(optimizer, "inner_optimizer") or getattr(method, "tells_looplib", False):
-            continue
-        wrapper = _telling_of_pairs(method) if name == "apply_gradients" else _telling_of_gradients(method)
-        wrapper.tells_looplib = True
-        vars(optimizer)[name] = wrapper  # past __setattr__, which would look for state in it
-
-
-def _telling_of_gradients(apply):
-    def wrapper(grads, trainable_variables=None):
-        grads = list(grads)
-        _note(grads, trainable_variables or [None] * len(grads))
-        return apply(grads, trainable_variables)
-
-    return wrapper
-
-
-def _telling_of_pairs(apply_gradients):
-    def wrapper(grads_and_vars, *args, **kwargs):
-        pairs = list(grads_and_vars)
-        _note([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
-        return apply_gradients(pairs, *args, **kwargs)
-
-    return wrapper
-
-
-def _note(gradients, variables):
     noted = getattr(_step, "gradients", None)
     if noted is not None:
-        for number, (gradient, variable) in enumerate(zip(gradients, variables)):
+        for number, (gradient, variable) in enumerate(zip(gradients, variables or [None] * len(gradients))):
             name = getattr(variable, "path", None) or getattr(variable, "name", f"variable {number}")
             noted.append((f"the gradient of {name}", gradient))
 

@@ -5,6 +5,7 @@ Nothing here imports either: objects are told by the modules of their classes.
 """
 
 import sys
+from typing import Any
 
 import tensorflow as tf
 
@@ -67,7 +68,11 @@ def is_optimizer(value):
 
 def optimizers(task):
     """The Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models."""
-    found, todo = [], list(vars(task).values())
+    return _optimizers_in(task)
+
+
+def _optimizers_in(holder: Any) -> list[Any]:
+    found, todo = [], list(vars(holder).values())
     while todo:
         value = todo.pop()
         if isinstance(value, (list, tuple, dict)):
@@ -77,6 +82,22 @@ def optimizers(task):
         elif is_optimizer(value) and all(value is not other for other in found):
             found.append(value)
     return found
+
+
+def with_inner(optimizers: list[Any]) -> list[Any]:
+    """Returns Keras optimizers, and those that they hold, as one that scales the loss holds the one that updates."""
+    found, todo = [], list(optimizers)
+    while todo:
+        value = todo.pop(0)
+        if all(value is not other for other in found):
+            found.append(value)
+            todo += _optimizers_in(value)
+    return found
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether a Keras optimizer scales the loss, so that its gradients overflow in the ordinary course."""
+    return getattr(optimizer, "inner_optimizer", None) is not None
 
 
 def check_one_family(objects):

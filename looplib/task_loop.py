@@ -8,12 +8,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import checksums, coordinator, engines, feeds, fused, guards, origins, pipelines
+from looplib import checksums, coordinator, engines, feeds, guards, origins, pipelines
 from looplib.batch_sizes import BatchSizes
 from looplib.errors import UsageError, whole_number
 from looplib.evaluator import Evaluator
 from looplib.loops import EagerLoop, StepwiseLoop
 from looplib.metrics import Reducer
+from looplib.optimizers import TrainingOptimizers
 from looplib.packing import check_metric_name
 from looplib.preemption import notice
 from looplib.state import variables_of
@@ -55,6 +56,7 @@ class TaskLoop:
         self._counter = counter
         self._position = None
         self._start_step = start_step
+        self._optimizers = None
         self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
         self._stream = pipelines.distribute(strategy, task, start_step=start_step, **self._distribution)
         self._first_stream = self._stream  # which the loop reads all iterators with
@@ -67,11 +69,7 @@ class TaskLoop:
             strategy, self.who, count_examples=split != "train", guarded=non_finite != "off", skips=skips
         )
         if split == "train":
-            fused.fuse(task)
-            if remote:
-                coordinator.prepare(task)
-        if non_finite != "off":
-            guards.watch_gradients(task)
+            self._optimizers = TrainingOptimizers(task, strategy, noted=non_finite != "off")
         if split != "train" and self._stream.unknown and not self._has_a_batch(split):
             raise UsageError(
                 f"the evaluation data set {split!r} is empty: {self.who}.dataset has no batch; check where the data is "
@@ -171,7 +169,7 @@ class TaskLoop:
           start_step: how many were consumed.
           position: bytes from `position` at that step, which spare the pipeline to read and skip what came before.
         """
-        self.close()
+        self._end_data()
         self._position = position
         if start_step != self._start_step:
             self._start_step = start_step
@@ -188,7 +186,12 @@ class TaskLoop:
         return place
 
     def close(self):
-        """Lets go of the data; `rewind` comes before the next `run`."""
+        """Lets go of the data, and gives the optimizers back as they were."""
+        self._end_data()
+        if self._optimizers is not None:
+            self._optimizers.close()
+
+    def _end_data(self):
         if self._iterator is not None:
             self._stream.end(self._iterator)
         self._iterator = None
@@ -255,7 +258,7 @@ class TaskLoop:
                 return ran
             except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self._failed = error
-                self.close()  # it has moved on past what was not trained
+                self._end_data()  # it has moved on past what was not trained
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
                 raise UsageError(

@@ -6,6 +6,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 from looplib import fused
+from looplib.optimizers import TrainingOptimizers
 
 OPTIMIZERS = {
     "adam": ("Adam", dict(learning_rate=0.01, beta_1=0.8)),
@@ -19,7 +20,7 @@ X = np.random.default_rng(0).normal(size=(16, 100)).astype("float32")
 
 
 class Holder:
-    """A trainer, as far as `fuse` looks at it."""
+    """A trainer, as far as its optimizers are looked for."""
 
 
 def train(keras, make_optimizer, name, fuse, steps=10):
@@ -30,8 +31,7 @@ def train(keras, make_optimizer, name, fuse, steps=10):
         model = keras.Sequential([keras.layers.InputLayer((100,)), keras.layers.Dense(100), keras.layers.Dense(3)])
         holder.optimizer = make_optimizer()
         holder.optimizer.build(model.trainable_variables)
-    if fuse:
-        fused.fuse(holder)
+    optimizers = TrainingOptimizers(holder, strategy, noted=False, fuse=fuse)
 
     def replica_step():
         with tf.GradientTape() as tape:
@@ -42,6 +42,7 @@ def train(keras, make_optimizer, name, fuse, steps=10):
     step = tf.function(lambda: strategy.run(replica_step)).get_concrete_function()
     for _ in range(steps):
         step()
+    optimizers.close()
     graph = step.graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     values = [np.array(v) for v in [*model.variables, *_variables(holder.optimizer)]]
@@ -97,8 +98,8 @@ def test_slots_are_among_the_variables_of_a_step(optimizer, keras):
         holder, variable = Holder(), tf.Variable(tf.zeros([100, 100]))
         holder.optimizer = getattr(keras.optimizers, kind)(**arguments)
         holder.optimizer.build([variable])
-        if fuse:
-            fused.fuse(holder)
+        optimizers = TrainingOptimizers(holder, tf.distribute.get_strategy(), noted=False, fuse=fuse)
         step = tf.function(lambda: holder.optimizer.apply_gradients([(tf.ones([100, 100]), variable)]))
         counts.append(len(step.get_concrete_function().variables))
+        optimizers.close()
     assert counts[0] == counts[1]

@@ -13,6 +13,17 @@ Y = _random.randint(0, NUM_CLASSES, NUM_EXAMPLES).astype(np.int64)
 KERNEL = _random.randn(NUM_FEATURES, NUM_CLASSES).astype(np.float32)
 
 
+# What SGD is given besides; each changes every step of a training.
+OPTIONS = {
+    "clipnorm": dict(clipnorm=0.2),
+    "clipvalue": dict(clipvalue=0.05),
+    "global_clipnorm": dict(global_clipnorm=0.2),
+    "weight_decay": dict(weight_decay=0.3, global_clipnorm=0.5),
+    "average": dict(use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=3, clipnorm=0.5),
+    "accumulate": dict(gradient_accumulation_steps=3, global_clipnorm=0.2),  # Keras 3 only
+}
+
+
 class Regression(looplib.Trainer):
     """Softmax regression that notes the order of its examples. Built under the strategy's scope."""
 
@@ -20,6 +31,8 @@ class Regression(looplib.Trainer):
         self.model = keras.Sequential([keras.layers.InputLayer((NUM_FEATURES,)), keras.layers.Dense(NUM_CLASSES)])
         self.model.layers[-1].set_weights([KERNEL, np.zeros(NUM_CLASSES, np.float32)])
         make = {"sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9), "adam": lambda: keras.optimizers.Adam(0.05)}
+        if optimizer in OPTIONS:
+            make[optimizer] = lambda: keras.optimizers.SGD(0.1, momentum=0.9, **OPTIONS[optimizer])
         self.optimizer = make[optimizer]()
         self.accuracy = keras.metrics.SparseCategoricalAccuracy()
         self.num_examples = num_examples
@@ -90,23 +103,36 @@ def _softmax(z):
     return e / e.sum(1, keepdims=True)
 
 
-def numpy_losses_and_weights(order, optimizer):
+def numpy_losses_and_weights(order, optimizer, keras=keras3):
     """Trains the same regression in float64 numpy on the given global batches.
+
+    Args:
+      order: the ids of each global batch.
+      optimizer: "sgd", "adam" or a name in `OPTIONS`.
+      keras: averages of tf_keras start with the first weights, those of Keras 3 with the first updated ones.
 
     Returns:
       (loss of each step before its update, [kernel, bias] after the last).
     """
+    options = OPTIONS.get(optimizer, {})
+    every, overwrite = options.get("gradient_accumulation_steps", 1), options.get("ema_overwrite_frequency", 10**9)
     kernel, bias = KERNEL.astype(np.float64), np.zeros(NUM_CLASSES)
     parameters = [kernel, bias]
-    first, second = [np.zeros_like(p) for p in parameters], [np.zeros_like(p) for p in parameters]
+    first, second, held = ([np.zeros_like(p) for p in parameters] for _ in range(3))
+    averages = list(parameters)
     losses = []
     for step, ids in enumerate(order, 1):
         x, y = X[ids].astype(np.float64), np.eye(NUM_CLASSES)[Y[ids]]
         probabilities = _softmax(x @ parameters[0] + parameters[1])
         losses.append(-np.log((probabilities * y).sum(1)).mean())
         error = (probabilities - y) / len(ids)
-        for i, gradient in enumerate([x.T @ error, error.sum(0)]):
-            if optimizer == "sgd":
+        held = [sum(pair) for pair in zip(held, [x.T @ error, error.sum(0)])]
+        if step % every:
+            continue
+        gradients, held = _clipped([gradient / every for gradient in held], options), [0, 0]
+        for i, gradient in enumerate(gradients):
+            if optimizer != "adam":
+                parameters[i] = parameters[i] * (1 - 0.1 * options.get("weight_decay", 0))
                 first[i] = 0.9 * first[i] - 0.1 * gradient
                 parameters[i] = parameters[i] + first[i]
             else:
@@ -115,7 +141,21 @@ def numpy_losses_and_weights(order, optimizer):
                 # Keras adds epsilon before the bias correction, the "epsilon hat" of Kingma and Ba (2014), section 2.
                 rate = 0.05 * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
                 parameters[i] = parameters[i] - rate * first[i] / (np.sqrt(second[i]) + 1e-7)
+            momentum = 0 if step == 1 and keras is keras3 else options.get("ema_momentum", 0)
+            averages[i] = momentum * averages[i] + (1 - momentum) * parameters[i]
+        if step % overwrite == 0:
+            parameters = list(averages)
     return np.array(losses), parameters
+
+
+def _clipped(gradients, options):
+    norms = [np.sqrt((gradient**2).sum()) for gradient in gradients]
+    if limit := options.get("clipnorm"):
+        return [gradient * min(1, limit / norm) for gradient, norm in zip(gradients, norms)]
+    if limit := options.get("global_clipnorm"):
+        return [gradient * min(1, limit / np.hypot(*norms)) for gradient in gradients]
+    limit = options.get("clipvalue", np.inf)
+    return [np.clip(gradient, -limit, limit) for gradient in gradients]
 
 
 def numpy_accuracy(weights, num_examples=NUM_EXAMPLES):

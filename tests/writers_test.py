@@ -192,9 +192,11 @@ def test_resume_takes_void_steps_out_of_tensorboard_and_leaves_other_files_alone
     assert events(tmp_path / "eval/other_job") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
     after = contents(tmp_path / "train")
     assert len(after) == 3 and untouched.items() <= after.items()  # the third has the events that were taken out
-    voided = {split: next((tmp_path / split).glob("*voided*")) for split in ("train", "eval", "eval/other_job")}
-    steps = {split: [event.step for event in _read_events(str(path))[0]] for split, path in voided.items()}
-    assert steps == {"train": [12], "eval": [8, 12], "eval/other_job": [12]}
+    steps = {
+        split: [e.step for path in sorted((tmp_path / split).glob("*voided*")) for e in _read_events(str(path))[0]]
+        for split in ("train", "eval", "eval/other_job")
+    }
+    assert steps == {"train": [12], "eval": [4, 8, 12], "eval/other_job": [12]}
 
 
 def test_resume_takes_out_void_records_that_tf_summary_wrote(tmp_path):

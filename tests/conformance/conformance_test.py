@@ -56,10 +56,42 @@ def test_replica_counts_give_the_same_order_and_weights(keras, optimizer):
             np.testing.assert_allclose(found, weights, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_goes_on_with_another_number_of_replicas(keras, tmp_path):
-    whole, _ = train(make_strategy("default"), keras, "adam", "graph", 12)
-    first, _ = train(make_strategy("mirrored_x4"), keras, "adam", "graph", 7, tmp_path)
-    second, _ = train(make_strategy("mirrored_x2"), keras, "adam", "graph", 12, tmp_path)
+# Pairs of each option, strategy, family and engine; not all of their product.
+@pytest.mark.parametrize(
+    "optimizer, name, family, loop",
+    [
+        ("clipnorm", "mirrored_x2", "keras", "graph"),
+        ("clipvalue", "one_device", "tf_keras", "xla"),
+        ("global_clipnorm", "mirrored_x4", "keras", "eager"),
+        ("global_clipnorm", "mirrored_x2", "tf_keras", "graph"),
+        ("weight_decay", "mirrored_x2", "keras", "graph"),
+        ("weight_decay", "default", "tf_keras", "auto"),
+        ("average", "mirrored_x4", "keras", "graph"),
+        ("average", "mirrored_x2", "tf_keras", "graph"),
+        ("accumulate", "mirrored_x2", "keras", "graph"),
+        ("accumulate", "mirrored_x4", "keras", "eager"),
+        ("accumulate", "one_device", "keras", "xla"),
+    ],
+)
+def test_optimizers_that_clip_decay_average_and_accumulate(optimizer, name, family, loop, tmp_path):
+    """They come to the weights of numpy; stopped after 7 steps, in the middle of an accumulation, and resumed too."""
+    keras, strategy = pytest.importorskip(family), make_strategy(name)
+    whole, _ = train(strategy, keras, optimizer, loop, 12)
+    for found, weights in zip(whole.weights(), toy.numpy_losses_and_weights(whole.order, optimizer, keras)[1]):
+        np.testing.assert_allclose(found, weights, rtol=1e-5, atol=1e-6)
+    train(strategy, keras, optimizer, loop, 7, tmp_path)
+    second, _ = train(strategy, keras, optimizer, loop, 12, tmp_path)
+    for a, b in zip(whole.weights(), second.weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "accumulate"])
+def test_a_run_goes_on_with_another_number_of_replicas(keras, optimizer, tmp_path):
+    if optimizer == "accumulate" and keras.__name__ == "tf_keras":
+        pytest.skip("tf_keras accumulates nothing")
+    whole, _ = train(make_strategy("default"), keras, optimizer, "graph", 12)
+    first, _ = train(make_strategy("mirrored_x4"), keras, optimizer, "graph", 7, tmp_path)
+    second, _ = train(make_strategy("mirrored_x2"), keras, optimizer, "graph", 12, tmp_path)
     np.testing.assert_array_equal(np.stack(whole.order), np.stack(first.order + second.order))
     for a, b in zip(whole.weights(), second.weights()):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -30,6 +30,8 @@ class Config:
     noisy: bool = True  # dropout, augmentation and noise, of which each replica has its own
     normalized: bool = False  # by batch, each replica on its own
     nan_at: int = 0  # the step in which the last worker gets a NaN
+    sparse: bool = False  # an embedding of words, whose number varies
+    clipped: bool = False  # the global norm; with Keras 3, gradients are accumulated and weights averaged besides
     fail_at: int = 0  # the step in which the input of the last worker raises an error
     state_mb: float = 1.0  # of a variable that each step changes
     slow_step: float = 0.0  # seconds
@@ -100,7 +102,13 @@ class Faulty(looplib.Trainer):
             layers.Dense(NUM_CLASSES),
         ])  # fmt: skip
         schedule = keras.optimizers.schedules.ExponentialDecay(0.05, decay_steps=10, decay_rate=0.9)
-        self.optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
+        options = dict(global_clipnorm=0.2) if config.clipped else {}
+        if config.clipped and self.keras_is_3:
+            options.update(gradient_accumulation_steps=3, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=2)
+        self.optimizer = keras.optimizers.SGD(schedule, momentum=0.9, **options)
+        if config.sparse:
+            self.table = tf.Variable(tf.zeros([NUM_CLASSES, 2]))
+            self.optimizer.build([*self.model.trainable_variables, self.table])
         self.ballast = tf.Variable(tf.zeros([int(config.state_mb * 2**18)]), trainable=False)
 
     def dataset(self, context):
@@ -138,7 +146,10 @@ class Faulty(looplib.Trainer):
             logits = self.model(x, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
             loss = self.global_mean(losses)
-        variables = self.model.trainable_variables
+            if self.config.sparse:
+                words = tf.boolean_mask(y, y > 0)
+                loss += tf.reduce_sum(tf.gather(self.table, words))
+        variables = self.model.trainable_variables + ([self.table] if self.config.sparse else [])
         self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         context = tf.distribute.get_replica_context()
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, loss)

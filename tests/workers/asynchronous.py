@@ -27,6 +27,8 @@ class Config:
     keras_metric: bool = False
     nan_at: int = -1
     dropout: bool = False
+    clipnorm: float = 0.0
+    accumulate: int = 0
 
 
 class Regression(looplib.Trainer):
@@ -34,7 +36,9 @@ class Regression(looplib.Trainer):
         keras = importlib.import_module(config.keras)
         layers = [keras.layers.InputLayer((FEATURES,)), keras.layers.Dense(CLASSES)]
         self.model = keras.Sequential(layers + [keras.layers.Dropout(0.5)] * config.dropout)
-        self.optimizer = keras.optimizers.SGD(0.2)
+        options = {"global_clipnorm": config.clipnorm} if config.clipnorm else {}
+        options |= {"gradient_accumulation_steps": config.accumulate} if config.accumulate else {}
+        self.optimizer = keras.optimizers.SGD(0.2, **options)
         self.accuracy = keras.metrics.SparseCategoricalAccuracy()
         self.config = config
         context = looplib.InputContext(
@@ -182,11 +186,26 @@ def tries():
         attempt(f"dropout_{keras}", Config(keras=keras, dropout=True))
     attempt("resident", Config(data="resident"))
 
+    attempt("accumulate", Config(accumulate=2))
+    for keras in ("keras", "tf_keras"):  # one step at a time, so that what each adds to the weights can be seen
+        with controller(Config(keras=keras, clipnorm=0.01)) as made:
+            weights = [flat(made)]
+            for step in range(1, 6):
+                made.train(step)
+                weights.append(flat(made))
+        print(f"clipped_{keras}:", *np.linalg.norm(np.diff(weights, axis=0), axis=1), flush=True)
+
     print("leftovers")
     made = controller()
     leave_numbers(strategy, made._training._engine)
     made.train(20)
     made.close()
+
+
+def flat(controller):
+    """All weights of the controller's trainer, `[n]`."""
+    weights = controller.loops["train"].task.model.trainable_variables
+    return np.concatenate([tf.reshape(tf.convert_to_tensor(weight), [-1]).numpy() for weight in weights])
 
 
 def leave_numbers(strategy, loop):

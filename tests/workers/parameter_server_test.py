@@ -192,6 +192,7 @@ def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery,
         "filtered": "other batches of those of context.indices",
         "untraceable": "cannot be made on a worker.*without .numpy",
         "keras_metric": "Keras metric objects.*looplib.mean",
+        "accumulate": "SGD has gradient_accumulation_steps.*gradients are lost; use a larger batch",
         "scope": "not on a parameter server; build.*strategy.scope",
         "halt": "at step 13, the gradient of .* not finite",
         "rollback": "at step 20, 1 rollbacks",
@@ -200,6 +201,8 @@ def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery,
         "resident": "at step 20, 0 rollbacks, 20 iterations",
     }.items():
         assert re.search(words, said[name]), (name, said[name])
+    for keras in ("keras", "tf_keras"):  # a rate of 0.2 and a global norm of 0.01, by each worker for itself
+        np.testing.assert_allclose(np.float64(said[f"clipped_{keras}"].split()), [0.002] * 5, rtol=1e-3)
     after = log.split("\nrollback\n")[1].split("\nrollback: ")[0]
     assert list(ids_by_number(after)) == [9, 19]  # steps are numbered as they count, whatever data was left out
     expected = ids_of_one_process(capsys, 20)

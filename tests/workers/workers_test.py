@@ -11,7 +11,7 @@ from looplib.writers import read_jsonl
 
 STEPS = 40
 SHORT = [f"--train_steps={STEPS}", "--checkpoint_interval=10"]
-QUIET = ["--config.noisy=False", "--config.state_mb=0.01", *SHORT]
+QUIET = ["--config.noisy=False", "--config.state_mb=0.01", "--config.clipped=True", *SHORT]
 STRATEGIES = {
     "one_device": ["--strategy=one_device"],
     "mirrored_x2": ["--strategy=mirrored", "--num_virtual_devices=2"],
@@ -82,7 +82,13 @@ def test_every_strategy_sees_the_same_examples_and_comes_to_the_same_weights(nam
 # With normalization each replica has state of its own; tests/workers/faults_test.py resumes Keras 3 on indices without.
 @pytest.mark.parametrize("keras, data", [("keras", "pipeline"), ("tf_keras", "indices")])
 def test_two_workers_that_stop_and_start_again_go_on_exactly(keras, data, nursery, tmp_path):
-    arguments = [f"--config.keras={keras}", f"--config.data={data}", "--config.normalized=True", *SHORT]
+    arguments = [
+        f"--config.keras={keras}",
+        f"--config.data={data}",
+        "--config.normalized=True",
+        "--config.clipped=True",
+        *SHORT,
+    ]
     run(nursery, tmp_path / "whole", 2, *arguments)
     run(nursery, tmp_path / "parts", 2, *arguments, "--train_steps=23")  # in the second epoch
     run(nursery, tmp_path / "parts", 2, *arguments)
@@ -107,14 +113,15 @@ def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, run
 
 
 @pytest.mark.parametrize(
-    "data, words",
+    "flag, words",
     [
-        ("unsharded", "Faulty.dataset gives each of 2 workers the same data"),
-        ("ragged", "FaultyEvaluator.dataset has elements RaggedTensorSpec"),  # before any step
+        ("data=unsharded", "Faulty.dataset gives each of 2 workers the same data"),
+        ("data=ragged", "FaultyEvaluator.dataset has elements RaggedTensorSpec"),  # before any step
+        ("sparse=True", "SGD is given a sparse gradient (of an embedding, say) whose number of rows varies"),
     ],
 )
-def test_data_that_workers_cannot_share_is_refused_when_the_controller_is_built(data, words, nursery, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", f"--config.data={data}")
+def test_what_workers_cannot_share_is_refused_when_the_controller_is_built(flag, words, nursery, tmp_path):
+    processes = nursery.workers(2, tmp_path / "run", f"--config.{flag}")
     assert [process.code(120) for process in processes] == [1, 1]
     assert words in processes[0].output()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
