@@ -104,6 +104,7 @@ class Controller:
         self._window_start = 0
         self._last_evaluation = {}
         self._continued_from, self._save_noted = None, False
+        self._torn = False  # a step has failed, and nobody knows which variables it had updated by then
         self.restored_from = None
         self._training, self._evaluations, self._writers = None, {}, []
 
@@ -378,6 +379,7 @@ class Controller:
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
         self._refuse_if_closed("save_checkpoint")
+        self._refuse_if_torn("save_checkpoint")
         self._store.need("save_checkpoint")
         if self._training is None:
             raise UsageError("save_checkpoint needs a trainer, and this controller has none; an evaluation only reads")
@@ -445,7 +447,7 @@ class Controller:
         if self._training:
             self._store.check_optimizers(path, self._optimizers)
             self._store.warn_of_changes(step, self._settings)
-        self.restored_from = path
+        self.restored_from, self._torn = path, False
         self._say(f"restored step {step} from {path}")
         if self._training:
             self._learning_rates.after_restore(values.get("learning_rates", {}), step)
@@ -511,6 +513,7 @@ class Controller:
         if self._training is None:
             raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
         self._refuse_if_closed("train")
+        self._refuse_if_torn("train")
         self._refuse_while_training("train")
         target = whole_number("the number of training steps", target, or_all=True)
         if target == -1 and self._training.endless:
@@ -575,7 +578,12 @@ class Controller:
             boundary = boundary if target == -1 else min(boundary, target)
             reported_there = boundary % self._steps_per_loop == 0
             horizon = boundary if target == -1 else target
-            ran = self._training.run(boundary - step, "train", reported_there, horizon - step)
+            try:
+                ran = self._training.run(boundary - step, "train", reported_there, horizon - step)
+            except BaseException as error:
+                # A loop on the device ends with a whole step before Python sees an interrupt.
+                self._torn = not isinstance(error, KeyboardInterrupt) or self._settings["loop"] == "eager"
+                raise
             done, step = ran.done, step + ran.done
             if self.global_step != step:
                 raise UsageError(
@@ -707,6 +715,19 @@ class Controller:
         if self._closed:
             raise UsageError(
                 f"{what} was called on a closed controller, whose run directory may be another's; build a new one"
+            )
+
+    def _refuse_if_torn(self, what):
+        if self._torn:
+            kept = self._store.latest
+            cure = (
+                f"call controller.restore_checkpoint(), which goes back to {kept}"
+                if kept
+                else "there is no checkpoint to go back to, so build the trainer and the controller again"
+            )
+            raise UsageError(
+                f"{what} was called after a step that failed, which may have updated only a part of the variables; "
+                f"{cure}"
             )
 
     def _refuse_while_training(self, what):

@@ -8,13 +8,14 @@ from collections.abc import Callable
 import tensorflow as tf
 from absl import logging
 
-from looplib import commits
+from looplib import commits, marker
 from looplib.checkpoint_manager import Checkpoints, peek
 from looplib.checkpoint_policy import CheckpointPolicy
-from looplib.errors import DivergenceError, UsageError
+from looplib.errors import DivergenceError, UsageError, gist
 from looplib.files import check_writable
 from looplib.guards import StateCheck, Trouble, listing
 from looplib.lock import acquire
+from looplib.marker import Commit
 from looplib.run_directory import check_inside
 from looplib.state import InputState, RunState, variables_of
 from looplib.workers import Workers
@@ -61,6 +62,7 @@ class Store:
         self._state_check = None
         self._checked_step = 0
         self.saved_step = None
+        self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._run_state = RunState()
         self.writes = writes
         self._lock = None
@@ -85,7 +87,7 @@ class Store:
             if writes:
                 self._lock = acquire(model_dir, give_up)
             check_inside(model_dir, writes and self.writable)
-            self.start = commits.newest_intact(self.directory, tidy=writes)
+            self.start = self._newest_intact(tidy=writes)
         self.start = self._agreed(self.start)
 
     def check_lock(self) -> None:
@@ -261,6 +263,7 @@ class Store:
         path = os.fspath(path) if path else self.agreed_latest()
         if path is None:
             return None, None
+        self._verify(path)
         step, _ = peek(path)
         self._checkpoints.restore(path, partial="both" if self._policy.partial else not self.writes)
         if self._replica_state:
@@ -269,6 +272,27 @@ class Store:
         self.saved_step = step if os.path.dirname(path) == self.directory else None
         self._checked_step = step
         return path, step
+
+    def _verify(self, path: str) -> None:
+        """Reads a checkpoint through before TensorFlow is given it, which may end the process on a damaged one.
+
+        Raises:
+          UsageError: if it is damaged, or has no whole marker.
+        """
+        if path == self._verified or not self._workers.is_chief:
+            self._verified = None  # once: it may be changed by the next time
+            return
+        try:
+            reason = commits.verify(marker.read(path))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
+            if isinstance(error, UsageError):
+                raise
+            reason = f"its marker cannot be read ({gist(error)})"
+        if reason:
+            raise UsageError(
+                f"{path} is not a whole checkpoint of looplib: {reason}; name another one, such as those that "
+                "`python -m looplib inspect --verify` calls intact"
+            )
 
     def check_optimizers(self, path, names):
         """Raises `UsageError` if the restored checkpoint was made with other optimizers, of which slots may fit."""
@@ -361,7 +385,12 @@ class Store:
     def _newest_up_to(self, step):
         """Returns the newest intact `Commit` of at most a step, or None; newer ones are set aside."""
         self.set_newer_aside(step)
-        return commits.newest_intact(self.directory, tidy=True) if self._workers.is_chief else None
+        return self._newest_intact(tidy=True) if self._workers.is_chief else None
+
+    def _newest_intact(self, tidy: bool) -> Commit | None:
+        done = commits.newest_intact(self.directory, tidy)
+        self._verified = done.path if done else None
+        return done
 
     def set_newer_aside(self, step: int) -> None:
         """Moves the checkpoints of later steps into `set_aside`, because the training continues from `step`."""
@@ -401,12 +430,16 @@ class Store:
         while True:
             done = commits.newest(self.directory)
             if done and done.path != than and done != damaged:
-                reason = commits.verify(done)
-                if not reason:
-                    return done
-                if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
-                    logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
-                    damaged = done
+                try:
+                    reason = commits.verify(done)
+                    if not reason:
+                        self._verified = done.path
+                        return done
+                    if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
+                        logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
+                        damaged = done
+                except commits.CannotReadError as error:  # it may be readable at the next look
+                    logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
             waited = time.monotonic() - started
             if timeout is not None and waited >= timeout:
                 return None
