@@ -40,11 +40,16 @@ def inspect(directory, verify=False):
     else:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
-            print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+            print(_printable("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()))
     aside = os.path.join(folder, commits.SET_ASIDE)
     if tf.io.gfile.isdir(aside) and (names := sorted(tf.io.gfile.listdir(aside))):
-        print(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}")
+        print(_printable(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}"))
     return 0 if good and not damaged else 1
+
+
+def _printable(text: str) -> str:
+    """The text without what a terminal would take for a command; a run directory may come from somebody else."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _size(size):

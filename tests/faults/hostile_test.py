@@ -1,0 +1,492 @@
+"""A run directory from somebody else: nothing outside of it is touched, nothing hangs, and what is wrong is said.
+
+`victim` stands for all that is outside. Each test lets a run of a few steps be resumed from a directory that was
+tampered with, and compares the victim, bit by bit.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+
+import pytest
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import commits, files, marker
+from looplib.__main__ import main as cli
+from looplib.errors import UsageError
+from looplib.writers import JsonlWriter, read_jsonl
+
+
+def start(folder, keep=2, **policy):
+    trainer, evaluator = toy.build(make_strategy("default"))
+    policy = looplib.CheckpointPolicy(every_steps=2, keep=(looplib.KeepLast(keep),), **policy)
+    settings = dict(model_dir=folder, checkpoints=policy, writers=None)
+    return toy.controller(make_strategy("default"), trainer, evaluator, **settings)
+
+
+def train(folder, steps, **policy):
+    with start(folder, **policy) as controller:
+        controller.train_and_evaluate(steps, 2)
+        return controller
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped")
+    train(folder, 6)
+    return folder
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A directory outside, with files that a run has; `untouched` is what is in it."""
+    folder = tmp_path / "victim"
+    for name in (
+        "train/events.out.tfevents.1.host.1.v2",
+        "eval/x",
+        "checkpoints/ckpt-2.index",
+        "metrics.jsonl",
+        "notes",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"this is {name}")
+    return folder
+
+
+@pytest.fixture
+def folder(stopped, tmp_path):
+    return shutil.copytree(stopped, tmp_path / "run")
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture(autouse=True)
+def untouched(victim):
+    before = contents(victim)
+    yield
+    assert contents(victim) == before
+
+
+def rewrite_marker(path, **changes):
+    """Changes a marker and gives it the checksum that belongs to it."""
+    fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"} | changes
+    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**fields, "sha256": checksum}))
+
+
+@pytest.mark.parametrize("name", ["{victim}/notes", "../../victim/notes", "../metrics.jsonl", "ckpt-6.index", "", "."])
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_marker_names_files_of_its_own_checkpoint_only(name, step, folder, victim, caplog):
+    path = folder / "checkpoints" / f"ckpt-{step}.commit"
+    listed = json.loads(path.read_text())["files"]
+    if name == "ckpt-6.index" and step == 6:
+        name = "ckpt-4.index"
+    rewrite_marker(path, files={**listed, name.format(victim=victim): {"bytes": 1, "sha256": "0"}})
+    controller = train(folder, 12, keep=1)
+    assert controller.global_step == 12
+    assert f"the checkpoint of step {step} does not count: its marker cannot be read" in caplog.text
+    assert [saved.step for saved in looplib.checkpoints(folder)] == [12]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 99},
+        {"step": "6"},
+        {"step": True},
+        {"files": []},
+        {"files": {"ckpt-6.index": 3}},
+        {"files": {"ckpt-6.index": {"bytes": -1, "sha256": "0"}}},
+        {"files": {"ckpt-6.index": {"bytes": 10**30, "sha256": "0"}}},
+        {"scores": {"eval/accuracy": "best"}},
+        {"scores": {"eval/accuracy": [[]]}},
+        {"scores": 7},
+        {"time": "now"},
+        {"versions": None},
+        {"format": "1"},
+    ],
+    ids=str,
+)
+def test_a_marker_of_other_types_is_damage(changes, folder):
+    rewrite_marker(folder / "checkpoints" / "ckpt-6.commit", **changes)
+    assert train(folder, 8).restored_from.endswith("ckpt-4")
+
+
+def test_names_in_the_run_state_lead_nowhere(folder, victim):
+    with start(folder) as controller:
+        controller._store.values["reported"] = {"train": 6, "../../victim/train": -1, "../victim": 0}
+        controller._store.values["actions"] = {"../victim": 1}
+        controller.train(7)
+    assert train(folder, 10).global_step == 10
+
+
+LINKS = [
+    "lock",
+    "run.json",
+    "run.json.new",
+    "metrics.jsonl",
+    "metrics.jsonl.new",
+    "metrics.voided.jsonl",
+    "checkpoints/checkpoint",
+    "checkpoints/checkpoint.new",
+    "checkpoints/ckpt-8.commit.new",
+    "train/events.out.tfevents.0000000001.host.1.v2",
+    "train/events.out.rewritten.1.v2",
+    "eval/other/events.out.tfevents.0000000001.host.1.v2",
+]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_in_place_of_a_file_is_not_followed(name, folder, victim):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    target = victim / ("train/events.out.tfevents.1.host.1.v2" if "events" in name else "metrics.jsonl")
+    path.symlink_to(target)
+    with start(folder) as controller:
+        controller.restore_checkpoint(folder / "checkpoints" / "ckpt-4")  # so that records are rewritten, too
+        controller.train_and_evaluate(10, 2)
+        assert controller.global_step == 10
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/set_aside", "train", "eval"])
+def test_a_link_in_place_of_a_folder_is_refused(name, folder, victim):
+    path = folder / name
+    shutil.rmtree(path, ignore_errors=True)
+    path.symlink_to(victim / name.replace("/set_aside", ""))
+    with pytest.raises(UsageError, match=f"{name} is a symbolic link, and looplib writes and deletes nothing outside"):
+        start(folder)
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_directory(path):
+    path.mkdir()
+    (path / "something").write_text("else")
+
+
+def make_endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_deep(path):
+    path.write_text("[" * 100_000)
+
+
+def make_bytes(path):
+    path.write_bytes(bytes(range(256)))
+
+
+def make_other_types(path):
+    path.write_text('{"step": [1], "split": {}}\n7\nnull\n"text"\n{"status": 3, "starts": [1], "seconds": 5}\n')
+
+
+MAKE = [make_fifo, make_directory, make_endless, make_deep, make_bytes, make_other_types]
+
+
+@pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "name", ["lock", "run.json", "metrics.jsonl", "metrics.voided.jsonl", "train/events.out.tfevents.0000000001.x.1.v2"]
+)
+def test_side_files_never_block_a_start(name, make, folder):
+    path = folder / name
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    make(path)
+    controller = train(folder, 8)
+    assert controller.global_step == 8 and controller.restored_from.endswith("ckpt-6")
+    assert [r["step"] for r in read_jsonl(str(folder / "metrics.jsonl")) if r["split"] == "train"][-2:] == [7, 8]
+    assert json.loads((folder / "run.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", ["ckpt-6.commit", "ckpt-6.index", "ckpt-6.data-00000-of-00001"])
+def test_a_file_of_a_checkpoint_that_is_none_is_damage(name, make, folder, capsys):
+    path = folder / "checkpoints" / name
+    path.unlink()
+    make(path)
+    assert cli(["inspect", str(folder), "--verify"]) == 1
+    assert "intact" in capsys.readouterr().out
+    assert train(folder, 8).restored_from.endswith("ckpt-4")
+
+
+def test_inspect_prints_no_commands_for_the_terminal(folder, capsys):
+    rewrite_marker(folder / "checkpoints" / "ckpt-6.commit", scores={"eval/\x1b]0;pwned\x07\n\x1b[2J": 1.0})
+    cli(["inspect", str(folder)])
+    printed = capsys.readouterr().out
+    assert "pwned" in printed and all(char.isprintable() or char == "\n" for char in printed)
+    assert len(printed.splitlines()) == 3
+
+
+def test_a_checkpoint_is_read_through_before_tensorflow_is_given_it(folder):
+    with start(folder) as controller:
+        path = folder / "checkpoints" / "ckpt-4"
+        data = path.with_name("ckpt-4.data-00000-of-00001")
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+        with pytest.raises(
+            UsageError, match="is not a whole checkpoint of looplib: .* has other content than was saved"
+        ):
+            controller.restore_checkpoint(path)
+        path.with_name("ckpt-4.commit").unlink()
+        with pytest.raises(UsageError, match="is not a whole checkpoint of looplib: its marker cannot be read"):
+            controller.restore_checkpoint(path)
+        assert controller.global_step == 6
+        controller.train(7)
+
+
+# The lock and the directory.
+
+
+def fault(what, folder):
+    """What befalls a run directory in the middle of a training."""
+
+    def strike(event):
+        if event.step == 3 and event.split == "train":
+            if what == "lock removed":
+                (folder / "lock").unlink()
+            elif what == "lock replaced":
+                (folder / "lock").unlink()
+                (folder / "lock").write_text("")
+            elif what == "moved":
+                folder.rename(folder.with_name("elsewhere"))
+            elif what == "removed":
+                shutil.rmtree(folder)
+            else:
+                shutil.rmtree(folder)
+                folder.mkdir()
+
+    return strike
+
+
+@pytest.mark.parametrize("what", ["lock removed", "lock replaced", "moved", "removed", "made again"])
+def test_a_directory_that_is_not_its_own_any_more_ends_a_training(what, tmp_path):
+    folder = tmp_path / "run"
+    trainer, _ = toy.build(make_strategy("default"))
+    policy = looplib.CheckpointPolicy(every_steps=2)
+    settings = dict(model_dir=folder, checkpoints=policy, writers=None, actions=[fault(what, folder)])
+    with toy.controller(make_strategy("default"), trainer, **settings) as controller:
+        with pytest.raises(UsageError, match="was moved or removed|is not this run's lock any more"):
+            controller.train(40)
+        assert controller.global_step <= 4
+    assert folder.exists() == (what not in ("moved", "removed"))
+    if what == "made again":
+        assert not any(folder.iterdir())
+
+
+def test_another_spelling_of_a_directory_is_the_same_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with start("run") as first:
+        first.train(2)
+        monkeypatch.chdir("/")
+        first.train(4)
+        with start(f"file://{tmp_path}/run/../run") as second:
+            assert second.global_step == 4
+            with pytest.raises(UsageError, match="closed controller"):
+                first.train(6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "victim"]
+    assert [r["step"] for r in read_jsonl(str(tmp_path / "run/metrics.jsonl"))] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["[a]", "a[", "b\\c", "d*e", "f?g"])
+def test_a_name_that_tensorflow_takes_for_a_pattern_is_refused_at_the_start(name, tmp_path):
+    with pytest.raises(UsageError, match="in its name, which TensorFlow takes for a pattern"):
+        start(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+    read, write = os.pipe()
+    controller = start(tmp_path / "run")
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)  # until the parent is done
+        os._exit(0)
+    try:
+        controller.close()
+        other = os.open(tmp_path / "run" / "lock", os.O_RDWR)
+        import fcntl
+
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+
+
+def test_records_that_other_processes_append_while_one_rewrites_are_not_lost(tmp_path):
+    path = str(tmp_path / "metrics.jsonl")
+    writer = JsonlWriter(path)
+    writer.write(0, "train", {"a": 0})
+    children = []
+    for number in range(3):
+        child = os.fork()
+        if child == 0:
+            job = JsonlWriter(path)
+            for step in range(100):
+                job.write(step, f"job_{number}", {"a": step})
+            os._exit(0)
+        children.append(child)
+    while children:
+        writer._keep(lambda record: True)
+        children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
+    counts = {}
+    for record in read_jsonl(path):
+        counts[record["split"]] = counts.get(record["split"], 0) + 1
+    assert counts == {"train": 1, "job_0": 100, "job_1": 100, "job_2": 100}
+
+
+# A failed step.
+
+
+def test_after_a_failed_step_nothing_is_saved_or_trained_on_before_a_restore(keras, tmp_path):
+    """A step that updates one variable and fails before the next one."""
+    import tensorflow as tf
+
+    class Torn(toy.Regression):
+        def __init__(self):
+            super().__init__(keras)
+            self.first, self.second = tf.Variable(0.0, trainable=False), tf.Variable(0.0, trainable=False)
+            self.fails = tf.Variable(False, trainable=False)
+
+        def step_fn(self, inputs):
+            self.first.assign_add(1.0)
+            with tf.control_dependencies([self.first.read_value()]):
+                check = tf.debugging.assert_equal(self.fails, False, "it fails")
+            with tf.control_dependencies([check] if check is not None else []):
+                self.second.assign_add(1.0)
+            return super().step_fn(inputs)
+
+    trainer = Torn()
+    policy = looplib.CheckpointPolicy(every_steps=2)
+    settings = dict(model_dir=tmp_path / "run", checkpoints=policy)
+    with toy.controller(make_strategy("default"), trainer, **settings) as controller:
+        controller.train(4)
+        trainer.fails.assign(True)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="it fails"):
+            controller.train(8)
+        assert float(trainer.first) != float(trainer.second)
+        trainer.fails.assign(False)
+        for call in (lambda: controller.train(8), controller.save_checkpoint):
+            with pytest.raises(
+                UsageError, match=r"after a step that failed.*restore_checkpoint\(\), which goes back to"
+            ):
+                call()
+        controller.restore_checkpoint()
+        assert float(trainer.first) == float(trainer.second) == 4
+        controller.train(8)
+        assert float(trainer.first) == float(trainer.second) == 8
+
+
+# Fuzzing.
+
+
+def mutated(content, chance):
+    """Bytes changed in one of several ways."""
+    content = bytearray(content)
+    way = chance.randrange(6)
+    place = chance.randrange(len(content) + 1)
+    if way == 0:
+        del content[place:]
+    elif way == 1:
+        content[place:place] = bytes(chance.randrange(256) for _ in range(chance.randrange(1, 20)))
+    elif way == 2:
+        for _ in range(chance.randrange(1, 8)):
+            if content:
+                content[chance.randrange(len(content))] = chance.randrange(256)
+    elif way == 3:
+        content[place:] = content[: len(content) - place]
+    elif way == 4:
+        for old, new in (
+            (b"0", b"-1"),
+            (b"1", b"1e999"),
+            (b'"', b""),
+            (b"{", b"["),
+            (b"ckpt", b"../x"),
+            (b"6", b"null"),
+        ):
+            if chance.random() < 0.3:
+                content = bytearray(bytes(content).replace(old, new, chance.randrange(1, 4)))
+    else:
+        content = content * chance.randrange(2, 5)
+    return bytes(content)
+
+
+def fields_mutated(text, chance):
+    """A marker with a value of another kind somewhere, and a checksum that fits."""
+    fields = {key: value for key, value in json.loads(text).items() if key != "sha256"}
+    values = [
+        None,
+        -1,
+        10**40,
+        1e308,
+        "",
+        "../x",
+        "/etc/passwd",
+        [],
+        {},
+        [[]],
+        True,
+        "\x00",
+        {"bytes": 0},
+        "ckpt-6.index",
+    ]
+    for _ in range(chance.randrange(1, 4)):
+        holder = fields
+        key = chance.choice(list(holder))
+        while isinstance(holder[key], dict) and holder[key] and chance.random() < 0.7:
+            holder = holder[key]
+            key = chance.choice(list(holder))
+        if chance.random() < 0.3:
+            holder[str(chance.choice(values))] = chance.choice(values)
+        else:
+            holder[key] = chance.choice(values)
+    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**fields, "sha256": checksum})
+
+
+MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", "100"))
+
+
+def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anything_else(stopped, victim, tmp_path):
+    """What a start does with them, without the training: list, verify, tidy, read records and reports, inspect."""
+    from looplib import run_report
+    from looplib.writers import TensorBoardWriter
+
+    chance = random.Random(1)
+    kinds = ["checkpoints/ckpt-6.commit", "checkpoints/ckpt-4.commit", "metrics.jsonl", "run.json", "lock"]
+    refused = 0
+    for number in range(MUTATIONS):
+        folder = shutil.copytree(stopped, tmp_path / "run")
+        path = folder / chance.choice([*kinds, f"train/{os.listdir(folder / 'train')[0]}"])
+        if path.suffix == ".commit" and chance.random() < 0.5:
+            path.write_text(fields_mutated(path.read_text(), chance))
+        else:
+            path.write_bytes(mutated(path.read_bytes(), chance))
+        try:
+            found = commits.newest_intact(str(folder / "checkpoints"), tidy=True)
+            assert found is None or found.step in (4, 6)
+            for saved in looplib.checkpoints(folder):
+                commits.remove(saved)
+        except UsageError as error:  # a higher format number, with a checksum that fits
+            refused += 1
+            assert "has the format" in str(error), number
+        run_report.read(str(folder / "run.json"))
+        JsonlWriter(str(folder / "metrics.jsonl")).resume(4, {"train": 3})
+        TensorBoardWriter(str(folder)).resume(4, {"train": 3})
+        assert cli(["inspect", str(folder)]) in (0, 1, 2)
+        shutil.rmtree(folder)
+    assert refused < MUTATIONS / 4
+    assert marker.FORMAT == 1 and files.parse_json("1") == 1
