@@ -207,6 +207,7 @@ class Controller:
             flags={**self._settings, "steps_per_loop": self._steps_per_loop},
             config=config,
             standing=self._standing,
+            check=self._store.check_lock,
         )
 
     def _progress(self):

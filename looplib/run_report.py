@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.clock import Clock
-from looplib.errors import gist
+from looplib.errors import UsageError, gist
 from looplib.files import parse_json, read_text, write_whole
 from looplib.preemption import Preempted
 
@@ -55,6 +55,7 @@ class RunReport:
       num_replicas: replicas that step together.
       flags: dict of the settings that a binary takes as flags.
       standing: function without arguments that returns the `Standing` of the run.
+      check: raises `UsageError` if the run directory is not this process's any more; nothing is written then.
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
     """
 
@@ -64,6 +65,7 @@ class RunReport:
     num_replicas: int
     flags: dict[str, Any]
     standing: Callable[[], Standing]
+    check: Callable[[], None]
     config: Any = None
     _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
@@ -146,8 +148,9 @@ class RunReport:
             "starts": starts,
         }
         try:
+            self.check()
             write_whole(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
-        except (OSError, tf.errors.OpError) as reason:
+        except (UsageError, OSError, tf.errors.OpError) as reason:
             logging.warning("%s cannot be written (%s)", self.path, reason)
 
     @property

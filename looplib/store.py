@@ -84,9 +84,9 @@ class Store:
             self.writable = False
             logging.warning("%s; this evaluation reports on the console only", error)
         if workers.is_chief:
+            check_inside(model_dir, writes)
             if writes:
                 self._lock = acquire(model_dir, give_up)
-            check_inside(model_dir, writes and self.writable)
             self.start = self._newest_intact(tidy=writes)
         self.start = self._agreed(self.start)
 
