@@ -9,6 +9,7 @@ import logging
 import pathlib
 import shutil
 import types
+import uuid
 
 import csv_reader
 import numpy as np
@@ -254,7 +255,7 @@ BY_SKIPPING = {
     "make_csv_dataset, cached": (CSV, lambda _: X.make_csv_dataset(FILES.csv, 2, num_epochs=1, shuffle=False).cache().repeat()),
     "sample_from_datasets, one ended": (ENDED, lambda _: Data.sample_from_datasets([numbers(3), numbers(25)], seed=3)),
     "cache, shared": (SHARED, lambda _: (lambda data: Data.zip((data.repeat(), data.shuffle(5, seed=1).repeat())))(numbers(13).cache())),
-    "cache, in a file": ("it caches in files", lambda folder: numbers(13).cache(f"{folder}/cache").repeat()),
+    "cache, in a file": ("it caches in files", lambda folder: numbers(13).cache(f"{folder}/{uuid.uuid4()}").repeat()),
     "cache, in interleave": ("MemoryCache", lambda _: numbers().interleave(lambda i: tens()(i).cache().repeat(2), cycle_length=2)),
     "shuffle, in interleave": ("SeedGenerator", lambda _: numbers(3).interleave(lambda i: tens()(i).shuffle(6), cycle_length=3).repeat()),
     "from_generator": ("PyFunc is stateful", lambda _: GENERATED()),
