@@ -582,8 +582,7 @@ class Controller:
             try:
                 ran = self._training.run(boundary - step, "train", reported_there, horizon - step)
             except BaseException as error:
-                # A loop on the device ends with a whole step before Python sees an interrupt.
-                self._torn = not isinstance(error, KeyboardInterrupt) or self._settings["loop"] == "eager"
+                self._torn = not self._training.left_whole(error)
                 raise
             done, step = ran.done, step + ran.done
             if self.global_step != step:

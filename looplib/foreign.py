@@ -283,6 +283,10 @@ class TrainerLoop(EvaluatorLoop):
     def resume(self, step):
         """Nothing to do: where a call failed on its way, nobody knows how much of the data it has read."""
 
+    def left_whole(self, error: BaseException) -> bool:
+        """Whether the variables are those of a whole step after an error of `run`, which nobody can tell here."""
+        return False
+
     def run(self, steps, phase, read=False, horizon=0):
         """Calls the trainer once; see `task_loop.TaskLoop`. A signal waits for the end of the call.
 

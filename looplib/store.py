@@ -287,10 +287,12 @@ class Store:
         except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
             if isinstance(error, UsageError):
                 raise
+            if not tf.io.gfile.exists(f"{path}.index"):
+                return  # not a checkpoint at all, which is said when it is opened
             reason = f"its marker cannot be read ({gist(error)})"
         if reason:
             raise UsageError(
-                f"{path} is not a whole checkpoint of looplib: {reason}; name another one, such as those that "
+                f"{path} is not a checkpoint that looplib can read: {reason}; name another one, such as those that "
                 "`python -m looplib inspect --verify` calls intact"
             )
 

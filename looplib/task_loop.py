@@ -22,6 +22,9 @@ from looplib.steps import Step
 from looplib.trainer import Trainer
 from looplib.workers import Workers
 
+# What TensorFlow says of an error in the data set's own ops.
+_OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
+
 
 class TaskLoop:
     """The inner loop of one trainer or evaluator over its own data.
@@ -181,9 +184,15 @@ class TaskLoop:
             return ""
         steps = [self._step.function] if isinstance(self._step, Step) else []
         place = origins.place_of(error, steps)
-        if not place and re.search("IteratorGetNext|user-defined function passed to", str(error)):
+        if not place and _OF_THE_INPUT.search(str(error)):
             place = origins.place_of_function(type(self.task).dataset)
         return place
+
+    def left_whole(self, error: BaseException) -> bool:
+        """Whether an error of the last `run` came between two steps, so that no variable is updated by half a step."""
+        if isinstance(error, KeyboardInterrupt):  # Python sees it once the loop on the device has ended with a step
+            return not isinstance(self._engine, EagerLoop)
+        return isinstance(error, UsageError) or bool(_OF_THE_INPUT.search(str(error)))
 
     def close(self):
         """Lets go of the data, and gives the optimizers back as they were."""

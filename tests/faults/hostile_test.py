@@ -237,11 +237,11 @@ def test_a_checkpoint_is_read_through_before_tensorflow_is_given_it(folder):
         content[len(content) // 2] ^= 1
         data.write_bytes(content)
         with pytest.raises(
-            UsageError, match="is not a whole checkpoint of looplib: .* has other content than was saved"
+            UsageError, match="is not a checkpoint that looplib can read: .* has other content than was saved"
         ):
             controller.restore_checkpoint(path)
         path.with_name("ckpt-4.commit").unlink()
-        with pytest.raises(UsageError, match="is not a whole checkpoint of looplib: its marker cannot be read"):
+        with pytest.raises(UsageError, match="is not a checkpoint that looplib can read: its marker cannot be read"):
             controller.restore_checkpoint(path)
         assert controller.global_step == 6
         controller.train(7)
