@@ -13,9 +13,10 @@ import time
 import numpy as np
 import tensorflow as tf
 from absl import logging
+from google.protobuf.message import DecodeError
 
 from looplib import files
-from looplib.errors import UsageError
+from looplib.errors import UsageError, gist
 
 
 class Writer(abc.ABC):
@@ -188,9 +189,12 @@ def _read_events(path):
     try:
         for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
             events.append(tf.compat.v1.Event.FromString(record))
-    except tf.errors.DataLossError:
+    except (tf.errors.DataLossError, DecodeError):
         logging.warning("%s: event %d is damaged and is left out, with what follows it", path, len(events) + 1)
         return events, False
+    except tf.errors.OpError as error:
+        logging.warning("%s cannot be read (%s), and stays as it is", path, gist(error))
+        return [], True
     return events, True
 
 

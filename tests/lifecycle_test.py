@@ -170,6 +170,21 @@ def test_all_is_closed_though_one_of_it_fails(tmp_path):
     build(tmp_path, writers=[]).close()  # the lock is free
 
 
+def test_what_a_checkpoint_calls_reported_is_on_the_disk_before_its_marker_is(tmp_path):
+    synced = []
+
+    class Writer(looplib.JsonlWriter):
+        def sync(self):
+            super().sync()
+            records = [r["step"] for r in read_jsonl(str(tmp_path / "metrics.jsonl"))]
+            synced.append((records[-1], [saved.step for saved in looplib.checkpoints(tmp_path)]))
+
+    with build(tmp_path, writers=[Writer(str(tmp_path / "metrics.jsonl"))]) as controller:
+        controller.train(6)
+    assert [saved[:1] for _, saved in synced] == [[], [2], [4]]
+    assert all(reported >= saving for (reported, _), saving in zip(synced, (2, 4, 6), strict=True))
+
+
 # The step.
 
 

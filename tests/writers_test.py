@@ -110,6 +110,17 @@ def test_records_that_a_resumed_run_makes_again_are_taken_out(tmp_path):
     assert [r["a"] for r in read_jsonl(voided)] == [8, 12, 12, 8, 13]  # the 8 of other_job is new
 
 
+def test_records_that_are_no_events_cost_the_rest_of_their_file_only(tmp_path):
+    write_board(tmp_path, (4, "train", {"a": 4}))
+    (path,) = (tmp_path / "train").iterdir()
+    content = path.read_bytes()
+    with tf.io.TFRecordWriter(str(path) + ".v3") as writer:
+        writer.write(b"\xff\xff\xff no event")
+    path.write_bytes(content + (tmp_path / "train" / (path.name + ".v3")).read_bytes())
+    TensorBoardWriter(str(tmp_path)).resume(8, {"train": 8})
+    assert path.read_bytes() == content and events(tmp_path / "train") == [(4, {"a": 4})]
+
+
 def test_void_records_of_another_job_are_taken_out(tmp_path):
     path = str(tmp_path / "m.jsonl")
     writer = JsonlWriter(path)
