@@ -5,7 +5,7 @@ import contextlib
 import tensorflow as tf
 from absl import logging
 
-from looplib import keras_family, nudges, run_directory, run_report, runtime, task_loop, tasks
+from looplib import console, keras_family, nudges, run_directory, run_report, runtime, task_loop, tasks
 from looplib.actions import ActionStates, Event
 from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.clock import Clock
@@ -306,7 +306,7 @@ class Controller:
             )
         with contextlib.nullcontext() if self._training else self.report.of_a_start(self.restored_from):
             step, results = self.global_step, {}
-            with notice.listening(), self._watchdog.watching():
+            with console.guarded(), notice.listening(), self._watchdog.watching():
                 for name, evaluation in self._evaluations.items():
                     results[name] = self._publish(name, step, self._evaluate(name, evaluation, steps, step))
             if not self._closed:
@@ -349,7 +349,7 @@ class Controller:
             until_step = whole_number("until_step", until_step, least=0)
         results = None
         self._store.need("evaluate_continuously")
-        with notice.listening():
+        with console.guarded(), notice.listening():
             while path := self._store.wait_for_newer(self.restored_from if results is not None else None, timeout):
                 try:
                     self.restore_checkpoint(path)
@@ -522,6 +522,7 @@ class Controller:
         self._own(self._training.task)
         try:
             with (
+                console.guarded(),
                 self.report.of_a_start(self.restored_from),
                 notice.listening(),
                 notice.deferred(self._busy),
