@@ -104,9 +104,9 @@ def _is_own(stream: object, descriptor: int) -> bool:
 def _guarded(stream: io.TextIOWrapper, descriptor: int, undo: contextlib.ExitStack) -> io.TextIOWrapper:
     raw = _Raw(descriptor, stream.name)
     undo.callback(raw.release)  # and not closed: others may have kept the stream
-    if _ready(descriptor, 0.0):
-        with swallowing(stream.name):
-            stream.flush()
+    with swallowing(stream.name):
+        raw.check()  # now, before TensorFlow prints to it
+        stream.flush()
     made = io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
@@ -165,9 +165,7 @@ class _Raw(io.RawIOBase):
             content = _GAP + content
         deadline = time.monotonic() + STALL_SECONDS
         while content:
-            if not _ready(self._target, max(0.0, deadline - time.monotonic())):
-                self._set_aside()
-                raise TimeoutError(f"nobody read it for {STALL_SECONDS:g} s")
+            self.check()
             try:
                 # So few bytes fit as a whole once a pipe has any room, so that this does not wait.
                 written = os.write(self._target, content[: select.PIPE_BUF])
@@ -178,12 +176,16 @@ class _Raw(io.RawIOBase):
                 continue
             content, deadline = content[written:], time.monotonic() + STALL_SECONDS
 
-    def _set_aside(self) -> None:
+    def check(self) -> None:
+        """Waits until something can be written; if that takes too long, sets the descriptor aside and raises."""
+        if _ready(self._target, STALL_SECONDS):
+            return
         self._stalled = True
         self._target = os.dup(self._descriptor)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._descriptor)
         os.close(nowhere)
+        raise TimeoutError(f"nobody read it for {STALL_SECONDS:g} s")
 
     def release(self) -> None:
         """Lets the descriptor lead to where it led before."""
