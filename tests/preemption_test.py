@@ -297,7 +297,7 @@ class Slow(toy.Regression):
     def sleep(self, y, step):
         if step == 5 and not again:
             print("in step 6", flush=True)
-            time.sleep(3)
+            time.sleep({step})
         return y
 
 again = []
@@ -313,7 +313,7 @@ print("weights", [w.tolist() for w in trainer.weights()])
 """
 
 
-def interrupted(tmp_path, signums, ps1=None, grace=1.0, ignored=()):
+def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=()):
     """Sends signals in step 6 of a program with a controller of its own; returns (code, output, errors)."""
 
     def ignore():
@@ -322,7 +322,7 @@ def interrupted(tmp_path, signums, ps1=None, grace=1.0, ignored=()):
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     text = INTERRUPTED.format(
-        tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), ps1=ps1, grace=grace
+        tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), ps1=ps1, grace=grace, step=step
     )
     command = [sys.executable, "-c", text]
     with subprocess.Popen(
@@ -379,8 +379,8 @@ def test_a_hangup_that_was_ignored_when_the_process_started_stays_ignored(tmp_pa
 
 
 def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_path):
-    """The step ends after 0.3 s of running time; the grace of 2 s, by the wall, is over while it is suspended."""
-    code, _, errors = interrupted(tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=2.0)
+    """The step ends after 1.5 s of running time; the grace of 3 s, by the wall, is over while it is suspended."""
+    code, _, errors = interrupted(tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0)
     assert code == 75 and "did not end in time" not in errors, errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
