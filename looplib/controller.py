@@ -1,6 +1,7 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
 import contextlib
+import dataclasses
 
 import tensorflow as tf
 from absl import logging
@@ -203,7 +204,12 @@ class Controller:
             clock=self.clock,
             strategy=runtime.describe(self._strategy),
             num_replicas=self._strategy.num_replicas_in_sync,
-            flags={**self._settings, "steps_per_loop": self._steps_per_loop},
+            flags={
+                **self._settings,
+                "steps_per_loop": self._steps_per_loop,
+                "checkpoint_interval": self._policy.every_steps,
+                "guards": dataclasses.asdict(self._policy.guards),
+            },
             config=config,
             standing=self._standing,
         )
