@@ -126,3 +126,20 @@ class Clock:
         phase = self._stack[-1]
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
         self._mark = now
+
+
+class RunningTime:
+    """Seconds in which this process ran: without those in which it, or its machine, was suspended (SIGSTOP, Ctrl-Z).
+
+    Args:
+      interval: seconds after which the next look is meant to come. A longer gap than its double was a suspension.
+    """
+
+    def __init__(self, interval: float):
+        self._interval = interval
+        self._looked = time.monotonic()
+
+    def since_last(self) -> float:
+        """Returns the seconds since the last call, or since this was made."""
+        before, self._looked = self._looked, time.monotonic()
+        return min(self._looked - before, 2 * self._interval)

@@ -1,11 +1,12 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
 import contextlib
+import dataclasses
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import keras_family, nudges, run_directory, run_report, runtime, task_loop, tasks
+from looplib import console, keras_family, nudges, run_directory, run_report, runtime, task_loop, tasks
 from looplib.actions import ActionStates, Event
 from looplib.checkpoint_policy import CheckpointPolicy
 from looplib.clock import Clock
@@ -204,7 +205,12 @@ class Controller:
             clock=self.clock,
             strategy=runtime.describe(self._strategy),
             num_replicas=self._strategy.num_replicas_in_sync,
-            flags={**self._settings, "steps_per_loop": self._steps_per_loop},
+            flags={
+                **self._settings,
+                "steps_per_loop": self._steps_per_loop,
+                "checkpoint_interval": self._policy.every_steps,
+                "guards": dataclasses.asdict(self._policy.guards),
+            },
             config=config,
             standing=self._standing,
             check=self._store.check_lock,
@@ -308,7 +314,7 @@ class Controller:
             )
         with contextlib.nullcontext() if self._training else self.report.of_a_start(self.restored_from):
             step, results = self.global_step, {}
-            with notice.listening(), self._watchdog.watching():
+            with console.guarded(), notice.listening(), self._watchdog.watching():
                 for name, evaluation in self._evaluations.items():
                     results[name] = self._publish(name, step, self._evaluate(name, evaluation, steps, step))
             if not self._closed:
@@ -351,7 +357,7 @@ class Controller:
             until_step = whole_number("until_step", until_step, least=0)
         results = None
         self._store.need("evaluate_continuously")
-        with notice.listening():
+        with console.guarded(), notice.listening():
             while path := self._store.wait_for_newer(self.restored_from if results is not None else None, timeout):
                 try:
                     self.restore_checkpoint(path)
@@ -526,6 +532,7 @@ class Controller:
         self._own(self._training.task)
         try:
             with (
+                console.guarded(),
                 self.report.of_a_start(self.restored_from),
                 notice.listening(),
                 notice.deferred(self._busy),

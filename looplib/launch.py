@@ -26,7 +26,7 @@ import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from looplib import guards, origins, peers, preflight, run_report, runtime, servers, tpu
+from looplib import console, guards, origins, peers, preflight, run_report, runtime, servers, tpu
 from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.controller import Controller
 from looplib.engines import ENGINES
@@ -85,8 +85,8 @@ FLAGS = (
 def run(build, config=None, argv=None, settings=None, started=None, actions=(), **defaults):
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
-    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM or SIGINT and saved, to be run again; 76 ended by the watchdog. A
-    failure's last line on standard error says what to do.
+    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM, SIGINT, SIGHUP or SIGXCPU and saved, to be run again; 76 ended by
+    the watchdog. A failure's last line on standard error says what to do.
 
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
@@ -112,6 +112,7 @@ def run(build, config=None, argv=None, settings=None, started=None, actions=(), 
         settings = _define_config(config, argv)
     for name, *_ in FLAGS:  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    console.guard()  # to the end of the process
     gc.freeze()  # what is imported stays: the collector need not go through it, least of all as the process ends
     app.run(lambda argv: _main(build, settings, started, actions, argv), argv=argv)
 

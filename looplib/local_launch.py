@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 
+from looplib import console
 from looplib.errors import UsageError
 
 _DONE, _FAILED, _PREEMPTED = 0, 1, 75
@@ -52,7 +53,7 @@ def launch(command, workers, *, parameter_servers=0, restarts=0, grace=30.0, bac
             raise UsageError(f"--{name} is {value}; expected at least {least}")
     kinds = [("chief", 0)] * bool(parameter_servers)
     kinds += [("worker", i) for i in range(workers)] + [("ps", i) for i in range(parameter_servers)]
-    with hold_ports(len(kinds)) as ports, _Signals() as signals:
+    with console.guarded(), hold_ports(len(kinds)) as ports, _Signals() as signals:
         spec = {}
         for (kind, _), port in zip(kinds, ports):
             spec.setdefault(kind, []).append(f"127.0.0.1:{port}")

@@ -5,6 +5,8 @@ over replicas reads all of them at the end of a loop. A mean is kept as a weight
 does not depend on how examples fall on steps, replicas and workers.
 """
 
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
@@ -250,18 +252,31 @@ class Reducer:
         }
 
     def load(self, state):
-        """Goes on from a `state()`; anew from one of other metrics, which belongs to an earlier program."""
+        """Continues from a `state()`; from nothing if that has other metrics, which belong to an earlier program.
+
+        Only `skipped_steps` may be missing there or here: it is a metric with `non_finite="skip"`, which may change.
+        """
         if not self.created:
             self._pending = state
             return
         local, workers = self._local(self._totals), Workers(self._strategy)
         replicas = len(local) * workers.count
-        fits = state and state["names"] == self.packer.names and len(state["totals"][0]) == self.packer.size
-        totals = np.asarray(state["totals"] if fits else np.zeros([1, self.packer.size]), np.float64)
+        totals = self._totals_of(state)
         if len(totals) != replicas:
             totals = np.stack([totals.sum(axis=0)] + [np.zeros_like(totals[0])] * (replicas - 1))
         for part, values in zip(local, totals[workers.index * len(local) :]):
             part.assign(np.pad(values, [0, int(part.shape[0]) - self.packer.size]))
+
+    def _totals_of(self, state: dict[str, Any]) -> np.ndarray:
+        """The totals of a `state()` in the order of the metrics here, float64 `[replicas, n]`; zeros if they differ."""
+        sizes = {slot.name: slot.size for slot in self.packer.slots}
+        earlier = {name: sizes.get(name, 1) for name in state.get("names", ())}
+        totals = np.asarray(state.get("totals", np.zeros([1, 0])), np.float64)
+        others = (earlier.keys() ^ sizes.keys()) - {"skipped_steps"}
+        if not earlier or not sizes or others or totals.shape[1] != sum(earlier.values()):
+            return np.zeros([1, self.packer.size])
+        parts = dict(zip(earlier, np.split(totals, np.cumsum([*earlier.values()])[:-1], axis=1)))
+        return np.concatenate([parts.get(name, np.zeros([len(totals), 1])) for name in sizes], axis=1)
 
     def _of_all_replicas(self):
         """The accumulated vector of each replica, float64 `[replicas, n]`; workers wait for each other."""

@@ -9,14 +9,13 @@ import collections
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 
-from looplib import links, rendezvous
+from looplib import console, links, rendezvous
 from looplib.cluster import Cluster
 
-_DRAIN = 2.0  # seconds that the last messages, and the last line, have to get out
+_DRAIN = 2.0  # seconds that the last messages have to get out
 _AGAIN = "run the same command on all workers again to go on from the newest checkpoint"
 _PREEMPTED = 75
 
@@ -235,15 +234,7 @@ class Peers:
         role = ", the chief," if cause["index"] == 0 else ""
         error = "" if cause["code"] == _PREEMPTED else "error: "
         name = f"worker {cause['index']} ({self.cluster.workers[cause['index']]}){role}"
-        line = f"looplib: {error}{name} {cause['what']}\n"
-
-        def say():  # not by print: the main thread may hold its lock, and whoever reads may have stopped
-            os.write(2, line.encode())
-            sys.stdout.flush()
-
-        saying = threading.Thread(target=say, daemon=True)
-        saying.start()
-        saying.join(_DRAIN)
+        console.last_line(f"looplib: {error}{name} {cause['what']}")
         os._exit(cause["code"])
 
     def _close(self):

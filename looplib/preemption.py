@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM and SIGINT end a run after its current step, with a save, and exit code 75.
+"""Preemption: SIGTERM, SIGINT, SIGHUP and SIGXCPU end a run after its current step, with a save, and exit code 75.
 
 While a `tf.function` runs, Python's signal handlers wait. A thread therefore reads the signals from a pipe
 (`signal.set_wakeup_fd`) and sets a variable that the loops on the device read between steps.
@@ -11,18 +11,22 @@ import select
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import debuggers, peers
+from looplib import console, debuggers, peers
+from looplib.clock import RunningTime
 
 EXIT_PREEMPTED = 75
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
+# Those that come again by themselves (a closed terminal sends two, the limit of CPU time one each second), so that a
+# later one says nothing new; and that a program may be started to ignore, as by nohup.
+_REPEATED = (signal.SIGHUP, signal.SIGXCPU)
 GRACE_SECONDS = 15.0
+_TICK = 0.2  # seconds between looks at a step that is to end
 
 
 class Preempted(SystemExit):
@@ -121,7 +125,8 @@ class Notice:
             self._flag.assign(False)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._handlers = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
+        self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
         self._thread.start()
@@ -141,6 +146,8 @@ class Notice:
         """Python's handler, in the main thread, once no op runs there."""
         # Signals that come while an op runs lead to one call of this; those that come outside of one may lead to it
         # before the thread has seen them. Each alone may miss one, so the larger count holds.
+        if signum in _REPEATED and self._handled:
+            return
         self._handled += 1
         if signum == signal.SIGINT and not self._owns_the_process and max(self._handled, self._received) > 1:
             raise KeyboardInterrupt
@@ -154,49 +161,61 @@ class Notice:
         return not self._owns_the_process and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
 
     def _listen(self) -> None:
-        deadline = None
+        left = math.inf  # seconds that the current step has to end
+        ran = RunningTime(_TICK)
         while True:
-            ready = select.select([self._read], [], [], None if deadline is None else 0.2)[0]
+            ready = select.select([self._read], [], [], None if left == math.inf else _TICK)[0]
             received = os.read(self._read, 64) if ready else None
             if received == b"":
                 return  # closed by _end
+            left -= ran.since_last()
             for signum in received or b"":
-                if signum not in SIGNALS or signal.getsignal(signum) != self._handle:
-                    continue  # a debugger, say, has taken it for itself
-                self._received += 1
-                name = signal.Signals(signum).name
-                raises = signum == signal.SIGINT and not self._owns_the_process
-                if self._received > 1:
-                    if not raises:
-                        _leave(128 + signum, f"a second signal ({name}) came: leaving without a save")
-                    continue
-                self.requested = name
-                self.flag.assign(True)
-                deadline = time.monotonic() + max(GRACE_SECONDS, 3 * self.step_seconds)
-                logging.warning(
-                    "%s came: the run ends once the current step is done (a second one %s)",
-                    name,
-                    "raises KeyboardInterrupt" if raises else "ends it at once",
-                )
-            if deadline is not None and time.monotonic() > deadline and not self._busy():
-                if self.requested == "SIGINT" and (debuggers.hold_a_thread() or self._in_a_session()):
-                    deadline = math.inf
-                    logging.warning(
-                        "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
-                        "SIGTERM ends the process at once"
-                    )
-                    continue
-                _leave(
-                    EXIT_PREEMPTED,
-                    "the current step did not end in time (its input may have stalled), so the run ends "
-                    "without another save; the same command goes on from the newest checkpoint, and does "
-                    "the steps since then again",
-                )
+                if self._count(signum):
+                    left = max(GRACE_SECONDS, 3 * self.step_seconds)
+            if left < 0 and not self._busy():
+                self._end_the_step()
+                left = math.inf
+
+    def _count(self, signum: int) -> bool:
+        """Takes note of a signal; returns whether it is the first."""
+        if signum not in SIGNALS or signal.getsignal(signum) != self._handle:
+            return False  # a debugger, say, has taken it for itself
+        if signum in _REPEATED and self._received:
+            return False
+        self._received += 1
+        name = signal.Signals(signum).name
+        raises = signum == signal.SIGINT and not self._owns_the_process
+        if self._received > 1:
+            if not raises:
+                _leave(128 + signum, f"a second signal ({name}) came: leaving without a save")
+            return False
+        self.requested = name
+        self.flag.assign(True)
+        logging.warning(
+            "%s came: the run ends once the current step is done (a second one %s)",
+            name,
+            "raises KeyboardInterrupt" if raises else "changes nothing" if signum in _REPEATED else "ends it at once",
+        )
+        return True
+
+    def _end_the_step(self) -> None:
+        """Ends the process, as the current step has not ended in time, or warns where it is not to be ended."""
+        if self.requested == "SIGINT" and (debuggers.hold_a_thread() or self._in_a_session()):
+            logging.warning(
+                "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
+                "SIGTERM ends the process at once"
+            )
+            return
+        _leave(
+            EXIT_PREEMPTED,
+            "the current step did not end in time (its input may have stalled), so the run ends "
+            "without another save; the same command goes on from the newest checkpoint, and does "
+            "the steps since then again",
+        )
 
 
-def _leave(code, sentence):
-    print(f"looplib: {sentence}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+def _leave(code: int, sentence: str) -> None:
+    console.last_line(f"looplib: {sentence}")
     peers.current.last_words(code, sentence)
     os._exit(code)
 

@@ -5,10 +5,9 @@ import json
 import os
 import selectors
 import socket
-import sys
 import time
 
-from looplib import links
+from looplib import console, links
 from looplib.errors import UsageError
 
 _PATIENCE = 5.0  # seconds for an answer of whoever listens at the chief's address
@@ -56,7 +55,7 @@ class _Meeting:
                     if time.monotonic() >= self._deadline:
                         raise self._lacking(missing, present)
                     if time.monotonic() >= told:
-                        print(f"looplib: waiting for {self._names(missing)}", file=sys.stderr, flush=True)
+                        console.say(f"looplib: waiting for {self._names(missing)}")
                         told = float("inf")
                     for key, _ in selector.select(min(self._beat, 0.2)):
                         if key.fileobj is listener:

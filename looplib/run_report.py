@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib import console
 from looplib.clock import Clock
 from looplib.errors import UsageError, gist
 from looplib.files import parse_json, read_text, write_whole
@@ -46,7 +47,8 @@ class RunReport:
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
     all starts. `starts` lists them, each with `started`, `command`, `versions`, `restored_from`, `status`, `step`,
-    `seconds`, `verdict`, and `changed`: the settings that differ from the start before.
+    `seconds`, `verdict`, and `changed`: the settings that differ from the start before. Where something that was
+    printed is lost, `console` says why.
 
     Attributes:
       path: the file; None writes nothing.
@@ -130,6 +132,7 @@ class RunReport:
         standing = self.standing()
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": error} if error else {}
+        ends |= {"console": console.trouble()} if console.trouble() else {}
         starts = [*_starts(self._earlier), {**self._start, **ends, "seconds": self.clock.seconds()}]
         earlier = self._earlier.get("metrics") if self._earlier.get("step") == standing.step else None
         content = {

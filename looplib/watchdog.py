@@ -1,13 +1,12 @@
 """The watchdog: a run that makes no progress says where it hangs, and ends."""
 
 import contextlib
-import faulthandler
 import os
 import sys
 import threading
-import time
 
-from looplib import debuggers, peers
+from looplib import console, debuggers, peers
+from looplib.clock import RunningTime
 
 EXIT_STALLED = 76
 _OFTEN = 20  # times the longest time that was seen between two signs of progress in a phase
@@ -64,12 +63,11 @@ class Watchdog:
 
     def _watch(self, ended):
         interval = min(1.0, (self._limit or 4.0) / 4)
-        seen, paused, looked = None, 0.0, time.monotonic()
+        seen, paused, ran = None, 0.0, RunningTime(interval)
         while not ended.wait(interval):
             phase, entered = self._clock.current
-            now, progress = time.monotonic(), (phase, entered, self._steps())
-            # A longer interval than this one's double means that the process was suspended (Ctrl-Z, say).
-            paused, looked = paused + min(now - looked, 2 * interval), now
+            progress = phase, entered, self._steps()
+            paused += ran.since_last()
             if progress != seen:
                 if seen is not None:
                     self._longest[seen[0]] = max(self._longest.get(seen[0], 0.0), paused)
@@ -80,15 +78,29 @@ class Watchdog:
                 self._end(phase, progress[-1], paused)
 
     def _end(self, phase, steps, seconds):
-        sys.stdout.flush()
-        print("looplib: where every thread is:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        console.last_line("\n".join(["looplib: where every thread is:", *_stacks()]))
         kept = self._checkpoint()
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
         sentence = (
             f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; the stacks above say "
             f"where; {advice} (--stall_limit sets how long to wait)"
         )
-        print(f"looplib: error: {sentence}", file=sys.stderr, flush=True)
+        console.last_line(f"looplib: error: {sentence}")
         peers.current.last_words(EXIT_STALLED, sentence)
         os._exit(EXIT_STALLED)
+
+
+def _stacks() -> list[str]:
+    """Lines with the Python frames of every thread, the innermost first.
+
+    Not by `faulthandler`, which holds Python's lock while it writes, to a pipe that nobody may read.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        while frame is not None:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+    return lines

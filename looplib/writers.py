@@ -9,13 +9,14 @@ import platform
 import re
 import sys
 import time
+from typing import TextIO
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 from google.protobuf.message import DecodeError
 
-from looplib import files
+from looplib import console, files
 from looplib.errors import UsageError, gist
 
 
@@ -336,7 +337,7 @@ class ConsoleWriter(Writer):
     """
 
     def __init__(self, stream=None):
-        self._stream = stream or sys.stdout
+        self._given = stream
         self._bar = None
         self._target = None
 
@@ -349,34 +350,43 @@ class ConsoleWriter(Writer):
         """Prints the sentence."""
         self._print(sentence)
 
-    def _print(self, line):
-        if self._bar is not None:
+    @property
+    def _stream(self) -> TextIO | None:
+        return self._given or sys.stdout  # of this moment: it is replaced while a run trains
+
+    def _print(self, line: str) -> None:
+        if self._bar is None:
+            console.say(line, self._stream)
+            return
+        with console.swallowing():
             self._bar.write(line, file=self._stream)
-        else:
-            print(line, file=self._stream, flush=True)
 
     def progress(self, step, target):
         """Moves the bar, on a terminal."""
-        if not self._stream.isatty():
-            return
-        if self._bar is None or self._target != target:
-            import tqdm  # costs start-up time, and only a terminal needs it
+        with console.swallowing():
+            if self._stream is None or not self._stream.isatty():
+                return
+            if self._bar is None or self._target != target:
+                import tqdm  # costs start-up time, and only a terminal needs it
 
-            self.close()
-            self._target = target
-            self._bar = tqdm.tqdm(total=target, initial=step, unit="step", file=self._stream, leave=False)
-        self._bar.update(step - self._bar.n)
-        self._bar.refresh()
+                self.close()
+                self._target = target
+                self._bar = tqdm.tqdm(total=target, initial=step, unit="step", file=self._stream, leave=False)
+            self._bar.update(step - self._bar.n)
+            self._bar.refresh()
 
     def flush(self):
         """Flushes the stream."""
-        self._stream.flush()
+        with console.swallowing():
+            if self._stream is not None:
+                self._stream.flush()
 
     def close(self):
         """Takes the bar away."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with console.swallowing():
+                bar.close()
 
 
 def make_writers(writers, model_dir):

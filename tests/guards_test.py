@@ -184,6 +184,26 @@ def test_skip_undoes_fused_updates_too(where, keras):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("before, after", [("halt", "skip"), ("skip", "rollback"), ("off", "skip")])
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_resume_with_another_policy_keeps_the_window_of_metrics_whole(before, after, name, tmp_path):
+    losses = {}
+    for folder, runs in {"whole": [(after, 10)], "stopped": [(before, 7), (after, 10)]}.items():
+        for policy, steps in runs:
+            note = lambda event, folder=folder: losses.update({(folder, event.step): event.metrics["loss"]})
+            guards = looplib.Guards(non_finite=policy)
+            run(
+                make_strategy(name),
+                "",
+                steps,
+                guards=guards,
+                model_dir=tmp_path / folder,
+                every_steps=100,
+                actions=[note],
+            )
+    assert losses["stopped", 10] == losses["whole", 10] and losses["stopped", 5] == losses["whole", 5]
+
+
 def test_skipping_ends_where_nothing_else_is_left():
     guards = looplib.Guards(non_finite="skip")
     with pytest.raises(looplib.DivergenceError, match="all 10 steps up to step 30 were not finite and were skipped"):

@@ -338,7 +338,8 @@ def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
     assert first["flags"]["global_batch_size"] == 8 and first["config"] == {"width": 3}
     assert set(first["metrics"]) == {"train", "eval"} and first["metrics"]["eval"]["examples"] == toy.NUM_EXAMPLES
     capsys.readouterr()
-    with build(tmp_path, config=Config(4), steps_per_loop=2) as controller:
+    policy = looplib.CheckpointPolicy(every_steps=4, guards=looplib.Guards(non_finite="skip"))
+    with build(tmp_path, config=Config(4), steps_per_loop=2, checkpoints=policy) as controller:
         controller.train_and_evaluate(4, 2)
     printed = capsys.readouterr().out
     assert f"restored step 4 from {tmp_path}/checkpoints/ckpt-4" in printed
@@ -346,7 +347,12 @@ def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
     second = report(tmp_path)
     assert second["started"] == first["started"] and second["metrics"] == first["metrics"]
     assert second["starts"][0] == first["starts"][0]
-    assert second["starts"][1]["changed"] == {"config.width": [3, 4], "steps_per_loop": [1, 2]}
+    assert second["starts"][1]["changed"] == {
+        "config.width": [3, 4],
+        "steps_per_loop": [1, 2],
+        "checkpoint_interval": [2, 4],
+        "guards.non_finite": ["halt", "skip"],
+    }
     assert second["starts"][1]["restored_from"].endswith("ckpt-4") and second["restarts"] == 1
     for start in second["starts"]:
         assert {"command", "versions", "started", "seconds", "verdict", "status", "step"} <= start.keys()

@@ -278,7 +278,7 @@ sys.path[:0] = [{tests!r}, {root!r}]
 import tensorflow as tf
 import toy, looplib
 from looplib import preemption
-preemption.GRACE_SECONDS = 1.0
+preemption.GRACE_SECONDS = {grace}
 sys.ps1 = {ps1!r}  # as a console and a notebook have it
 if sys.ps1 is None:
     del sys.ps1
@@ -297,7 +297,7 @@ class Slow(toy.Regression):
     def sleep(self, y, step):
         if step == 5 and not again:
             print("in step 6", flush=True)
-            time.sleep(3)
+            time.sleep({step})
         return y
 
 again = []
@@ -313,17 +313,26 @@ print("weights", [w.tolist() for w in trainer.weights()])
 """
 
 
-def interrupted(tmp_path, signums, ps1=None):
+def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=()):
     """Sends signals in step 6 of a program with a controller of its own; returns (code, output, errors)."""
+
+    def ignore():
+        for signum in ignored:
+            signal.signal(signum, signal.SIG_IGN)
+
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    text = INTERRUPTED.format(tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), ps1=ps1)
+    text = INTERRUPTED.format(
+        tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), ps1=ps1, grace=grace, step=step
+    )
     command = [sys.executable, "-c", text]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=ignore
+    ) as process:
         while process.stdout.readline() != "in step 6\n":
             assert process.poll() is None, process.stderr.read()
         for signum in signums:
             process.send_signal(signum)
-            time.sleep(0.3)
+            time.sleep(3.5 if signum == signal.SIGSTOP else 0.3)
         output, errors = process.communicate(timeout=120)
     return process.returncode, output, errors
 
@@ -350,6 +359,30 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
     code, output, errors = interrupted(tmp_path, [signal.SIGINT, signal.SIGINT])
     assert code == 75 and not output, errors
     assert "the current step did not end in time" in errors
+
+
+REPEATED = [signal.SIGHUP, signal.SIGXCPU]
+
+
+@pytest.mark.parametrize("signum", REPEATED)
+def test_a_hangup_or_limit_that_comes_again_changes_nothing(signum, tmp_path):
+    code, output, errors = interrupted(tmp_path, [signum] * 3, grace=30.0)
+    assert code == 75 and not output, errors
+    assert f"{signum.name} came: the run ends once the current step is done (a second one changes nothing)" in errors
+    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
+
+
+def test_a_hangup_that_was_ignored_when_the_process_started_stays_ignored(tmp_path):
+    code, output, errors = interrupted(tmp_path, REPEATED, ignored=REPEATED)
+    assert code == 0, errors
+    assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
+
+
+def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_path):
+    """The step ends after 1.5 s of running time; the grace of 3 s, by the wall, is over while it is suspended."""
+    code, _, errors = interrupted(tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0)
+    assert code == 75 and "did not end in time" not in errors, errors
+    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
 @pytest.mark.parametrize("first", preemption.SIGNALS)

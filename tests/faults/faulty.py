@@ -39,6 +39,7 @@ class Config:
     slow_save: float = 0.0  # of taking the snapshot
     slow_restore: float = 0.0
     extra_metrics: int = 0  # to make reports long
+    letter: str = ""  # the name of one more metric
     collects: bool = False  # the evaluation, on the host
     notes: str = ""  # a file of NOTE_BYTES to note in what is being done
 
@@ -158,7 +159,8 @@ class Faulty(looplib.Trainer):
 
     def loop_end(self, metrics):
         self.notes.note("report")
-        return {**metrics, **{f"extra_{i}": metrics["loss"] * i for i in range(self.config.extra_metrics)}}
+        letter = {self.config.letter: 1} if self.config.letter else {}
+        return {**metrics, **letter, **{f"extra_{i}": metrics["loss"] * i for i in range(self.config.extra_metrics)}}
 
 
 class FaultyEvaluator(looplib.Evaluator):

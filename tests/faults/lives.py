@@ -108,7 +108,8 @@ class Life:
     Args:
       nursery: the `Nursery` that forks it.
       arguments: its command line.
-      order: dict: `binary`, its module, and maybe `environment`, a dict of variables, `namespace`, of a network, and `log`.
+      order: dict: `binary`, its module, and maybe `environment`, a dict of variables, `namespace`, of a network, `log`,
+        `console`, a file to print to in place of the log, `closed`, to have none, and `encoding`, of what it prints.
 
     Attributes:
       pid: its process id.
@@ -190,6 +191,17 @@ def _live(order):
     nothing = os.open(os.devnull, os.O_RDONLY)
     for number, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(number, target)
+    if order.get("console"):
+        console = os.open(order["console"], os.O_WRONLY)
+        for target in (1, 2):
+            os.dup2(console, target)
+    if order.get("closed"):
+        for target in (1, 2):
+            os.close(target)
+        sys.stdout = sys.stderr = None  # as Python has them where it was started so
+    if "encoding" in order:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(encoding=order["encoding"], errors="strict")
     os.environ.update(order.get("environment", {}))
     if "namespace" in order:
         with open(f"/run/netns/{order['namespace']}") as namespace:

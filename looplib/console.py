@@ -1,0 +1,203 @@
+"""The console: what is printed is never worth a run.
+
+A full disk behind standard output, a pipe whose reader died or stopped reading, a terminal that cannot show a letter:
+none of these ends a run, blocks it, or changes its exit code. The text is dropped, and `run.json` has one sentence.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+STALL_SECONDS = 5.0  # that a text waits for its reader, once; what follows is dropped until the reader is back
+LAST_SECONDS = 2.0  # that the end of a process waits for its last line
+_GAP = b"\n(looplib: text is missing here, as nobody read it)\n"
+_LOGGERS = (None, "absl", "tensorflow")  # whose handlers keep the stream that they were made with
+_sentences: list[str] = []
+
+
+def trouble() -> str:
+    """Returns the first thing that went wrong with the console of this process, a sentence; "" for nothing."""
+    return _sentences[0] if _sentences else ""
+
+
+@contextlib.contextmanager
+def swallowing(name: str = "the console") -> Iterator[None]:
+    """Notes an error of writing in a `with` block, and goes on after the block."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a UnicodeEncodeError and a closed file are ValueErrors
+        if not _sentences:
+            _sentences.append(f"{name} cannot be written ({error}); some of what was printed is lost")
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Prints a line; an error is only noted.
+
+    Args:
+      line: without its end.
+      stream: where; default standard error.
+    """
+    stream = stream or sys.stderr
+    if stream is None:  # it was closed before the process started
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    with swallowing(getattr(stream, "name", "the console")):
+        print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def last_line(line: str) -> None:
+    """Prints a line on standard error before `os._exit`; from any thread, and never waits long.
+
+    Not by `print`: another thread may hold the lock of the stream, and whoever reads may have stopped.
+    """
+    stdout = sys.stdout or io.StringIO()
+    for action in (stdout.flush, lambda: os.write(2, f"{line}\n".encode())):
+        thread = threading.Thread(target=_try, args=(action,), daemon=True)
+        thread.start()
+        thread.join(LAST_SECONDS)
+
+
+def _try(action: Callable[[], Any]) -> None:
+    with swallowing():
+        action()
+
+
+def guard() -> contextlib.ExitStack:
+    """Makes standard output and error streams that neither raise nor block, also for logging and for what users print.
+
+    Streams that are not the process's own, such as a notebook's or a redirection, stay as they are.
+
+    Returns:
+      An `ExitStack` whose `close` puts the streams back.
+    """
+    undo = contextlib.ExitStack()
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if stream is None:
+            _use(name, undo.enter_context(open(os.devnull, "w")), undo)
+        elif _is_own(stream, descriptor):
+            _use(name, _guarded(stream, descriptor, undo), undo)
+    return undo
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Guards the streams, see `guard`, while a `with` block runs."""
+    with guard():
+        yield
+
+
+def _is_own(stream: object, descriptor: int) -> bool:
+    if not isinstance(stream, io.TextIOWrapper) or stream.closed:
+        return False
+    raw = getattr(stream.buffer, "raw", stream.buffer)
+    return isinstance(raw, io.FileIO) and raw.fileno() == descriptor
+
+
+def _guarded(stream: io.TextIOWrapper, descriptor: int, undo: contextlib.ExitStack) -> io.TextIOWrapper:
+    raw = _Raw(descriptor, stream.name)
+    undo.callback(raw.release)  # and not closed: others may have kept the stream
+    with swallowing(stream.name):
+        raw.check()  # now, before TensorFlow prints to it
+        stream.flush()
+    made = io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+    undo.callback(made.flush)
+    return made
+
+
+def _use(name: str, stream: TextIO, undo: contextlib.ExitStack) -> None:
+    """Puts a stream in the place of `sys.<name>`, and in the handlers that print to the one before."""
+    before = getattr(sys, name)
+    setattr(sys, name, stream)
+    undo.callback(setattr, sys, name, before)
+    for logger in map(logging.getLogger, _LOGGERS):
+        for handler in logger.handlers:
+            handler = getattr(handler, "python_handler", handler)  # absl's own is inside of another one
+            if isinstance(handler, logging.StreamHandler) and before is not None and handler.stream is before:
+                handler.setStream(stream)
+                undo.callback(handler.setStream, before)
+
+
+class _Raw(io.RawIOBase):
+    """Writes to a descriptor; drops what cannot be written.
+
+    While nobody reads, the descriptor itself leads nowhere, so that TensorFlow's own messages do not block either.
+    """
+
+    def __init__(self, descriptor: int, name: str):
+        self.name = name
+        self._descriptor = self._target = descriptor
+        self._stalled = False
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._target)
+
+    def write(self, data: Any) -> int:
+        content = bytes(data)
+        with swallowing(self.name):
+            self._write(content)
+        return len(content)
+
+    def _write(self, content: bytes) -> None:
+        if self._stalled:
+            if not _ready(self._target, 0.0):
+                return
+            self.release()
+            content = _GAP + content
+        deadline = time.monotonic() + STALL_SECONDS
+        while content:
+            self.check()
+            try:
+                # So few bytes fit as a whole once a pipe has any room, so that this does not wait.
+                written = os.write(self._target, content[: select.PIPE_BUF])
+            except BlockingIOError:  # another process has made it non-blocking
+                time.sleep(0.01)
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            content, deadline = content[written:], time.monotonic() + STALL_SECONDS
+
+    def check(self) -> None:
+        """Waits until something can be written; if that takes too long, sets the descriptor aside and raises."""
+        if _ready(self._target, STALL_SECONDS):
+            return
+        self._stalled = True
+        self._target = os.dup(self._descriptor)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._descriptor)
+        os.close(nowhere)
+        raise TimeoutError(f"nobody read it for {STALL_SECONDS:g} s")
+
+    def release(self) -> None:
+        """Lets the descriptor lead to where it led before."""
+        self._stalled = False
+        if self._target != self._descriptor:
+            os.dup2(self._target, self._descriptor)
+            os.close(self._target)
+            self._target = self._descriptor
+
+
+def _ready(descriptor: int, seconds: float) -> bool:
+    """Whether a write does not wait, or fails at once, within some seconds."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(1e3 * seconds))
