@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from looplib.errors import UsageError
@@ -70,11 +71,21 @@ class Action(abc.ABC):
 
     @abc.abstractmethod
     def state(self) -> Any:
-        """Returns what the action remembers: what `json.dumps` takes, such as numbers, strings, lists and dicts."""
+        """Returns what the action remembers: numbers, strings, and lists and dicts of these.
+
+        Numpy numbers and arrays are kept as numbers and lists.
+        """
 
     @abc.abstractmethod
     def load(self, state: Any) -> None:
         """Takes what `state` returned when the checkpoint was saved, as `json.loads` returns it."""
+
+
+def _plain(value: object) -> object:
+    """A numpy number or array as JSON can hold it."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no number, string, list or dict")
 
 
 class ActionStates:
@@ -107,7 +118,7 @@ class ActionStates:
         for name, action in self._actions.items():
             state = action.state()
             try:
-                states[name] = json.loads(json.dumps(state))
+                states[name] = json.loads(json.dumps(state, default=_plain))
             except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"{type(action).__name__}.state returned {state!r:.200}, which JSON cannot hold ({error}); return "

@@ -236,6 +236,24 @@ class Checkpoints:
                 "whole, or move it away"
             ) from error
 
+    def differs(self, step: int) -> bool:
+        """Whether the variables have other values than the checkpoint of a step; False on workers that do not write."""
+        self.wait()
+        with tempfile.TemporaryDirectory() as folder:
+            live = self._checkpoint.write(os.path.join(folder, "live"), self._options)
+            if not self._writes:
+                return False
+            path = commits.path_of(self.directory, step)
+            if not tf.io.gfile.exists(f"{path}.commit"):
+                return True
+            ours, theirs = tf.train.load_checkpoint(live), tf.train.load_checkpoint(path)
+            names = [key for key in ours.get_variable_to_shape_map() if key.endswith("/VARIABLE_VALUE")]
+            return any(
+                ours.get_tensor(key).tobytes() != theirs.get_tensor(key).tobytes()
+                for key in names
+                if not key.startswith("save_counter/")
+            )
+
     def _mismatch(self, path, partial):
         """Compares keys with a throw-away checkpoint of what is here: TensorFlow names only the first difference."""
         theirs = _keys(path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import weakref
 
 import tensorflow as tf
 from absl import logging
@@ -23,6 +24,9 @@ from looplib.transfers import continue_from, warm_start
 from looplib.watchdog import Watchdog
 from looplib.workers import Workers
 from looplib.writers import make_writers
+
+# The newest controller of each trainer. Neither is kept alive by this: a controller holds its trainer.
+_controllers: weakref.WeakValueDictionary[Trainer, "Controller"] = weakref.WeakValueDictionary()
 
 
 class Controller:
@@ -165,6 +169,7 @@ class Controller:
         self._training, batch = None, self._settings["global_batch_size"]
         self._own(*filter(None, [trainer, *evaluators.values()]))
         if trainer:
+            self._warn_of_another_controller(trainer)
             tasks.build_optimizers(trainer, self._strategy)
             self._training = task_loop.make_loop(
                 "train",
@@ -195,6 +200,16 @@ class Controller:
             task.global_step = self._global_step
             if isinstance(task, Trainer):
                 task.global_batch_size, task.run_seed = self._settings["global_batch_size"], self._settings["seed"]
+
+    def _warn_of_another_controller(self, trainer):
+        other = _controllers.get(trainer)
+        if other is not None and not other._closed:
+            logging.warning(
+                "this %s is also the trainer of another controller that is not closed: both train its weights, and "
+                "each counts and saves its own steps only; close the other one",
+                type(trainer).__name__,
+            )
+        _controllers[trainer] = self
 
     def _make_report(self, config):
         path = None
@@ -376,7 +391,10 @@ class Controller:
         return results
 
     def save_checkpoint(self):
-        """Saves the whole state now, unless this step is already saved, and waits until it is committed.
+        """Saves the whole state now, and waits until it is committed.
+
+        Nothing is written if a checkpoint of this step holds these values already. If it holds others, because weights
+        were assigned since then, it is moved into `checkpoints/set_aside`, and so are checkpoints of later steps.
 
         Returns:
           str, the path of the checkpoint.
@@ -391,10 +409,11 @@ class Controller:
         if self._training is None:
             raise UsageError("save_checkpoint needs a trainer, and this controller has none; an evaluation only reads")
         try:
+            self._store.forget_save_of_other_values(self.global_step)
             self._save(wait=True)
         except Trouble as trouble:
             raise DivergenceError(f"{trouble.what}; it is not saved") from None
-        return self._store.latest
+        return self._store.path_of(self.global_step)
 
     def _save(self, wait):
         """Saves, unless this step is saved; returns when it is committed, or at once if `wait` is not set."""
@@ -486,6 +505,7 @@ class Controller:
         Raises:
           UsageError: if that save failed.
         """
+        self._refuse_while_training("close")
         if self._closed:
             return
         self._closed = True
@@ -592,11 +612,7 @@ class Controller:
                 self._torn = not self._training.left_whole(error)
                 raise
             done, step = ran.done, step + ran.done
-            if self.global_step != step:
-                raise UsageError(
-                    f"the global step is {self.global_step} after step {step}: {self._training.who}.step_fn assigns "
-                    "global_step, which the controller counts itself; leave that out"
-                )
+            self._check_count(step)
             ended = step < boundary and not ran.stopped
             if not ran.finite:
                 after, names = self._training.reducer.first_bad()
@@ -619,6 +635,7 @@ class Controller:
             if ended:
                 self._training.note_end(step, target)
                 break
+        self._check_count(step)
         # Saved before an unfinished window of metrics is reported: a longer run goes on with the window whole.
         if self._store and (step or self._store.saved_step is not None):
             self._save(wait=True)
@@ -630,6 +647,13 @@ class Controller:
         for writer in self._writers:
             writer.flush()
         return self._store.values.get("train", {})
+
+    def _check_count(self, step):
+        if self.global_step != step:
+            raise UsageError(
+                f"the global step is {self.global_step} after step {step}: {self._training.who}.step_fn, its loop_end "
+                "or an action assigns global_step, which the controller counts itself; leave that out"
+            )
 
     def _sync(self):
         for writer in self._writers:

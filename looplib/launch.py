@@ -90,8 +90,9 @@ def run(build, config=None, argv=None, settings=None, started=None, actions=(), 
 
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
-        evaluator is an `Evaluator` or a dict from name to `Evaluator`.
-      config: a dataclass instance with the experiment's own settings, each a flag `--config.<field>=<value>`.
+        evaluator is an `Evaluator`, a dict from name to `Evaluator`, or None.
+      config: a dataclass instance with the experiment's own settings, each a flag `--config.<field>=<value>`; default
+        None for none, with which `build` is called then.
       argv: the command line; default `sys.argv`.
       settings: in place of `config`, a function without arguments that is called once the command line is parsed, for a
         binary whose settings come from elsewhere; returns `(config, values)`: what `build` is given, with an `as_dict`
@@ -101,7 +102,7 @@ def run(build, config=None, argv=None, settings=None, started=None, actions=(), 
       actions: callables that take an `Event`, see `Controller`.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
-    if settings is None and not dataclasses.is_dataclass(config):
+    if settings is None and config is not None and not dataclasses.is_dataclass(config):
         raise TypeError(f"config is a {type(config).__name__}; expected an instance of a dataclass")
     for name, define, default, help_text, *values in FLAGS:
         arguments = [values[0]] if values else []
@@ -109,7 +110,7 @@ def run(build, config=None, argv=None, settings=None, started=None, actions=(), 
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
     if settings is None:
-        settings = _define_config(config, argv)
+        settings = _define_config(config, argv) if config is not None else lambda: (None, {})
     for name, *_ in FLAGS:  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     console.guard()  # to the end of the process
@@ -218,7 +219,13 @@ def _run_experiment(build, settings, started, actions, argv):
 
 def _make_controller(build, config, values, strategy, actions):
     with strategy.scope():
-        trainer, evaluator = build(config)
+        built = build(config)
+    if not isinstance(built, tuple) or len(built) != 2:
+        raise UsageError(
+            f"build returned a {type(built).__name__}; expected (trainer, evaluator), with None in place of an "
+            "evaluator if there is none"
+        )
+    trainer, evaluator = built
     mode = values["mode"]
     if mode != "train" and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, and this binary has none; use --mode=train")

@@ -37,6 +37,7 @@ class RunLock:
         self._file = None
         self.give_up = give_up
         self._directory = directory
+        self._key = os.path.realpath(directory)
         if files.is_remote(directory):
             logging.info(
                 "%s is not on a file system that can be locked; give each run a directory of its own", directory
@@ -92,6 +93,8 @@ class RunLock:
 
     def release(self) -> None:
         """Lets others write to the directory."""
+        if _held.get(self._key) is self:
+            del _held[self._key]
         if self._file is not None:
             self._file.close()
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -108,7 +109,7 @@ class RunReport:
         if changed and restored_from:
             unused = "not used, because the run has a checkpoint"
             texts = [
-                f"--{name}={new} ({unused if name in _FOR_NEW_RUNS else f'was {old}'})"
+                f"{name}={new} ({unused if name in _FOR_NEW_RUNS else f'was {old}'})"
                 for name, (old, new) in sorted(changed.items())
             ]
             logging.warning(
@@ -225,6 +226,8 @@ def _strict(value: Any) -> Any:
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, (str, int, bool, type(None))) else str(value)

@@ -200,6 +200,18 @@ class Store:
         elif wait:
             self._checkpoints.wait()
 
+    def path_of(self, step: int) -> str:
+        """Returns the path of a step's checkpoint."""
+        return commits.path_of(self.directory, step)
+
+    def forget_save_of_other_values(self, step: int) -> None:
+        """Lets the next `save` write a step that is saved, if the variables have other values than its checkpoint.
+
+        Workers wait for each other.
+        """
+        if self.saved_step == step and self._workers.any_of(self._checkpoints.differs(step)):
+            self.saved_step = None
+
     def wait(self):
         """Waits for a save under way.
 

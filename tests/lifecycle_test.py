@@ -86,6 +86,34 @@ def test_training_to_a_step_that_is_there_already_changes_nothing(tmp_path):
     assert disk(tmp_path) == before
 
 
+def newest_holds(folder, kernel):
+    """Whether the newest checkpoint holds a kernel, and its step."""
+    newest = looplib.checkpoints(folder)[0]
+    reader = tf.train.load_checkpoint(newest.path)
+    names = [name for name, shape in tf.train.list_variables(newest.path) if shape == [5, 3]]
+    return any(np.array_equal(reader.get_tensor(name), kernel) for name in names), newest.step
+
+
+def test_an_explicit_save_holds_what_was_assigned_and_returns_its_own_path(tmp_path):
+    with build(tmp_path) as controller:
+        controller.train(6)
+        before = disk(tmp_path)
+        assert controller.save_checkpoint().endswith("ckpt-6") and disk(tmp_path) == before
+        kernel = np.full([5, 3], 7, np.float32)
+        model = controller.loops["train"].task.model
+        model.layers[-1].set_weights([kernel, np.zeros(3, np.float32)])
+        assert controller.save_checkpoint().endswith("ckpt-6")
+        assert newest_holds(tmp_path, kernel) == (True, 6)
+        controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-4")
+        assert controller.save_checkpoint().endswith("ckpt-4")
+        assert newest_holds(tmp_path, kernel) == (True, 6)  # nothing was changed, and nothing is on disk
+        model.layers[-1].set_weights([2 * kernel, np.zeros(3, np.float32)])
+        assert controller.save_checkpoint().endswith("ckpt-4")
+        assert newest_holds(tmp_path, 2 * kernel) == (True, 4)
+    with build(tmp_path) as controller:
+        assert controller.global_step == 4
+
+
 # One writer.
 
 
@@ -104,6 +132,12 @@ def test_a_second_controller_of_one_directory_closes_the_first(tmp_path, caplog)
         assert disk(tmp_path) == before
     assert [r["step"] for r in read_jsonl(str(tmp_path / "metrics.jsonl"))] == [1, 2, 3, 4, 5]
     first.close()  # again
+    caplog.clear()
+    build(tmp_path).close()
+    assert "built earlier" not in caplog.text  # both are closed, and alive
+    with build(tmp_path, actions=[lambda event: event.controller.close()]) as controller:
+        with pytest.raises(UsageError, match="close was called by an action inside a training"):
+            controller.train(6)
 
 
 def test_a_second_controller_of_a_directory_that_is_trained_in_is_refused(tmp_path):
@@ -133,7 +167,7 @@ def test_a_directory_is_free_after_a_controller_whose_building_failed(tmp_path):
     assert str(kept) == "broken"
 
 
-def test_a_trainer_of_two_controllers_reads_the_step_of_the_one_that_trains_it(tmp_path):
+def test_a_trainer_of_two_controllers_reads_the_step_of_the_one_that_trains_it(tmp_path, caplog):
     trainer, _ = toy.build(make_strategy("default"))
     steps = []
 
@@ -144,6 +178,7 @@ def test_a_trainer_of_two_controllers_reads_the_step_of_the_one_that_trains_it(t
         first.train(2)
         with build(tmp_path / "b", trainer, actions=[note]) as second:
             second.train(1)
+            assert "also the trainer of another controller that is not closed" in caplog.text
             first.train(4)
     assert steps == [1, 2, 1, 3, 4]
 
@@ -208,7 +243,7 @@ def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(strategy, tmp_pa
             trainer.step_fn = step_fn
     policy = looplib.CheckpointPolicy(every_steps=2)
     with toy.controller(strategy, trainer, model_dir=tmp_path, checkpoints=policy) as controller:
-        with pytest.raises(UsageError, match="step_fn assigns global_step, which the controller counts itself"):
+        with pytest.raises(UsageError, match="assigns global_step, which the controller counts itself"):
             controller.train(4)
     assert looplib.checkpoints(tmp_path) == []
 
@@ -270,6 +305,8 @@ def test_an_action_goes_back_with_the_checkpoint(tmp_path):
 
 def test_a_state_that_json_cannot_hold_is_refused_when_the_controller_is_built():
     action = Patience()
+    action.seen = np.array([1, 2])
+    toy.controller(make_strategy("default"), toy.Regression(), actions=[action]).close()
     action.seen = {1, 2}
     with pytest.raises(UsageError, match="Patience.state returned .* which JSON cannot hold"):
         toy.controller(make_strategy("default"), toy.Regression(), actions=[action])
@@ -302,7 +339,7 @@ def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
         "the learning rate of Adam is 0.01 from step 3 on, as this start sets it; the checkpoint has 0.05"
         in caplog.text
     )
-    assert "--config.rate=0.01 (was 0.05); the new values hold from step 3 on" in caplog.text.replace("\n", " ")
+    assert "config.rate=0.01 (was 0.05); the new values hold from step 3 on" in caplog.text.replace("\n", " ")
     plain = toy.Regression(keras, "adam")
     with toy.controller(make_strategy("default"), plain) as controller:
         controller.train(3)
