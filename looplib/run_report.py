@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +21,11 @@ from looplib.files import parse_json, read_text, write_whole
 from looplib.preemption import Preempted
 
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
+
+
+@runtime_checkable
+class _AsDict(Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +171,9 @@ class RunReport:
     def _config_dict(self) -> dict[str, Any]:
         if self.config is None:
             return {}
-        if dataclasses.is_dataclass(self.config):
-            return dataclasses.asdict(self.config)
-        return dict(self.config) if isinstance(self.config, Mapping) else self.config.as_dict()
+        if isinstance(self.config, _AsDict):  # Model Garden's are dataclasses too, of more than counts
+            return self.config.as_dict()
+        return dict(self.config) if isinstance(self.config, Mapping) else dataclasses.asdict(self.config)
 
 
 def path_of(model_dir: str, trains: bool) -> str:
