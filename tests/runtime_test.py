@@ -95,7 +95,7 @@ def too_late(folder, case, imports="import looplib"):
     (folder / "early.py").write_text(f"import keras\nimport tensorflow as tf\n\n{EARLY[case]}\n")
     program = TOO_LATE.format(folder=str(folder), imports=f"{imports}\n")
     if imports != "import looplib":  # looplib comes after the tensor
-        program = program.replace("\nimport early", "\nfrom looplib import UsageError, runtime")
+        program = program.replace("\nimport early\n\nos", "\nfrom looplib import UsageError, runtime\n\nos")
     else:
         program = "from looplib import UsageError, runtime\n" + program
     command = [sys.executable, "-c", program]
