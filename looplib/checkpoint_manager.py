@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -247,10 +248,11 @@ class Checkpoints:
             if not tf.io.gfile.exists(f"{path}.commit"):
                 return True
             ours, theirs = tf.train.load_checkpoint(live), tf.train.load_checkpoint(path)
-            names = [key for key in ours.get_variable_to_shape_map() if key.endswith("/VARIABLE_VALUE")]
+            keys = [key for key in ours.get_variable_to_shape_map() if key.endswith("/VARIABLE_VALUE")]
             return any(
-                ours.get_tensor(key).tobytes() != theirs.get_tensor(key).tobytes()
-                for key in names
+                not theirs.has_tensor(key)  # after a partial restore
+                or np.asarray(ours.get_tensor(key)).tobytes() != np.asarray(theirs.get_tensor(key)).tobytes()
+                for key in keys
                 if not key.startswith("save_counter/")
             )
 

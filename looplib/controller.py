@@ -25,8 +25,8 @@ from looplib.watchdog import Watchdog
 from looplib.workers import Workers
 from looplib.writers import make_writers
 
-# The newest controller of each trainer. Neither is kept alive by this: a controller holds its trainer.
-_controllers: weakref.WeakValueDictionary[Trainer, "Controller"] = weakref.WeakValueDictionary()
+# The newest controller of each trainer, by the trainer's id: a trainer that is a dataclass has no hash.
+_controllers: weakref.WeakValueDictionary[int, "Controller"] = weakref.WeakValueDictionary()
 
 
 class Controller:
@@ -202,14 +202,14 @@ class Controller:
                 task.global_batch_size, task.run_seed = self._settings["global_batch_size"], self._settings["seed"]
 
     def _warn_of_another_controller(self, trainer):
-        other = _controllers.get(trainer)
+        other = _controllers.get(id(trainer))
         if other is not None and not other._closed:
             logging.warning(
                 "this %s is also the trainer of another controller that is not closed: both train its weights, and "
                 "each counts and saves its own steps only; close the other one",
                 type(trainer).__name__,
             )
-        _controllers[trainer] = self
+        _controllers[id(trainer)] = self
 
     def _make_report(self, config):
         path = None

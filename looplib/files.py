@@ -99,12 +99,11 @@ def parse_json(text: str) -> Any:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one."""
-    replace_whole(path, text.encode())
+    """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one.
 
-
-def replace_whole(path: str, content: bytes) -> None:
-    """Replaces a file by one with this content, durably and in one move; a link in its place is replaced itself."""
+    A link in its place is replaced itself.
+    """
+    content = text.encode()
     folder = os.path.dirname(path) or "."
     if is_remote(path):
         with tf.io.gfile.GFile(path + ".new", "wb") as file:
