@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.scaling_model import all_reduce_seconds
-from looplib import cluster
+from looplib.cluster import environment
+from looplib.cluster.peers import Peers
 from looplib.errors import UsageError
-from looplib.peers import Peers
 
 SIZES = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 _ROUND_SECONDS = 0.3
@@ -30,9 +30,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7, help="rounds a size (default %(default)s)")
     options = parser.parse_args(argv)
-    me = cluster.resolve()
+    me = environment.resolve()
     if me is None:
-        raise UsageError(f"nothing in the environment names the workers; {cluster.EXPECTED}")
+        raise UsageError(f"nothing in the environment names the workers; {environment.EXPECTED}")
     peers = Peers(me)
     peers.join()
     os.environ["TF_CONFIG"] = me.tf_config

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import app, flags
 
-from looplib import pipelines
+from looplib.data import pipelines
 
 _ROUNDS = flags.DEFINE_integer("rounds", 60, "Iterators of each kind.")
 _SECONDS = flags.DEFINE_float("seconds", 1.0, "How long each is read.")

@@ -22,8 +22,9 @@ from absl import app, flags, logging
 import looplib
 from benchmarks import records
 from benchmarks.workloads import classified, mlp
-from looplib.cluster import Cluster
-from looplib.local_launch import hold_ports
+from looplib.cluster.collectives import Workers
+from looplib.cluster.environment import Cluster
+from looplib.extras.tools.local_launch import hold_ports
 
 _WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of workers to start.")
 _ROUNDS = flags.DEFINE_integer("rounds", 11, "Turns of each loop that count.")
@@ -112,7 +113,7 @@ def measure():
     start = time.perf_counter()
     bare(1)
     # Workers have to do the same number of loops.
-    counts = looplib.workers.Workers(strategy).gather(max(1, round(_SECONDS.value / (time.perf_counter() - start))))
+    counts = Workers(strategy).gather(max(1, round(_SECONDS.value / (time.perf_counter() - start))))
     speeds, order = {name: [] for name in loops}, list(loops)
     for _ in range(_ROUNDS.value):
         order.append(order.pop(0))

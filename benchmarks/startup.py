@@ -72,7 +72,8 @@ def looplib():
     """The process of looplib's binary, with marks at the ends of what they name."""
     import runpy
 
-    from looplib import launch, task_loop
+    from looplib import launch
+    from looplib.loop import task_loop
 
     class Controller(launch.Controller):
         def __init__(self, **arguments):

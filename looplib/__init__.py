@@ -1,51 +1,60 @@
 """looplib: custom training loops for TensorFlow.
 
 Subclass `Trainer` (and `Evaluator`), write one `step_fn` for one replica, and a `Controller` does the rest.
+
+A name is loaded when it is first used, so that a program pays only for the parts that it uses.
 """
 
-from looplib import imports, startup  # noqa: F401  (first, before the others import TensorFlow)
-from looplib.actions import Action, Event
-from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-from looplib.commits import checkpoints
-from looplib.controller import Controller
-from looplib.errors import DivergenceError, UsageError
-from looplib.evaluator import Evaluator
-from looplib.foreign import OrbitEvaluator, OrbitTrainer
-from looplib.guards import Guards
-from looplib.inputs import InputContext
-from looplib.marker import Commit
-from looplib.preemption import Preempted
-from looplib.reductions import each, last, mean, total
-from looplib.trainer import Trainer
-from looplib.writers import ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer
+import importlib
+from typing import Any
+
+from looplib import _tf  # noqa: F401  (imports TensorFlow, before anything else of the program does)
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Action",
-    "CheckpointPolicy",
-    "Commit",
-    "ConsoleWriter",
-    "Controller",
-    "DivergenceError",
-    "Evaluator",
-    "Event",
-    "Guards",
-    "InputContext",
-    "JsonlWriter",
-    "KeepBest",
-    "KeepEvery",
-    "KeepLast",
-    "OrbitEvaluator",
-    "OrbitTrainer",
-    "Preempted",
-    "TensorBoardWriter",
-    "Trainer",
-    "UsageError",
-    "Writer",
-    "checkpoints",
-    "each",
-    "last",
-    "mean",
-    "total",
-]
+_HOMES = {
+    "Action": "task.actions",
+    "CheckpointPolicy": "checkpoint.policy",
+    "Commit": "checkpoint.marker",
+    "ConsoleWriter": "report.writers",
+    "Controller": "controller",
+    "DivergenceError": "errors",
+    "Evaluator": "task.evaluator",
+    "Event": "task.actions",
+    "Guards": "health.guards",
+    "InputContext": "task.input_context",
+    "JsonlWriter": "report.writers",
+    "KeepBest": "checkpoint.policy",
+    "KeepEvery": "checkpoint.policy",
+    "KeepLast": "checkpoint.policy",
+    "OrbitEvaluator": "extras.orbit.adapters",
+    "OrbitTrainer": "extras.orbit.adapters",
+    "Preempted": "errors",
+    "TensorBoardWriter": "report.writers",
+    "Trainer": "task.trainer",
+    "UsageError": "errors",
+    "Writer": "report.writers",
+    "checkpoints": "checkpoint.commits",
+    "each": "task.reductions",
+    "last": "task.reductions",
+    "mean": "task.reductions",
+    "total": "task.reductions",
+}
+_MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"looplib.{_MODULES[name]}")
+    else:
+        raise AttributeError(f"module 'looplib' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -3,10 +3,9 @@
 import argparse
 import sys
 
-from looplib import checks
 from looplib.errors import UsageError
-from looplib.inspection import inspect
-from looplib.local_launch import launch
+
+_FAILED = 2  # also what `check` ends with if the command failed
 
 _CHECK = """\
 The command is what you type, without --model_dir, such as
@@ -19,7 +18,7 @@ exit codes: {codes}; 2 the command failed, or could not be checked
 class _Parser(argparse.ArgumentParser):
     def error(self, message):
         """Says it as the binaries do."""
-        self.exit(checks.EXIT_FAILED, f"looplib: error: {message} (see {self.prog} --help)\n")
+        self.exit(_FAILED, f"looplib: error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv=None):
@@ -44,7 +43,7 @@ def main(argv=None):
         return options.run(options)
     except UsageError as error:
         print(f"looplib: error: {error}", file=sys.stderr)
-        return checks.EXIT_FAILED
+        return _FAILED
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)
         return 130
@@ -54,7 +53,7 @@ def _add_inspect(tools):
     parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
     parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("--verify", action="store_true", help="read the files through and compare checksums")
-    parser.set_defaults(run=lambda options: inspect(options.directory, options.verify))
+    parser.set_defaults(run=_inspect)
 
 
 def _add_launch(tools):
@@ -132,7 +131,15 @@ def _counts(text):
     return tuple(int(number) for number in text.split(","))
 
 
+def _inspect(options):
+    from looplib.extras.tools.inspect import inspect
+
+    return inspect(options.directory, options.verify)
+
+
 def _launch(options):
+    from looplib.extras.tools.local_launch import launch
+
     return launch(
         options.command,
         options.workers,
@@ -144,17 +151,23 @@ def _launch(options):
 
 
 def _resume(options):
+    from looplib.extras.tools import check
+
     settings = dict(kills=options.kills, seed=options.seed, baseline=options.baseline, timeout=options.timeout)
-    return checks.resume(options.command, options.dir, **settings)
+    return check.resume(options.command, options.dir, **settings)
 
 
 def _fits(options):
-    return checks.fits(options.command, options.platform, options.dir, cores=options.cores, timeout=options.timeout)
+    from looplib.extras.tools import check
+
+    return check.fits(options.command, options.platform, options.dir, cores=options.cores, timeout=options.timeout)
 
 
 def _replicas(options):
+    from looplib.extras.tools import check
+
     settings = dict(counts=options.counts, rtol=options.rtol, atol=options.atol, timeout=options.timeout)
-    return checks.replicas(options.command, options.dir, **settings)
+    return check.replicas(options.command, options.dir, **settings)
 
 
 if __name__ == "__main__":

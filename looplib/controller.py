@@ -7,23 +7,27 @@ import weakref
 import tensorflow as tf
 from absl import logging
 
-from looplib import console, keras_family, nudges, run_directory, run_report, runtime, task_loop, tasks
-from looplib.actions import ActionStates, Event
-from looplib.checkpoint_policy import CheckpointPolicy
-from looplib.clock import Clock
-from looplib.coordinator import lost_server
-from looplib.engines import ENGINES
-from looplib.errors import DivergenceError, UsageError, whole_number
-from looplib.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
-from looplib.learning_rates import LearningRates
-from looplib.preemption import Preempted, notice
-from looplib.state import ReplicaState, differing_variables
-from looplib.store import Store
-from looplib.trainer import Trainer
-from looplib.transfers import continue_from, warm_start
-from looplib.watchdog import Watchdog
-from looplib.workers import Workers
-from looplib.writers import make_writers
+from looplib import _keras, console, runtime
+from looplib._tf import lost_server
+from looplib.checkpoint import run_directory
+from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.store import Store
+from looplib.checkpoint.warm_start import continue_from, warm_start
+from looplib.cluster.collectives import Workers
+from looplib.errors import DivergenceError, Preempted, UsageError, whole_number
+from looplib.health.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
+from looplib.health.preemption import notice
+from looplib.health.watchdog import Watchdog
+from looplib.loop import task_loop
+from looplib.loop.engines import ENGINES
+from looplib.report import run_json
+from looplib.report.clock import Clock
+from looplib.report.writers import make_writers
+from looplib.task import checks, perturbation
+from looplib.task.actions import ActionStates, Event
+from looplib.task.learning_rates import LearningRates
+from looplib.task.state import ReplicaState, differing_variables
+from looplib.task.trainer import Trainer
 
 # The newest controller of each trainer, by the trainer's id: a trainer that is a dataclass has no hash.
 _controllers: weakref.WeakValueDictionary[int, "Controller"] = weakref.WeakValueDictionary()
@@ -86,20 +90,18 @@ class Controller:
     ):
         self.clock = Clock()
         self._strategy = strategy or tf.distribute.get_strategy()
-        tasks.check_kinds(self._strategy, actions)
+        checks.check_kinds(self._strategy, actions)
         self._workers = Workers(self._strategy)
-        evaluators = tasks.check_tasks(trainer, evaluator)
+        evaluators = checks.check_tasks(trainer, evaluator)
         self._steps_per_loop = whole_number("steps_per_loop", steps_per_loop)
         if global_batch_size is not None:
             global_batch_size = whole_number("global_batch_size", global_batch_size)
         seed = whole_number("seed", seed, least=0)
         if loop not in ENGINES:
             raise UsageError(f"loop is {loop!r}; expected one of {', '.join(ENGINES)}")
-        tasks.check_together(trainer, evaluators, self._strategy, loop)
+        checks.check_together(trainer, evaluators, self._strategy, loop)
         self._settings = {"seed": seed, "global_batch_size": global_batch_size, "loop": loop}
-        self._optimizers = (
-            [type(optimizer).__name__ for optimizer in keras_family.optimizers(trainer)] if trainer else []
-        )
+        self._optimizers = [type(optimizer).__name__ for optimizer in _keras.optimizers(trainer)] if trainer else []
         self._policy = checkpoints
         self._actions = list(actions)
         self._action_states = ActionStates(self._actions)
@@ -126,7 +128,7 @@ class Controller:
         self._watchdog = Watchdog(
             self.clock, self._progress, lambda: self._store.latest, self._policy.guards.stall_limit
         )
-        objects = tasks.collect_state(trainer, evaluators)
+        objects = checks.collect_state(trainer, evaluators)
         if self._training:
             self._training.warn_of_what_is_not_saved(objects)
         own = ReplicaState(self._strategy, differing_variables(self._strategy, trainer, objects)) if trainer else None
@@ -152,8 +154,8 @@ class Controller:
                 trainer.initialize()
             if self._policy.warm_start:
                 warm_start(objects, self._policy.warm_start)
-            if nudges.requested():
-                nudges.nudge(self._strategy, objects)
+            if perturbation.requested():
+                perturbation.nudge(self._strategy, objects)
         # What a run wrote that was killed before its first save is void.
         self._continued_from = step, step
 
@@ -170,7 +172,7 @@ class Controller:
         self._own(*filter(None, [trainer, *evaluators.values()]))
         if trainer:
             self._warn_of_another_controller(trainer)
-            tasks.build_optimizers(trainer, self._strategy)
+            checks.build_optimizers(trainer, self._strategy)
             self._training = task_loop.make_loop(
                 "train",
                 trainer,
@@ -214,8 +216,8 @@ class Controller:
     def _make_report(self, config):
         path = None
         if self.is_chief and self._store.writable:
-            path = run_report.path_of(self._model_dir, self._store.writes)
-        return run_report.RunReport(
+            path = run_json.path_of(self._model_dir, self._store.writes)
+        return run_json.RunReport(
             path=path,
             clock=self.clock,
             strategy=runtime.describe(self._strategy),
@@ -672,7 +674,7 @@ class Controller:
 
     def _standing(self):
         trained = self._store.values.get("train") if self._training else None
-        return run_report.Standing(
+        return run_json.Standing(
             step=self.global_step,
             metrics={**({"train": trained} if trained else {}), **self._last_evaluation},
             rollbacks=self.rollbacks,

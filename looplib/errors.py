@@ -8,6 +8,9 @@ import re
 import textwrap
 from typing import Any
 
+# Exit codes of a binary: done; failed; ended by a signal and saved, run again; ended by the watchdog.
+EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
+
 _LAYERS = 20
 _WRAPPED = re.compile(r"in user code:|Exception encountered when calling")
 _ROOT = re.compile(r"\d+ root error\(s\) found\.\s*\(0\) [^\n:]*:\s*(.*?)(?:\n\s*\(1\) |\Z)", re.DOTALL)
@@ -26,6 +29,33 @@ class UsageError(ValueError):
 
 class DivergenceError(UsageError):
     """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt or could not go on."""
+
+
+class Preempted(SystemExit):
+    """The run was asked to end by a signal and has saved its state; uncaught, the process exits with code 75.
+
+    Attributes:
+      alone: whether the other workers of the run do not know of it yet.
+    """
+
+    def __init__(self, message, alone=False):
+        super().__init__(EXIT_PREEMPTED)
+        self.message = message
+        self.alone = alone
+
+    def __str__(self):
+        return self.message
+
+
+class CoordinatorGone(SystemExit):
+    """The coordinator that this process served has ended; uncaught, the process exits with code 0."""
+
+    def __init__(self, message):
+        super().__init__(0)
+        self.message = message
+
+    def __str__(self):
+        return self.message
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, or_all: bool = False) -> int:

@@ -26,16 +26,18 @@ import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from looplib import console, guards, origins, peers, preflight, run_report, runtime, servers, tpu
-from looplib.checkpoint_policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib import console, runtime, source_locations
+from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.cluster import peers, tpu
+from looplib.cluster.collectives import Workers
 from looplib.controller import Controller
-from looplib.engines import ENGINES
-from looplib.errors import UsageError, read
-from looplib.guards import Guards
-from looplib.preemption import EXIT_PREEMPTED, Preempted, notice
-from looplib.workers import Workers
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CoordinatorGone, Preempted, UsageError, read
+from looplib.health import guards
+from looplib.health.guards import Guards
+from looplib.health.preemption import notice
+from looplib.loop.engines import ENGINES
+from looplib.report import run_json
 
-EXIT_DONE, EXIT_FAILED = 0, 1
 # Where an op fails for want of another worker, it does so with one of these, and up to 10 s before the news that the
 # other one is frozen.
 _THEIRS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
@@ -147,6 +149,8 @@ def _main(build, settings, started, actions, argv):
 
 
 def _run_experiment(build, settings, started, actions, argv):
+    from looplib.extras.tools import preflight
+
     controller = strategy = None
     values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
     try:
@@ -155,8 +159,8 @@ def _run_experiment(build, settings, started, actions, argv):
         values.update(preflight.settings())
         values["loop"] = _engine(values)
         _check(values, argv)
-        report_path = run_report.path_of(values["model_dir"], "train" in values["mode"])
-        earlier = run_report.read(report_path)
+        report_path = run_json.path_of(values["model_dir"], "train" in values["mode"])
+        earlier = run_json.read(report_path)
         strategy = runtime.setup(
             values["strategy"],
             tpu=values["tpu"],
@@ -183,8 +187,8 @@ def _run_experiment(build, settings, started, actions, argv):
         if controller.is_chief:
             print(*controller.clock.summary(), sep="\n")
             print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
-    except servers.CoordinatorGone as gone:
-        _end_server(gone, earlier, run_report.read(report_path))
+    except CoordinatorGone as gone:
+        _end_server(gone, earlier, run_json.read(report_path))
     except Preempted as preempted:
         if controller:
             controller.close()
@@ -251,7 +255,7 @@ def _what_and_where(error: Exception, controller: Controller | None) -> str:
     found = read(error)
     because = f" (because of {read(error.__cause__)})" if error.__cause__ else ""
     loops = controller.loops.values() if controller else ()
-    place = origins.place_of(error) or next((place for loop in loops if (place := loop.place_of(error))), "")
+    place = source_locations.place_of(error) or next((place for loop in loops if (place := loop.place_of(error))), "")
     return f"{found}{because}; mend {place or 'what the trace above names'}"
 
 
@@ -285,7 +289,9 @@ def _fail(sentence, controller=None):
 
 def _exit(code):
     """Ends the process, at once where TensorFlow would go on to wait for other processes, or complain of those gone."""
-    if servers.connected() or peers.current.joined:
+    from looplib.extras.parameter_server import processes
+
+    if processes.connected() or peers.current.joined:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)

@@ -7,15 +7,17 @@ import random
 import signal
 import sys
 import threading
+import types
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import cluster, peers, servers, startup
-from looplib import tpu as tpus
+from looplib import _tf
+from looplib.cluster import environment, peers
+from looplib.cluster import tpu as tpus
 from looplib.errors import UsageError, whole_number
-from looplib.preemption import SIGNALS
+from looplib.health.preemption import SIGNALS
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -33,7 +35,7 @@ def setup(
         "one_device" the first GPU or the CPU; "mirrored" all GPUs, or all virtual CPU devices; "multi_worker" this
         process's devices together with those of the other workers, whom `cluster.resolve` finds ("auto" is this where
         TF_CONFIG names several workers); "parameter_server" the cluster of TF_CONFIG, where a worker or parameter
-        server serves in here until the coordinator is gone, and ends by `servers.CoordinatorGone`, a `SystemExit`.
+        server serves in here until the coordinator is gone, and ends by `errors.CoordinatorGone`, a `SystemExit`.
       tpu: name or address of a TPU; see `tpu.connect`.
       num_virtual_devices: makes this many replicas on one CPU; without GPUs only.
       seed: seeds Python, numpy, TensorFlow and the Keras families that are loaded.
@@ -78,7 +80,9 @@ def setup(
         chosen = tpus.connect(tpu, cores_per_replica=tpu_cores_per_replica, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
     elif strategy == "parameter_server":
-        chosen, why = servers.connect(), "asked for"
+        from looplib.extras.parameter_server import processes
+
+        chosen, why = processes.connect(), "asked for"
     elif strategy == "multi_worker" or (strategy == "auto" and _has_other_workers()):
         chosen, why = _multi_worker(join_limit, num_virtual_devices)
     else:
@@ -87,10 +91,19 @@ def setup(
     return chosen
 
 
+def coordinator() -> types.ModuleType:
+    """Returns the module that runs steps on the workers of a parameter server strategy, imported when it is used."""
+    from looplib.extras.parameter_server import coordinator
+
+    return coordinator
+
+
 def describe(strategy):
     """Names a strategy for logs and `run.json`, as "MirroredStrategy, 2 replicas"."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        workers, parameter_servers = servers.counts()
+        from looplib.extras.parameter_server import processes
+
+        workers, parameter_servers = processes.counts()
         return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
     replicas = strategy.num_replicas_in_sync
     kind = type(strategy).__name__.replace("_DefaultDistributionStrategy", "DefaultStrategy").removesuffix("V2")
@@ -125,12 +138,12 @@ def _prepare_devices(num_virtual_devices):
                 cpu, [tf.config.LogicalDeviceConfiguration()] * num_virtual_devices
             )
         except RuntimeError as error:
-            raise startup.refusal(f"num_virtual_devices={num_virtual_devices}") from error
+            raise _tf.refusal(f"num_virtual_devices={num_virtual_devices}") from error
     try:
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
-        raise startup.refusal("that GPU memory grows as it is needed") from error
+        raise _tf.refusal("that GPU memory grows as it is needed") from error
     return gpus
 
 
@@ -150,15 +163,15 @@ def _choose(strategy, gpus):
 def _has_other_workers():
     if "TF_CONFIG" not in os.environ:  # Slurm's variables are also there in a shell of one process
         return False
-    found = cluster.resolve(os.environ)
+    found = environment.resolve(os.environ)
     return found is not None and len(found.workers) > 1 and not found.parameter_servers
 
 
 def _multi_worker(join_limit, num_virtual_devices):
-    found = cluster.resolve(os.environ)
+    found = environment.resolve(os.environ)
     if found is None:
         raise UsageError(
-            f"the strategy is multi_worker, and nothing in the environment names the workers; {cluster.EXPECTED}"
+            f"the strategy is multi_worker, and nothing in the environment names the workers; {environment.EXPECTED}"
         )
     if found.parameter_servers:
         raise UsageError(
@@ -166,8 +179,8 @@ def _multi_worker(join_limit, num_virtual_devices):
         )
     if num_virtual_devices > 1:
         raise UsageError(f"num_virtual_devices is {num_virtual_devices}, and a worker has one CPU; start more workers")
-    if startup.started():  # TensorFlow has no collective ops then
-        raise startup.refusal("the strategy multi_worker")
+    if _tf.started():  # TensorFlow has no collective ops then
+        raise _tf.refusal("the strategy multi_worker")
     os.environ["TF_CONFIG"] = found.tf_config  # where TensorFlow looks
     peers.current = peers.Peers(found, join_limit=join_limit)
     peers.current.join()
@@ -214,11 +227,11 @@ def _when_imported(name, function):
 def _warn_of_an_early_start() -> None:
     """Warns of what was made before this process was set up, and so has neither the run's seed nor its precision."""
     global _is_set_up
-    if startup.started() and not _is_set_up:
+    if _tf.started() and not _is_set_up:
         logging.warning(
             "TensorFlow's devices were started before looplib.runtime.setup, by %s; random values and Keras objects "
             "made there have neither the run's seed nor its precision: make them in `build`",
-            startup.place(),
+            _tf.place(),
         )
     _is_set_up = True
 

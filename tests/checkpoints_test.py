@@ -7,8 +7,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint_manager import peek
-from looplib.state import state_of
+from looplib.checkpoint.manager import peek
+from looplib.task.state import state_of
 
 
 def test_models_optimizers_and_metrics_are_state_and_plain_attributes_are_not(keras):

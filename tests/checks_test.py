@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from looplib import __main__ as tools
-from looplib import checks
-from looplib.comparisons import compare
+from looplib.extras.tools import check as checks
+from looplib.extras.tools.compare import compare
 
 ROOT = pathlib.Path(__file__).parents[1]
 MLP = [

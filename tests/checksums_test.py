@@ -8,7 +8,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checksums import examples_checksum
+from looplib.loop.example_checksum import examples_checksum
 
 BATCHES = {
     "numbers": tf.reshape(tf.range(8.0), [4, 2]),

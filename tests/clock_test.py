@@ -7,8 +7,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import commits
-from looplib.clock import Clock
+from looplib.checkpoint import commits
+from looplib.report.clock import Clock
 
 
 class Time:

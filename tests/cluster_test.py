@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from looplib.cluster import Cluster, expand_hostlist, resolve
+from looplib.cluster.environment import Cluster, expand_hostlist, resolve
 from looplib.errors import UsageError
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import store
-from looplib.writers import read_jsonl
+from looplib.checkpoint import store
+from looplib.report.writers import read_jsonl
 
 DEFAULT = make_strategy("default")
 

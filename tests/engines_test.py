@@ -10,8 +10,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import engines
-from looplib.engines import Plan
+from looplib.loop import engines
+from looplib.loop.engines import Plan
 
 RNG = np.random.default_rng(0)
 IMAGES, LABELS = RNG.normal(size=(50, 8, 8, 1)).astype("float32"), RNG.integers(0, 3, 50)

@@ -11,7 +11,7 @@ from conftest import make_strategy
 import looplib
 from looplib import UsageError, runtime
 from looplib.errors import whole_number
-from looplib.inputs import per_replica_batch_size
+from looplib.task.input_context import per_replica_batch_size
 
 
 @pytest.mark.parametrize(

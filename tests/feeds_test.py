@@ -11,8 +11,11 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import feeds, iterator_state, pipelines, task_loop, tasks
-from looplib.clock import Clock
+from looplib.data import iterator_state, pipelines
+from looplib.data import stream as streams
+from looplib.loop import task_loop
+from looplib.report.clock import Clock
+from looplib.task import checks
 
 GLOBAL_BATCH = 8
 
@@ -260,7 +263,7 @@ def loop_of(strategy, make, **settings):
     with strategy.scope():
         trainer = Pipeline()
     trainer.global_batch_size = GLOBAL_BATCH
-    tasks.build_optimizers(trainer, strategy)
+    checks.build_optimizers(trainer, strategy)
     settings = dict(engine="graph", steps_per_loop=1, global_batch_size=GLOBAL_BATCH, seed=3, clock=Clock(), **settings)
     return task_loop.TaskLoop("train", trainer, strategy=strategy, **settings)
 
@@ -301,13 +304,13 @@ def test_a_training_rewinds_to_a_position(strategy):
 
 @pytest.fixture
 def distributed(monkeypatch):
-    monkeypatch.setattr(feeds, "runs_on_host", lambda strategy: False)
+    monkeypatch.setattr(streams, "runs_on_host", lambda strategy: False)
 
 
 def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     loop = loop_of(strategy, shuffled)
-    assert type(loop._stream) is feeds.Stream
+    assert type(loop._stream) is streams.Stream
     whole = order(loop, 12)
     assert loop.position() is None and loop.traces == 1
     make = lambda context: shuffled(context)

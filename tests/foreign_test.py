@@ -17,9 +17,10 @@ from conftest import make_strategy
 from orbit_tasks import Classifier, ClassifierEvaluator, data
 
 import looplib
-from looplib import commits, foreign
-from looplib.preemption import Preempted
-from looplib.writers import read_jsonl
+from looplib.checkpoint import commits
+from looplib.extras.orbit import adapters
+from looplib.health.preemption import Preempted
+from looplib.report.writers import read_jsonl
 
 DEFAULT = make_strategy("default")
 ALL = (looplib.KeepLast(100),)
@@ -415,7 +416,7 @@ def test_sigterm_ends_the_run_after_the_call_saved_and_it_goes_on(tmp_path):
 
 def test_the_watchdog_sees_the_steps_inside_of_a_call_and_leaves_evaluations_alone(monkeypatch):
     ended = []
-    monkeypatch.setattr("looplib.watchdog.Watchdog._end", lambda self, phase, *_: ended.append(phase))
+    monkeypatch.setattr("looplib.health.watchdog.Watchdog._end", lambda self, phase, *_: ended.append(phase))
 
     class Long(Line):
         def train(self, num_steps):
@@ -505,7 +506,7 @@ def test_what_a_loop_of_its_own_cannot_do_is_refused_when_the_controller_is_buil
 
 
 def test_several_workers_are_refused(monkeypatch):
-    monkeypatch.setattr(foreign, "Workers", lambda strategy: type("Two", (), {"count": 2}))
+    monkeypatch.setattr(adapters, "Workers", lambda strategy: type("Two", (), {"count": 2}))
     with pytest.raises(
         looplib.UsageError, match="Line has a loop of its own, in which looplib cannot let several workers"
     ):

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 from conftest import make_strategy
 
-from looplib import fused
-from looplib.optimizers import TrainingOptimizers
+from looplib.loop import fused_optimizers
+from looplib.loop.optimizers import TrainingOptimizers
 
 OPTIMIZERS = {
     "adam": ("Adam", dict(learning_rate=0.01, beta_1=0.8)),
@@ -86,7 +86,9 @@ def test_slots_that_keras_keeps_elsewhere_mean_a_plain_update(keras):
 
     holder = Holder()
     holder.optimizer = make_optimizer()
-    assert fused._kernel(fused._sgd, holder.optimizer, tf.Variable(tf.zeros([100, 100])), ()) is None
+    assert (
+        fused_optimizers._kernel(fused_optimizers._sgd, holder.optimizer, tf.Variable(tf.zeros([100, 100])), ()) is None
+    )
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))

@@ -11,9 +11,9 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import commits
-from looplib.guards import spike
-from looplib.writers import read_jsonl
+from looplib.checkpoint import commits
+from looplib.health.guards import spike
+from looplib.report.writers import read_jsonl
 
 BAD_STEP = 7
 

@@ -4,6 +4,9 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
+import looplib
 from trainers import image_classification
 
 CODE = "import time; start = time.perf_counter(); import {}; import sys; print(time.perf_counter() - start, 'official' in sys.modules)"
@@ -57,20 +60,13 @@ def test_importing_leaves_the_garbage_collector_as_it_was():
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] == after
 
 
-def test_no_room_imports_a_higher_one():
-    import ast
-    import pathlib
+def test_every_public_name_is_loaded_when_it_is_used():
+    for name in (*looplib.__all__, "launch", "preflight", "runtime", "tpu"):
+        assert getattr(looplib, name) is not None and name in dir(looplib)
+    with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
+        getattr(looplib, "Trainr")  # noqa: B009
 
-    order = ["imports", "console", "errors", "files", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "keras_family", "startup", "tpu", "clock", "trainer", "evaluator",
-             "run_directory", "marker", "commits", "lock", "debuggers", "preemption", "servers", "watchdog", "guards", "fused", "workers", "optimizers", "reductions", "packing", "batch_sizes", "metrics", "checksums", "iterator_state", "feeds", "inputs", "pipelines", "steps", "loops",
-             "engines", "coordinator", "snapshots", "state", "nudges", "transfers", "checkpoint_policy", "checkpoint_manager", "preflight", "tasks", "task_loop", "foreign_data", "foreign", "actions", "learning_rates",
-             "store", "writers", "runtime", "run_report", "controller", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
-    folder = pathlib.Path(__file__).parents[1] / "looplib"
-    assert sorted(order) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
-    for name in order:
-        tree = ast.parse((folder / f"{name}.py").read_text())
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "looplib":
-                imported = [node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names]
-                for module in imported:
-                    assert order.index(module) < order.index(name), f"{name} imports {module}"
+
+def test_importing_looplib_loads_none_of_the_extras():
+    loaded = modules_after("import looplib; looplib.Trainer, looplib.Controller, looplib.launch")
+    assert not [name for name in loaded if name.startswith("looplib.extras")]

@@ -7,7 +7,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import inputs
+from looplib.task import input_context
 
 
 def context(**changes):
@@ -140,7 +140,7 @@ def test_batches_have_the_size_that_was_asked_for():
 )
 def test_a_batch_that_does_not_divide_names_the_nearest_that_do(size, replicas, message):
     with pytest.raises(looplib.UsageError, match=message):
-        inputs.per_replica_batch_size(size, replicas)
+        input_context.per_replica_batch_size(size, replicas)
 
 
 def test_no_examples_are_a_sentence():

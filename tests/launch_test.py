@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from looplib import commits
-from looplib.writers import read_jsonl
+from looplib.checkpoint import commits
+from looplib.report.writers import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = [

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from looplib import __main__ as tools
-from looplib.local_launch import hold_ports
+from looplib.extras.tools.local_launch import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[1]
 WORKERS = str(ROOT / "tests" / "workers")

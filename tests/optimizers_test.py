@@ -14,7 +14,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib import UsageError
-from looplib.optimizers import TrainingOptimizers
+from looplib.loop.optimizers import TrainingOptimizers
 
 STEPS, BATCH, FEATURES, CLASSES, WORDS = 7, 8, 5, 3, 7
 _random = np.random.RandomState(0)

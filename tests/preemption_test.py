@@ -15,8 +15,9 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import commits, preemption
-from looplib.preemption import Preempted, notice
+from looplib.checkpoint import commits
+from looplib.health import preemption
+from looplib.health.preemption import Preempted, notice
 
 DEFAULT = make_strategy("default")
 

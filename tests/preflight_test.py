@@ -18,7 +18,9 @@ import unfit
 
 import looplib
 from looplib import __main__ as tools
-from looplib import checks, lifting, origins, preflight
+from looplib import source_locations
+from looplib.extras.tools import check as checks
+from looplib.extras.tools import preflight, pure_function
 
 ROOT = pathlib.Path(__file__).parents[1]
 MLP = ("trainers.image_classification", "--config.model=mlp")
@@ -284,8 +286,8 @@ def test_a_lookup_table_is_found():
 
 def test_where_tensorflow_has_hidden_what_is_not_public_less_is_told(monkeypatch):
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
-    assert origins._graph_of(object(), "f") is None
-    monkeypatch.setattr(origins, "_graph_of", lambda graph, name: None)
+    assert source_locations._graph_of(object(), "f") is None
+    monkeypatch.setattr(source_locations, "_graph_of", lambda graph, name: None)
     monkeypatch.setitem(sys.modules, "tensorflow.compiler.xla.service", None)
     result = look(train)
     assert result["steps"]["train"]["lowered"] and kinds(result) == set()
@@ -319,7 +321,7 @@ def test_a_lifted_step_computes_what_the_step_does(optimizer, keras):
     batch = (tf.range(8, dtype=tf.int64), tf.constant(toy.X[:8]), tf.constant(toy.Y[:8]))
     spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
     traced = tf.function(step.replica_step).get_concrete_function(spec)
-    program, specs, _ = lifting.lift(traced)
+    program, specs, _ = pure_function.lift(traced)
     values = {id(variable.handle): variable.numpy() for variable in traced.variables}
     captured = [values[id(handle)] if id(handle) in values else handle for handle in traced.captured_inputs]
     lifted = program(*batch, *(tf.constant(value, spec.dtype) for value, spec in zip(captured, specs[len(batch) :])))

@@ -5,9 +5,9 @@ import concurrent.futures
 import divided
 import pytest
 
-from looplib import nudges
-from looplib.checks import merged
-from looplib.comparisons import compare
+from looplib.extras.tools.check import merged
+from looplib.extras.tools.compare import compare
+from looplib.task import perturbation
 
 RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
 CASES = {
@@ -26,7 +26,7 @@ def folders(nursery, tmp_path_factory):
         folder = tmp_path_factory.mktemp(f"{kind}_{steps}_{name}")
         replicas, nudge = RUNS[name]
         flags = [f"--model_dir={folder}", f"--config.kind={kind}", f"--train_steps={steps}", "--steps_per_loop=1"]
-        environment = {nudges.VARIABLE: nudge} if nudge else {}
+        environment = {perturbation.VARIABLE: nudge} if nudge else {}
         life = nursery.life_of("divided", *flags, f"--num_virtual_devices={replicas}", environment=environment)
         assert life.code() == 0, life.output()[-2000:]
         return job, folder

@@ -18,7 +18,7 @@ import tensorflow as tf
 import toy
 from tensorflow.python.data.experimental.ops import global_shuffle_op  # behind tf.data's option of that name
 
-from looplib import iterator_state, pipelines
+from looplib.data import iterator_state, pipelines
 
 Data, X = tf.data.Dataset, tf.data.experimental
 READ, STOPS = 34, (1, 8, 21)

@@ -12,14 +12,14 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import commits
-from looplib import marker as marker_room
 from looplib.__main__ import main as cli
-from looplib.checkpoint_manager import Checkpoints
-from looplib.checkpoint_policy import KeepBest, KeepEvery, KeepLast
+from looplib.checkpoint import commits
+from looplib.checkpoint import marker as marker_room
+from looplib.checkpoint.manager import Checkpoints
+from looplib.checkpoint.policy import KeepBest, KeepEvery, KeepLast
+from looplib.checkpoint.snapshot import Snapshots
+from looplib.checkpoint.warm_start import warm_start
 from looplib.errors import UsageError
-from looplib.snapshots import Snapshots
-from looplib.transfers import warm_start
 
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 

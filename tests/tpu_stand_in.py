@@ -10,7 +10,8 @@ import os
 import tensorflow as tf
 import toy
 
-from looplib import launch, tpu
+from looplib import launch
+from looplib.cluster import tpu
 
 
 def note(line):

@@ -13,8 +13,9 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib import UsageError, runtime, tpu
-from looplib.writers import read_jsonl
+from looplib import UsageError, runtime
+from looplib.cluster import tpu
+from looplib.report.writers import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -17,7 +17,7 @@ from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter
-from looplib.writers import _read_events, format_number, read_jsonl
+from looplib.report.writers import _read_events, format_number, read_jsonl
 
 
 def scalars(folder):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from kill_test import records, saved_step
 
-from looplib import commits
+from looplib.checkpoint import commits
 
 COMMON = ["--train_steps=20", "--mode=train", "--config.letter=λ"]
 STALLS = "--config.slow_step=1000"

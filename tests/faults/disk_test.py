@@ -14,9 +14,9 @@ from conftest import make_strategy
 from kill_test import events, records, saved_step
 
 import looplib
-from looplib import commits
-from looplib.comparisons import compare
+from looplib.checkpoint import commits
 from looplib.errors import UsageError
+from looplib.extras.tools.compare import compare
 
 MB = 2**20
 

@@ -19,10 +19,10 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import commits
-from looplib.comparisons import compare
+from looplib.checkpoint import commits
 from looplib.errors import UsageError
-from looplib.writers import JsonlWriter
+from looplib.extras.tools.compare import compare
+from looplib.report.writers import JsonlWriter
 
 ROOT = pathlib.Path(__file__).parents[2]
 NEWEST, KEPT, LAST = 9, (3, 6, 9), 12

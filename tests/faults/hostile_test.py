@@ -17,10 +17,11 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import commits, files, marker
+from looplib import files
 from looplib.__main__ import main as cli
+from looplib.checkpoint import commits, marker
 from looplib.errors import UsageError
-from looplib.writers import JsonlWriter, read_jsonl
+from looplib.report.writers import JsonlWriter, read_jsonl
 
 
 def start(folder, keep=2, **policy):
@@ -463,8 +464,8 @@ MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", "100"))
 
 def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anything_else(stopped, victim, tmp_path):
     """What a start does with them, without the training: list, verify, tidy, read records and reports, inspect."""
-    from looplib import run_report
-    from looplib.writers import TensorBoardWriter
+    from looplib.report import run_json
+    from looplib.report.writers import TensorBoardWriter
 
     chance = random.Random(1)
     kinds = ["checkpoints/ckpt-6.commit", "checkpoints/ckpt-4.commit", "metrics.jsonl", "run.json", "lock"]
@@ -484,7 +485,7 @@ def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anythi
         except UsageError as error:  # a higher format number, with a checksum that fits
             refused += 1
             assert "has the format" in str(error), number
-        run_report.read(str(folder / "run.json"))
+        run_json.read(str(folder / "run.json"))
         JsonlWriter(str(folder / "metrics.jsonl")).resume(4, {"train": 3})
         TensorBoardWriter(str(folder)).resume(4, {"train": 3})
         assert cli(["inspect", str(folder)]) in (0, 1, 2)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from looplib import commits
-from looplib.comparisons import compare
-from looplib.writers import read_jsonl
+from looplib.checkpoint import commits
+from looplib.extras.tools.compare import compare
+from looplib.report.writers import read_jsonl
 
 STEPS = 60
 COMMON = [

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 
-from looplib.local_launch import hold_ports
+from looplib.extras.tools.local_launch import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 _CLONE_NEWNET = 0x40000000

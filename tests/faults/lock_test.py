@@ -11,7 +11,7 @@ import lives
 import pytest
 from kill_test import records, saved_step
 
-from looplib.comparisons import compare
+from looplib.extras.tools.compare import compare
 
 LONG = ["--train_steps=100000", "--config.slow_step=0.01", "--eval_interval=100000"]
 

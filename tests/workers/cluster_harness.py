@@ -15,8 +15,8 @@ import subprocess
 import threading
 import time
 
-from looplib.cluster import Cluster
-from looplib.local_launch import hold_ports
+from looplib.cluster.environment import Cluster
+from looplib.extras.tools.local_launch import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 

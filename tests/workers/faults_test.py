@@ -8,8 +8,8 @@ import time
 import pytest
 from cluster_harness import Namespaces
 
-from looplib import commits
-from looplib.comparisons import compare
+from looplib.checkpoint import commits
+from looplib.extras.tools.compare import compare
 
 # Long enough to strike in the middle; a step is a collective op of both.
 ARGUMENTS = ["--mode=train", "--config.slow_step=0.01", "--train_steps=120", "--config.state_mb=0.01"]

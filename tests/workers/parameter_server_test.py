@@ -12,8 +12,9 @@ import pytest
 import tensorflow as tf
 
 import looplib
-from looplib import UsageError, runtime, servers
-from looplib.local_launch import hold_ports
+from looplib import UsageError, runtime
+from looplib.extras.parameter_server import processes
+from looplib.extras.tools.local_launch import hold_ports
 
 TASKS = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
 TIMEOUT = 180
@@ -231,7 +232,7 @@ def test_a_cluster_that_is_none_is_refused(monkeypatch, config, words):
     if config is not None:
         monkeypatch.setenv("TF_CONFIG", config if isinstance(config, str) else json.dumps(config))
     with pytest.raises(UsageError, match=words):
-        servers.connect()
+        processes.connect()
 
 
 def test_settings_that_need_one_order_or_one_process_are_refused():

@@ -10,8 +10,8 @@ import time
 import pytest
 from cluster_harness import ROOT, Loopback, Namespaces, Workers
 
-from looplib.cluster import Cluster
-from looplib.peers import Peers
+from looplib.cluster.environment import Cluster
+from looplib.cluster.peers import Peers
 
 AGAIN = "; run the same command on all workers again to go on from the newest checkpoint"
 WORKER = str(ROOT / "tests" / "workers" / "pulse_worker.py")

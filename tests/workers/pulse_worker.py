@@ -7,9 +7,9 @@ import time
 
 import without_tensorflow  # noqa: F401
 
-from looplib import cluster, links
+from looplib.cluster import environment, links
+from looplib.cluster.peers import Peers
 from looplib.errors import UsageError
-from looplib.peers import Peers
 
 
 class _Stuck(io.RawIOBase):
@@ -21,7 +21,7 @@ class _Stuck(io.RawIOBase):
 
 
 def main(join_limit, silence_limit):
-    me = cluster.resolve()
+    me = environment.resolve()
     peers = Peers(me, join_limit=join_limit, silence_limit=silence_limit)
     try:
         peers.join()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from looplib.comparisons import compare
-from looplib.writers import read_jsonl
+from looplib.extras.tools.compare import compare
+from looplib.report.writers import read_jsonl
 
 STEPS = 40
 SHORT = [f"--train_steps={STEPS}", "--checkpoint_interval=10"]

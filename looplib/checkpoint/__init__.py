@@ -1,0 +1,13 @@
+"""A run directory's checkpoints: when to save, what to keep, what proves them, and how a run starts from one.
+
+Names that other rooms may use, by file:
+    commits: SET_ASIDE, checkpoints, listing, place_of, verify
+    lock: none
+    manager: latest_checkpoint, peek
+    marker: Commit
+    policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+    run_directory: resolve
+    snapshot: none
+    store: Store
+    warm_start: continue_from, warm_start
+"""

@@ -1,0 +1,291 @@
+"""Committed checkpoints: found, verified, set aside and removed.
+
+A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
+`ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without a whole marker does not count,
+whatever else is there. What is proven damaged is set aside; what cannot be read now, or is of a newer looplib, is not.
+"""
+
+import dataclasses
+import hashlib
+import os
+import re
+import sys
+import time
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import files
+from looplib.checkpoint import marker
+from looplib.checkpoint.marker import Commit
+from looplib.errors import UsageError, gist
+
+SET_ASIDE = "set_aside"
+_NAME = re.compile(r"(ckpt-(\d+))(?:\.commit|\.commit\.new|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp)/?$")
+_BLOCK = 1 << 22
+
+
+class CannotReadError(UsageError):
+    """A file of a checkpoint could not be read, which does not say that it is damaged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a directory holds of one step.
+
+    Attributes:
+      step: the global step.
+      commit: the `Commit`; None if the checkpoint does not count.
+      reason: why it does not count, as the end of a sentence; "" if it does.
+      unread: the error for which its marker could not be read, if that does not prove any damage.
+    """
+
+    step: int
+    commit: Commit | None
+    reason: str = ""
+    unread: CannotReadError | None = None
+
+
+def path_of(directory: str, step: int) -> str:
+    """Returns the path of a step's checkpoint in a directory."""
+    return os.path.join(directory, f"ckpt-{step}")
+
+
+def commit(path: str, step: int) -> Commit:
+    """Commits the files that TensorFlow has written: reads them, makes them durable, writes the marker last.
+
+    Args:
+      path: the checkpoint's path.
+      step: its global step.
+
+    Returns:
+      A `Commit`.
+
+    Raises:
+      OSError, tf.errors.OpError: if files are missing or cannot be read or written.
+    """
+    directory, prefix = os.path.split(path)
+    own = marker.files_of(prefix)
+    names = [name for name in tf.io.gfile.listdir(directory) if own.fullmatch(name)]
+    if f"{prefix}.index" not in names or len(names) < 2:
+        raise OSError(f"only {', '.join(sorted(names)) or 'nothing'} of the files of {prefix} was written")
+    tf.train.list_variables(path)  # what TensorFlow itself cannot open is not committed
+    measured = {name: _measure(os.path.join(directory, name)) for name in sorted(names)}
+    for name in names:
+        files.make_durable(os.path.join(directory, name))
+    versions = {"looplib": marker.version(), "tensorflow": tf.__version__, "python": sys.version.split()[0]}
+    done = Commit(path, step, time.time(), measured, {}, versions)
+    marker.write(done)
+    return done
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
+    """Lists the committed checkpoints of a run, newest first.
+
+    Their files are not read, so a checkpoint may be damaged; `verify`, or `python -m looplib inspect --verify`, reads
+    them.
+
+        best = max(looplib.checkpoints("/tmp/run"), key=lambda saved: saved.scores["eval/accuracy"])
+        print(best.step, best.path)
+
+    Args:
+      directory: a run directory, or the directory that holds the checkpoints.
+
+    Returns:
+      list of `Commit`, with `path`, `step`, `time`, `scores` and the sizes of the files.
+
+    Raises:
+      UsageError: if there is no such directory, or a newer looplib wrote a checkpoint in it.
+    """
+    return committed(place_of(directory))
+
+
+def place_of(directory: str | os.PathLike[str]) -> str:
+    """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself.
+
+    Raises:
+      UsageError: if there is no such directory.
+    """
+    directory = os.fspath(directory)
+    if not tf.io.gfile.isdir(directory):
+        raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
+    inner = os.path.join(directory, "checkpoints")
+    return inner if tf.io.gfile.isdir(inner) else directory
+
+
+def listing(directory: str) -> list[Found]:
+    """Lists the checkpoints of a directory, newest first, those that do not count among them.
+
+    Args:
+      directory: where they are; it need not exist.
+
+    Raises:
+      UsageError: if a newer looplib wrote a checkpoint in a format that this one cannot read.
+    """
+    found: dict[int, list[str]] = {}
+    for name in _names(directory):
+        match = _NAME.match(name)
+        if match:
+            found.setdefault(int(match[2]), []).append(name.rstrip("/"))
+    return [_look_at(directory, step, found[step]) for step in sorted(found, reverse=True)]
+
+
+def _look_at(directory: str, step: int, names: list[str]) -> Found:
+    path = path_of(directory, step)
+    if f"ckpt-{step}.commit" not in names:
+        return Found(step, None, "its save, or its deletion, was not finished")
+    try:
+        return Found(step, marker.read(path))
+    except UsageError:  # of a newer looplib: not damaged, and not to be passed over
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
+        reason = f"its marker cannot be read ({gist(error)})"
+        proven = files.proves_damage(error) or isinstance(error, AttributeError)
+        return Found(step, None, reason, None if proven else _cannot_read(f"{path}.commit", error))
+
+
+def committed(directory: str) -> list[Commit]:
+    """Returns the committed checkpoints of a directory, newest first, unverified."""
+    return [found.commit for found in listing(directory) if found.commit]
+
+
+def newest(directory: str) -> Commit | None:
+    """Returns the newest `Commit` in a directory, unverified, or None."""
+    return next(iter(committed(directory)), None)
+
+
+def verify(done: Commit, thorough: bool = True) -> str:
+    """Compares a checkpoint's files with its marker. A file that differs is read a second time.
+
+    Args:
+      done: the `Commit`.
+      thorough: reads the files through; otherwise only their sizes are compared.
+
+    Returns:
+      "" if all is well, else what is proven to be wrong, as the end of a sentence.
+
+    Raises:
+      CannotReadError: if a file cannot be read now, for a reason that proves no damage.
+    """
+    for name, expected in done.files.items():
+        path = os.path.join(os.path.dirname(done.path), name)
+        reason = _compare(path, expected, thorough) and _compare(path, expected, thorough)
+        if reason:
+            return reason
+    return ""
+
+
+def _compare(path: str, expected: dict[str, Any], thorough: bool) -> str:
+    name = os.path.basename(path)
+    try:
+        found = _measure(path) if thorough else {"bytes": _size(path), "sha256": expected["sha256"]}
+    except (ValueError, OSError, tf.errors.OpError) as error:
+        if files.proves_damage(error):
+            return f"{name} cannot be read: {gist(error)}"
+        raise _cannot_read(path, error) from error
+    if found["bytes"] != expected["bytes"]:
+        return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
+    return "" if found["sha256"] == expected["sha256"] else f"{name} has other content than was saved"
+
+
+def _cannot_read(path: str, error: Exception) -> CannotReadError:
+    return CannotReadError(
+        f"{path} cannot be read now ({gist(error)}), which does not say that it is damaged; mend its permissions or "
+        "the file system and run the same command again"
+    )
+
+
+def newest_intact(directory: str, tidy: bool) -> Commit | None:
+    """Finds the newest checkpoint that is committed and reads as it was written.
+
+    Args:
+      directory: where the checkpoints are.
+      tidy: moves what does not count into `set_aside`, one warning each. Only the process that holds the directory's
+        lock may.
+
+    Returns:
+      A `Commit`, or None.
+
+    Raises:
+      CannotReadError: if a newer one than that cannot be read now. Nothing is moved then.
+      UsageError: if a newer looplib wrote one.
+    """
+    intact, others = None, []
+    for found in listing(directory):
+        if found.unread is not None:
+            if intact is None:
+                raise found.unread
+            continue  # older than what the run continues from, so it may stay as it is
+        reason = found.reason or (verify(found.commit) if intact is None else "")
+        if reason:
+            others.append((found.step, reason))
+        elif intact is None:
+            intact = found.commit
+    if tidy:
+        in_the_way = os.path.join(directory, "checkpoint")  # where each save writes TensorFlow's list
+        if tf.io.gfile.isdir(in_the_way):
+            place = _free_place(directory, "checkpoint")
+            tf.io.gfile.rename(in_the_way, place)
+            logging.warning("%s is a directory instead of a file; it was moved to %s", in_the_way, place)
+        for step, reason in others:
+            place = set_aside(directory, step)
+            logging.warning("the checkpoint of step %d does not count: %s; it was moved to %s", step, reason, place)
+    return intact
+
+
+def set_aside(directory: str, step: int) -> str:
+    """Moves a checkpoint's files into `<directory>/set_aside`, where nothing looks for them; returns the place."""
+    prefix = f"ckpt-{step}"
+    place = _free_place(directory, prefix)
+    tf.io.gfile.makedirs(place)
+    # The marker goes first: at no moment does a checkpoint count that is not whole.
+    names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
+    for name in names:
+        match = _NAME.match(name)
+        if match and match[1] == prefix:
+            name = name.rstrip("/")
+            tf.io.gfile.rename(os.path.join(directory, name), os.path.join(place, name), overwrite=True)
+    return place
+
+
+def set_aside_before(directory: str) -> list[str]:
+    """Returns the places in `<directory>/set_aside` that hold a checkpoint which was once committed."""
+    folder = os.path.join(directory, SET_ASIDE)
+    places = [os.path.join(folder, name.rstrip("/")) for name in sorted(_names(folder))]
+    return [place for place in places if any(name.endswith(".commit") for name in _names(place))]
+
+
+def _free_place(directory: str, name: str) -> str:
+    """Returns a path in `<directory>/set_aside`, which is made, where nothing is yet."""
+    folder = os.path.join(directory, SET_ASIDE)
+    tf.io.gfile.makedirs(folder)
+    return files.free_name(os.path.join(folder, name))
+
+
+def remove(done: Commit) -> None:
+    """Deletes a committed checkpoint: the marker first, then the files that it names, and nothing else."""
+    tf.io.gfile.remove(done.path + ".commit")
+    for name in done.files:  # names of this checkpoint's files, in this directory: `marker.read` has looked
+        path = os.path.join(os.path.dirname(done.path), name)
+        if os.path.lexists(path) or tf.io.gfile.exists(path):
+            if not tf.io.gfile.isdir(path) or os.path.islink(path):
+                tf.io.gfile.remove(path)
+
+
+def _names(directory: str) -> list[str]:
+    return tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
+
+
+def _measure(path: str) -> dict[str, Any]:
+    digest, size = hashlib.sha256(), 0
+    with files.open_regular(path) as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _size(path: str) -> int:
+    with files.open_regular(path) as file:
+        return file.size() if files.is_remote(path) else os.fstat(file.fileno()).st_size

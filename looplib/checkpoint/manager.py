@@ -1,0 +1,311 @@
+"""Checkpoints of one run: saved in the background, pruned by the policy, restored strictly."""
+
+import dataclasses
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib import files
+from looplib._tf import lost_server
+from looplib.checkpoint import commits, marker
+from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.snapshot import Snapshots, host_device
+from looplib.checkpoint.warm_start import take_what_fits, told
+from looplib.errors import UsageError, gist
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, written by one process: where several workers train, by the chief.
+
+    A save takes a snapshot of the state and hands it to a thread that writes, commits and tidies; there is one save at
+    a time. The first save of a process, from which the keys are learned, and every save of state that only TensorFlow
+    can write (a lookup table, say), let the caller wait.
+
+    Args:
+      directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
+      objects: dict from name to trackable object: the whole state.
+      policy: `CheckpointPolicy`.
+      writes: False for a worker that is not the chief. It has to read all values with it, as some are summed over
+        workers, and writes nothing.
+      check: raises `UsageError` if the directory is not this process's any more; called before files are written and
+        before they are committed.
+      sync: puts on the disk what the checkpoint calls reported; called before the commit.
+    """
+
+    def __init__(
+        self,
+        directory,
+        objects,
+        policy=CheckpointPolicy(),
+        writes=True,
+        check: Callable[[], None] = lambda: None,
+        sync: Callable[[], None] = lambda: None,
+    ):
+        self.directory = directory
+        self._writes = writes
+        self._check = check
+        self._sync = sync
+        self._policy = policy
+        self._checkpoint = tf.train.Checkpoint(**objects)
+        _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
+        # The files are this process's, also of variables on parameter servers.
+        self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
+        self._snapshots = None
+        self._thread = None
+        self._error = None
+
+    @property
+    def latest(self):
+        """The path of the newest committed checkpoint, or None."""
+        return latest_checkpoint(self.directory)
+
+    def save(self, step, wait):
+        """Saves the state as `ckpt-<step>`.
+
+        Args:
+          step: the global step.
+          wait: returns only when it is committed.
+
+        Returns:
+          str, its path.
+
+        Raises:
+          UsageError: if it, or the save before it, could not be written.
+        """
+        self.wait()
+        path = commits.path_of(self.directory, step)
+        try:
+            self._save(path, step)
+        except (OSError, tf.errors.OpError) as error:
+            raise self._failure(path, error) from error
+        if wait:
+            self.wait()
+        return path
+
+    def _save(self, path, step):
+        if not self._writes:
+            self._read_along()
+            return
+        self._check()
+        tf.io.gfile.makedirs(self.directory)
+        self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
+        if not self._policy.in_background or self._snapshots is None:
+            self._checkpoint.write(path, self._options)
+            self._commit(path, step)
+            self._learn_from(path)
+            return
+        snapshot = self._snapshots.take()
+
+        def write():
+            try:
+                self._snapshots.write(path, snapshot)
+                snapshot.clear()
+                self._commit(path, step)
+            except Exception as error:  # whatever it is, it belongs to whoever waits for this save
+                self._error = self._failure(path, error)
+
+        self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
+        self._thread.start()
+
+    def set_aside_after(self, step: int) -> None:
+        """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
+        self.wait()
+        if self._writes:
+            self._set_aside([found.step for found in commits.listing(self.directory) if found.step > step])
+
+    def _set_aside(self, steps: list[int]) -> None:
+        for step in steps:  # newest first, so that a run which is killed in between resumes from the newest one left
+            place = commits.set_aside(self.directory, step)
+            logging.warning(
+                "the checkpoint of step %d is of a run that continued otherwise; it is now in %s", step, place
+            )
+
+    def _learn_from(self, path):
+        """Gets ready to take snapshots, by the keys of a checkpoint that TensorFlow wrote."""
+        if self._policy.in_background and self._snapshots is None:
+            try:
+                self._snapshots = Snapshots(self._checkpoint, path)
+            except NotImplementedError as error:
+                self._policy = dataclasses.replace(self._policy, in_background=False)
+                logging.info("only TensorFlow can save %s, so the training waits for each save", error)
+
+    def _read_along(self):
+        if self._snapshots is not None:
+            self._snapshots.take()
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self._learn_from(self._checkpoint.write(os.path.join(folder, "ckpt")))
+
+    def _commit(self, path, step):
+        self._sync()
+        self._check()
+        commits.commit(path, step)
+        self._prune()
+        # For tf.train.latest_checkpoint and other tools, TensorFlow's text file of what there is.
+        names = [os.path.basename(done.path) for done in reversed(commits.committed(self.directory))]
+        lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
+        files.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
+
+    def _failure(self, path, error):
+        if isinstance(error, UsageError):
+            return error
+        return lost_server(error) or UsageError(
+            f"the checkpoint {path} could not be saved ({gist(error)}); free space or mend the permissions and "
+            "run the same command again"
+        )
+
+    @property
+    def saving(self):
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self):
+        """Waits for a save under way.
+
+        Raises:
+          UsageError: if it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self):
+        """Raises the `UsageError` of a save that has failed meanwhile; does not wait."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def add_scores(self, step, scores):
+        """Notes the metrics of an evaluation with the checkpoint of its step, if there is one, and tidies.
+
+        Args:
+          step: the global step.
+          scores: dict from "<evaluator>/<metric>" to number.
+
+        Raises:
+          UsageError: if the policy keeps the best by a metric that is not among them.
+        """
+        metrics: dict[str, set[str]] = {}
+        for name, _, metric in (score.partition("/") for score in scores):
+            metrics.setdefault(name, set()).add(metric)
+        self._policy.check(metrics, self.directory)
+        self.wait()
+        for done in commits.committed(self.directory):
+            if done.step == step:
+                marker.add_scores(done, scores)
+        self._prune()
+
+    def _prune(self):
+        kept = commits.committed(self.directory)
+        wanted = {done.step for rule in self._policy.keep for done in rule.select(kept)}
+        for done in kept[1:]:
+            if done.step not in wanted:
+                commits.remove(done)
+
+    def restore(self, path, partial=False):
+        """Restores the state.
+
+        Args:
+          path: a checkpoint's path, `.../ckpt-<step>`.
+          partial: lets the checkpoint hold more than the objects here, as an evaluation needs; "both" lets also the
+            objects here be more than it holds.
+
+        Raises:
+          UsageError: if the checkpoint is not one of this model; it lists the keys of both sides. The variables may
+            then be partly restored.
+        """
+        self.wait()
+        if partial == "both":
+            take_what_fits(self._checkpoint, path)
+            return
+        try:
+            status = self._checkpoint.restore(path, self._options)
+            if partial:
+                status.assert_existing_objects_matched().expect_partial()
+            else:
+                status.assert_consumed()
+        except (ValueError, AssertionError) as error:
+            raise UsageError(self._mismatch(path, partial)) from error
+        except (tf.errors.OpError, IndexError) as error:
+            raise UsageError(
+                f"the checkpoint {path} cannot be read ({gist(error)}); name an older one that is "
+                "whole, or move it away"
+            ) from error
+
+    def differs(self, step: int) -> bool:
+        """Whether the variables have other values than the checkpoint of a step; False on workers that do not write."""
+        self.wait()
+        with tempfile.TemporaryDirectory() as folder:
+            live = self._checkpoint.write(os.path.join(folder, "live"), self._options)
+            if not self._writes:
+                return False
+            path = commits.path_of(self.directory, step)
+            if not tf.io.gfile.exists(f"{path}.commit"):
+                return True
+            ours, theirs = tf.train.load_checkpoint(live), tf.train.load_checkpoint(path)
+            keys = [key for key in ours.get_variable_to_shape_map() if key.endswith("/VARIABLE_VALUE")]
+            return any(
+                not theirs.has_tensor(key)  # after a partial restore
+                or np.asarray(ours.get_tensor(key)).tobytes() != np.asarray(theirs.get_tensor(key)).tobytes()
+                for key in keys
+                if not key.startswith("save_counter/")
+            )
+
+    def _mismatch(self, path, partial):
+        """Compares keys with a throw-away checkpoint of what is here: TensorFlow names only the first difference."""
+        theirs = _keys(path)
+        with tempfile.TemporaryDirectory() as folder:
+            ours = _keys(self._checkpoint.write(os.path.join(folder, "live"), self._options))
+        differences = {
+            "only here": ours.keys() - theirs.keys(),
+            "only there": set() if partial else theirs.keys() - ours.keys(),
+            "other shapes": [
+                f"{key} {theirs[key]} there, {ours[key]} here" for key in ours.keys() & theirs.keys()
+                if theirs[key] != ours[key]
+            ],
+        }  # fmt: skip
+        return (
+            f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
+            "build the model that the checkpoint was made with, or ask for a partial restore "
+            f"(CheckpointPolicy(partial=True), --partial_restore) ({told(differences)})"
+        )
+
+
+def latest_checkpoint(directory):
+    """Returns the path of the newest committed checkpoint in a directory, or None."""
+    done = commits.newest(directory)
+    return done.path if done else None
+
+
+def peek(path):
+    """Reads the global step and the controller's own state without touching the model.
+
+    Args:
+      path: a checkpoint's path.
+
+    Returns:
+      `(step, values)`: int and dict.
+
+    Raises:
+      UsageError: if it is not a looplib checkpoint.
+    """
+    try:
+        reader = tf.train.load_checkpoint(path)
+        step = int(reader.get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
+        return step, json.loads(reader.get_tensor("run_state/.ATTRIBUTES/py_state"))
+    except (ValueError, IndexError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
+            "such as <model_dir>/checkpoints/ckpt-1000"
+        ) from error
+
+
+def _keys(path):
+    return {key.replace("/.ATTRIBUTES/VARIABLE_VALUE", ""): shape for key, shape in tf.train.list_variables(path)
+            if not key.startswith(("_CHECKPOINTABLE", "save_counter")) and not key.endswith("py_state")}  # fmt: skip

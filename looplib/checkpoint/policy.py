@@ -1,0 +1,187 @@
+"""When to save checkpoints, which to keep, and what a run may start from."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Sequence
+from typing import Protocol, runtime_checkable
+
+from looplib.checkpoint.marker import Commit
+from looplib.errors import UsageError, whole_number
+from looplib.health.guards import Guards
+
+
+@runtime_checkable
+class KeepRule(Protocol):
+    """Selects the checkpoints to keep. `CheckpointPolicy.keep` takes any number of rules."""
+
+    def select(self, kept: Sequence[Commit]) -> list[Commit]:
+        """Returns those of `kept`, newest first, to keep."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepLast:
+    """Keeps the newest checkpoints.
+
+    Attributes:
+      number: how many; default 5.
+    """
+
+    number: int = 5
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", whole_number("KeepLast.number", self.number))
+
+    def select(self, kept: Sequence[Commit]) -> list[Commit]:
+        """Returns those of `kept`, newest first, to keep."""
+        return list(kept[: self.number])
+
+
+# Words of a metric's name, between "/", "_" and the like, that say which of two values is better.
+_LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
+_MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepBest:
+    """Keeps the checkpoints with the best values of a metric. A value that is NaN is never among the best.
+
+    Attributes:
+      metric: evaluator and metric, such as "eval/accuracy".
+      mode: "max" or "min", which of two values is better. The default, None, reads it from the metric's name: "min" for
+        names with a word such as "loss", "error" or "perplexity", "max" for "accuracy", "auc" or "f1".
+      number: how many checkpoints to keep; default 1.
+
+    Raises:
+      UsageError: if the metric has another form, or no mode is given and the name does not decide it.
+    """
+
+    metric: str
+    mode: str | None = None
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", whole_number("KeepBest.number", self.number))
+        if self.mode not in ("max", "min", None) or "/" not in self.metric:
+            raise UsageError(
+                f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, "
+                'such as "eval/accuracy", and "max" or "min"'
+            )
+        if self.mode is None:
+            words = set(re.split(r"[^a-z0-9]+", self.metric.partition("/")[2].lower()))
+            less, more = bool(words & _LESS), bool(words & _MORE)
+            if less == more:
+                raise UsageError(
+                    f"KeepBest got the metric {self.metric!r} without a mode, and the name does not say whether more "
+                    'or less of it is better; give "max" or "min"'
+                )
+            object.__setattr__(self, "mode", "min" if less else "max")
+
+    def select(self, kept: Sequence[Commit]) -> list[Commit]:
+        """Returns those of `kept`, newest first, to keep; of equal ones the newer."""
+        scores = [(done, done.scores.get(self.metric)) for done in kept]
+        scored = [(done, score) for done, score in scores if score is not None and not math.isnan(score)]
+        ranked = sorted(scored, key=lambda item: item[1], reverse=self.mode == "max")
+        return [done for done, _ in ranked[: self.number]]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepEvery:
+    """Keeps the checkpoints at multiples of a number of steps, for ever.
+
+    Attributes:
+      steps: the number.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", whole_number("KeepEvery.steps", self.steps))
+
+    def select(self, kept: Sequence[Commit]) -> list[Commit]:
+        """Returns those of `kept` to keep."""
+        return [done for done in kept if done.step % self.steps == 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointPolicy:
+    """When to save, what to keep, and what a run may start from.
+
+    A save before each evaluation inside a training run, and one at the end, happen whatever the interval is.
+
+    Attributes:
+      every_steps: save at exact multiples of this many steps; default 1000.
+      keep: what to keep, a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or anything with their `select`; a checkpoint
+        is kept if one of them wants it. The newest always is.
+      in_background: writes while the training goes on; default True.
+      partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
+        default False, which refuses a checkpoint of another model.
+      guards: `Guards`, what may be committed, and when to go back to a checkpoint.
+      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, or a SavedModel's directory,
+        from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
+      continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
+        do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
+        newest. A run without a checkpoint of its own goes on from there, step, weights and optimizer, with its data
+        from the start, as such a checkpoint has no place in it; default "" for none.
+      start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
+        refuses that. It has no effect on a run that has a whole checkpoint, or never had one.
+    """
+
+    every_steps: int = 1000
+    keep: tuple[KeepRule, ...] = (KeepLast(),)
+    in_background: bool = True
+    partial: bool = False
+    guards: Guards = Guards()
+    warm_start: str = ""
+    continue_from: str = ""
+    start_anew: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))
+        if self.warm_start and self.continue_from:
+            raise UsageError(
+                f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "
+                "from both; leave one out"
+            )
+        keep = self.keep if isinstance(self.keep, (tuple, list)) else (self.keep,)
+        if not keep or not all(isinstance(rule, KeepRule) for rule in keep):
+            raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
+        object.__setattr__(self, "keep", tuple(keep))
+
+    @property
+    def best(self) -> KeepBest | None:
+        """The first rule that keeps the best checkpoints; None if no rule does."""
+        return next((rule for rule in self.keep if isinstance(rule, KeepBest)), None)
+
+    def check(self, metrics: dict[str, Collection[str] | None], model_dir: str | None) -> None:
+        """Checks that a training can follow this policy.
+
+        Args:
+          metrics: dict from evaluator name to the names of its metrics, or None where they are not known yet.
+          model_dir: the run directory, or None.
+
+        Raises:
+          UsageError: if the best checkpoints are to be kept by a metric that no evaluation gives, or a rollback is
+            asked for and there is no `model_dir`.
+        """
+        for rule in self.keep:
+            if not isinstance(rule, KeepBest):
+                continue
+            name, _, metric = rule.metric.partition("/")
+            if name not in metrics:
+                raise UsageError(
+                    f"the best checkpoints by {rule.metric!r} are to be kept, and there is no evaluator {name!r}; "
+                    f"there is {', '.join(sorted(metrics)) or 'none'}"
+                )
+            known = metrics[name]
+            if known is not None and metric not in known:
+                raise UsageError(
+                    f"the best checkpoints by {rule.metric!r} are to be kept, and the evaluation gives "
+                    f"{', '.join(sorted(f'{name}/{one}' for one in known))}; name one of these"
+                )
+        if self.guards.may_roll_back and not model_dir:
+            raise UsageError(
+                "a rollback needs checkpoints, and there is no model_dir to keep them in; give "
+                "Controller(model_dir=...)"
+            )

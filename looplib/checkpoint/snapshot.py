@@ -1,0 +1,138 @@
+"""A snapshot of all state in memory, to be written while the training goes on.
+
+TensorFlow's own asynchronous checkpoints fail on Keras 3 variables (TensorFlow 2.20, Keras 3.15: the second save makes
+variables inside a `tf.function`). This reads each value as TensorFlow would save it, under the key that TensorFlow gave
+it, and writes the same files.
+"""
+
+import tensorflow as tf
+from tensorflow.core.protobuf import trackable_object_graph_pb2
+
+from looplib import _keras
+from looplib.task.state import variables_below
+
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+
+
+def host_device():
+    """The name of this process's CPU, as opposed to those of other processes that it is connected to."""
+    with tf.device("/cpu:0"):
+        return tf.constant(0).device
+
+
+class Snapshots:
+    """Takes snapshots of the objects of one `tf.train.Checkpoint`, and writes them as checkpoints.
+
+    Args:
+      checkpoint: the `tf.train.Checkpoint`.
+      path: a checkpoint that it has written, from which the keys are learned.
+
+    Raises:
+      NotImplementedError: if it holds something that is neither a variable nor a `PythonState`, such as a table; it can
+        be saved by TensorFlow only, while the training waits.
+    """
+
+    def __init__(self, checkpoint, path):
+        self._graph = tf.train.load_checkpoint(path).get_tensor(_GRAPH)
+        self._readers = {}
+        proto = trackable_object_graph_pb2.TrackableObjectGraph.FromString(self._graph)
+        objects = _objects(proto, checkpoint)
+        for number, node in enumerate(proto.nodes):
+            for attribute in node.attributes:
+                self._readers[attribute.checkpoint_key] = _reader(objects.get(number), attribute)
+
+    def take(self):
+        """Returns a dict from checkpoint key to a tensor in host memory.
+
+        It costs no copy on a CPU: TensorFlow copies a variable's buffer when the variable is next updated while
+        somebody still holds its value.
+        """
+        with tf.device(host_device()):
+            return {_GRAPH: tf.constant(self._graph), **{key: read() for key, read in self._readers.items()}}
+
+    @staticmethod
+    def write(path, snapshot):
+        """Writes a snapshot as the files of a checkpoint.
+
+        Args:
+          path: the checkpoint's path.
+          snapshot: what `take` returned.
+
+        Raises:
+          tf.errors.OpError: if it cannot be written.
+        """
+        with tf.device(host_device()):
+            tf.raw_ops.SaveV2(
+                prefix=path,
+                tensor_names=list(snapshot),
+                shape_and_slices=[""] * len(snapshot),
+                tensors=list(snapshot.values()),
+            )
+
+
+def assign_what_fits(root, path):
+    """Gives objects the values of a checkpoint where names and shapes agree.
+
+    Args:
+      root: a trackable object, such as a `tf.train.Checkpoint` or a model.
+      path: the checkpoint.
+
+    Returns:
+      `(taken, others)`: how many values were taken, and a dict from a reason to names of what was not.
+
+    Raises:
+      ValueError, IndexError, tf.errors.OpError: if it cannot be read.
+    """
+    reader = tf.train.load_checkpoint(path)
+    proto = trackable_object_graph_pb2.TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH))
+    objects, taken = _objects(proto, root), set()
+    others = {"only here": [], "only there": [], "of another shape": []}
+    for number, node in enumerate(proto.nodes):
+        for attribute in node.attributes:
+            value, key = objects.get(number), attribute.checkpoint_key
+            variable = value.value if _keras.is_variable(value) else value
+            name = attribute.full_name or key
+            if isinstance(value, tf.train.experimental.PythonState):
+                value.deserialize(reader.get_tensor(key))
+            elif not isinstance(variable, tf.Variable):
+                if attribute.name != "py_state" and name != "save_counter":
+                    others["only there"].append(name)
+            elif reader.get_variable_to_shape_map()[key] != variable.shape.as_list():
+                others["of another shape"].append(name)
+                taken.add(id(variable))
+            else:
+                variable.assign(reader.get_tensor(key))
+                taken.add(id(variable))
+    others["only here"] = [
+        name for name, variable in variables_below(root) if id(variable) not in taken and name != "save_counter:0"
+    ]
+    return len(taken) - len(others["of another shape"]), others
+
+
+def _objects(proto, checkpoint):
+    """Walks a saved object graph and the live one side by side; returns a dict from node number to object."""
+    view = tf.train.TrackableView(checkpoint)
+    objects, todo = {0: checkpoint}, [0]
+    while todo:
+        number = todo.pop()
+        live = view.children(objects[number])
+        for child in proto.nodes[number].children:
+            if child.node_id not in objects and child.local_name in live:
+                objects[child.node_id] = live[child.local_name]
+                todo.append(child.node_id)
+    for number, node in enumerate(proto.nodes):  # the slots of optimizers of tf_keras.optimizers.legacy are no children
+        for slot in node.slot_variables:
+            owner, original = objects.get(number), objects.get(slot.original_variable_node_id)
+            if owner is not None and original is not None and slot.slot_name in owner.get_slot_names():
+                objects[slot.slot_variable_node_id] = owner.get_slot(original, slot.slot_name)
+    return objects
+
+
+def _reader(value, attribute):
+    if isinstance(value, tf.train.experimental.PythonState) and attribute.name == "py_state":
+        return lambda: tf.constant(value.serialize())
+    if _keras.is_variable(value):
+        value = value.value
+    if isinstance(value, tf.Variable) and attribute.name == "VARIABLE_VALUE":
+        return lambda: tf.identity(value.read_value())
+    raise NotImplementedError(attribute.checkpoint_key)

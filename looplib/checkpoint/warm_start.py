@@ -1,0 +1,120 @@
+"""Values from checkpoints that are not the run's own: a warm start, another program's, or only a part of one."""
+
+import os
+import re
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import _keras
+from looplib.checkpoint import commits
+from looplib.checkpoint.snapshot import assign_what_fits
+from looplib.errors import UsageError, gist
+from looplib.health.guards import listing
+from looplib.task.state import variables_of
+
+
+def told(differences):
+    """Says how a checkpoint and some objects differ: a dict from a title to names, as a phrase; empty for none."""
+    return "; ".join(f"{title}: {listing(sorted(names), most=4)}" for title, names in differences.items() if names)
+
+
+def take_what_fits(root, path):
+    """Restores the values that a checkpoint and some objects have in common, by name and shape; logs the others.
+
+    Args:
+      root: the objects, under a `tf.train.Checkpoint`, or a model itself for a SavedModel of it.
+      path: the checkpoint to take values from.
+
+    Raises:
+      UsageError: if nothing fits, or it cannot be read.
+    """
+    try:
+        taken, others = assign_what_fits(root, path)
+    except (ValueError, IndexError, tf.errors.OpError) as error:
+        raise UsageError(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
+    left_out = told(others)
+    if not taken:
+        raise UsageError(
+            f"nothing in {path} fits ({left_out}); name a checkpoint of the same model, or of a part of it under the "
+            "same attribute names"
+        )
+    logging.info("took %d values from %s", taken, path)
+    if left_out:
+        logging.warning("not taken from %s (%s)", path, left_out)
+
+
+def warm_start(objects, path):
+    """Takes the weights that fit, by name and shape, from another run's checkpoint or a SavedModel.
+
+    Only models and layers are looked at; optimizers start anew. What does not fit, such as a head for other classes, is
+    left as it is and named in the log.
+
+    Args:
+      objects: dict from attribute name to trackable object.
+      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for its newest; or the directory
+        of a SavedModel, which is taken for the only model here.
+
+    Raises:
+      UsageError: if it cannot be read or fits nothing.
+    """
+    models = {name: value for name, value in objects.items() if _keras.is_layer(value)}
+    root = tf.train.Checkpoint(**models)
+    runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
+    if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
+        path = os.path.join(path, "variables", "variables")
+        if len(models) == 1:
+            root = next(iter(models.values()))
+            if exported := _exported_variables(path):
+                if exported != len(root.variables):  # by their places in a list: nothing else tells them apart
+                    raise UsageError(
+                        f"nothing in {path} fits: it has {exported} variables and the model here "
+                        f"{len(root.variables)}; expected an export of the same model"
+                    )
+                root = tf.train.Checkpoint(variables=list(root.variables))
+    elif runs:
+        path = commits.newest_intact(runs[0], tidy=False).path
+    take_what_fits(root, path.removesuffix(".index"))
+
+
+def continue_from(objects, global_step, path):
+    """Takes step, weights and optimizers from a checkpoint that another program wrote.
+
+    Args:
+      objects: dict from attribute name to trackable object.
+      global_step: the step's `tf.Variable`.
+      path: the checkpoint, or a directory, for its newest.
+
+    Returns:
+      `(path, step)`: what was taken.
+
+    Raises:
+      UsageError: if it cannot be read, has no `global_step`, or lacks a weight or a variable of an optimizer.
+    """
+    if tf.io.gfile.isdir(path) and not (path := tf.train.latest_checkpoint(folder := path)):
+        raise UsageError(f"there is no checkpoint in {folder} to continue from; name one, or leave continue_from out")
+    path = path.removesuffix(".index")
+    needed = {name: value for name, value in objects.items() if _keras.is_layer(value) or _keras.is_optimizer(value)}
+    try:
+        global_step.assign(tf.train.load_checkpoint(path).get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
+        _, others = assign_what_fits(tf.train.Checkpoint(global_step=global_step, **objects), path)
+    except (ValueError, IndexError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"{path} cannot be continued from ({gist(error)}); expected a checkpoint with global_step"
+        ) from error
+    names = {name for name, _ in variables_of(needed)}
+    missing = [name for name in others["only here"] if name in names]
+    if missing or others["of another shape"]:
+        raise UsageError(
+            f"{path} cannot be continued from, as it is of another model or optimizer "
+            f"({told({**others, 'only here': missing})}); start from the weights of it that fit with warm_start instead"
+        )
+    return path, int(global_step)
+
+
+def _exported_variables(path):
+    """How many variables a SavedModel of `model.export` has, which holds a list of them and not the layers; else 0."""
+    try:
+        return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(path))
+    except (ValueError, tf.errors.OpError):
+        return 0  # it is told by whoever reads it

@@ -1,0 +1,10 @@
+"""The processes of a run: which of them this one is, what they agree on, and how all end when one of them fails.
+
+Names that other rooms may use, by file:
+    collectives: Workers
+    environment: EXPECTED, resolve
+    links: none
+    peers: Peers, current
+    rendezvous: none
+    tpu: connect, is_here, is_lost, start_again
+"""

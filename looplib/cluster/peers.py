@@ -1,0 +1,246 @@
+"""When one process of a run dies, freezes or is cut off, all leave within a bound, each with one line that says why.
+
+Each worker keeps a connection to the chief, and both sides send a beat each second from a thread. An end without a
+goodbye is a death; silence is a freeze or a cut link, which TCP alone does not tell for many minutes. The chief decides
+what came first and tells everybody. The connections are plain TCP, as TensorFlow's own between workers are.
+"""
+
+import collections
+import os
+import selectors
+import socket
+import threading
+import time
+
+from looplib import console
+from looplib.cluster import links, rendezvous
+from looplib.cluster.environment import Cluster
+from looplib.errors import EXIT_PREEMPTED
+
+_DRAIN = 2.0  # seconds that the last messages have to get out
+_AGAIN = "run the same command on all workers again to go on from the newest checkpoint"
+
+
+class Peers:
+    """The other workers of a run that train in step with this one.
+
+    Example:
+      peers = Peers(cluster)
+      peers.join()  # before TensorFlow's strategy is made
+      try:
+          train()
+      except Exception as error:
+          peers.first_cause(seconds=5)  # does not return if another worker failed first
+          peers.last_words(1, f"{type(error).__name__}: {error}")
+          raise
+      peers.leave()
+
+    Attributes:
+      cluster: the `Cluster`.
+      silence_limit: seconds without a word after which a worker is given up.
+    """
+
+    def __init__(self, cluster, *, join_limit=60.0, silence_limit=20.0):
+        """Connects to nobody yet.
+
+        Args:
+          cluster: a `Cluster` in which this process has an `index`.
+          join_limit: seconds that the workers may come one after the other.
+          silence_limit: seconds without a word after which a worker is given up.
+        """
+        if cluster.index is None:
+            raise ValueError(f"the {cluster.task_type} of a cluster does not train in step with workers")
+        self.cluster = cluster
+        self.silence_limit = silence_limit
+        self._join_limit = join_limit
+        self._beat = min(1.0, silence_limit / 5)
+        self._links = {}
+        self._thread = None
+        self._ending = None  # the way in which this process ends by itself: "last words" or "goodbye"
+        self._done = threading.Event()  # the others have noted it, or none is left
+        self._named = threading.Event()  # another worker has failed, and this process is about to leave
+        self._orders = collections.deque()  # functions for the thread to call
+
+    @property
+    def joined(self):
+        """Whether there are others, and they have been met."""
+        return self._thread is not None
+
+    def join(self):
+        """Meets the others at the chief's address, which is free again afterwards, and begins to watch them.
+
+        Raises:
+          UsageError: if a worker has not come in time, says which; if this process does not belong here, says why.
+        """
+        if len(self.cluster.workers) == 1:
+            return
+        self._links = rendezvous.meet(self.cluster, self._join_limit, self.silence_limit)
+        self._ear, self._mouth = socket.socketpair()
+        os.register_at_fork(after_in_child=self._close)  # a child's copy would keep the connections of the dead open
+        self._thread = threading.Thread(target=self._watch, name="looplib-peers", daemon=True)
+        self._thread.start()
+
+    def first_cause(self, seconds):
+        """Waits whether another worker has failed first; then this process leaves in here, with that one's line.
+
+        Args:
+          seconds: how long; a worker that is frozen or cut off is known after `silence_limit`.
+        """
+        if self._thread:
+            self._thread.join(seconds)  # it ends when nobody is left to watch
+            if self._named.is_set():
+                self._thread.join()  # it ends the process
+
+    def last_words(self, code, sentence):
+        """Tells the others that this process ends by itself: they leave with the same code and a line that says so.
+
+        Returns once the chief has noted it. If the chief has another cause already, this process leaves with that one.
+
+        Args:
+          code: the exit code to come: 1, or 75 after a signal.
+          sentence: why, such as "ValueError: no such file".
+        """
+        if self._begin("last words"):
+            what = f"was preempted: {sentence}" if code == EXIT_PREEMPTED else f"failed: {sentence}"
+            self._order(lambda: self._report({"index": self.cluster.index, "code": code, "what": what}))
+            self._done.wait(2 * _DRAIN)
+        self.first_cause(0)
+
+    def leave(self, seconds=None):
+        """Says goodbye, and waits until all others have or `seconds` are over: one that fails till then counts.
+
+        Args:
+          seconds: default `silence_limit`.
+        """
+        if self._begin("goodbye"):
+            self._order(self._say_goodbye)
+            self._done.wait(self.silence_limit if seconds is None else seconds)
+            self.first_cause(0)
+            self._order(self._stop)
+            self._thread.join(2 * _DRAIN)
+
+    def _begin(self, ending):
+        if self._thread is None or self._ending:
+            return False
+        self._ending = ending
+        return True
+
+    def _order(self, function):
+        self._orders.append(function)
+        try:
+            self._mouth.send(b".")
+        except OSError:  # nobody is left, and the thread has ended
+            pass
+
+    # In the thread.
+
+    def _watch(self):
+        with selectors.DefaultSelector() as self._selector:
+            for connection in (self._ear, *self._links.values()):
+                self._selector.register(connection, selectors.EVENT_READ)
+            beat = looked = time.monotonic()
+            for link in list(self._links.values()):
+                self._hear(link)  # what came with the last word of the rendezvous
+            while self._links:
+                ready = [key.fileobj for key, _ in self._selector.select(max(0.0, beat - time.monotonic()))]
+                now = time.monotonic()
+                if now - looked > self.silence_limit / 2:  # it was this process that stood still
+                    for link in self._links.values():
+                        link.heard = now
+                looked = now
+                if self._ear in ready:
+                    self._ear.recv(4096)
+                if now >= beat:
+                    beat = now + self._beat
+                    for link in self._links.values():
+                        link.send()
+                    ready = (self._ear, *self._links.values())  # also those that are silent
+                for link in ready:
+                    if link is not self._ear and not link.over:  # by what another one said
+                        self._hear(link)
+                while self._orders and self._links:
+                    self._orders.popleft()()
+        self._done.set()
+        self._close()
+
+    def _hear(self, link):
+        for message in link.receive():
+            if "cause" in message:
+                return self._end_for(message["cause"])
+            if "goodbye" in message:
+                link.left = True
+        if link.over:
+            self._forget(link)
+        if link.left:
+            if not self.cluster.is_chief:
+                self._done.set()
+            elif self._ending == "goodbye" and all(link.left for link in self._links.values()):
+                self._stop()
+        elif self._ending == "last words" and not self.cluster.is_chief:
+            if link.over:
+                self._done.set()
+        elif link.over:
+            self._give_up(link, "died; its own log may say why")
+        elif link.silence > self.silence_limit:
+            self._give_up(link, f"was not heard of for {self.silence_limit:g} s: it is frozen, or cut off")
+
+    def _give_up(self, link, what):
+        cause = {"index": link.index, "code": 1, "what": f"{what}; {_AGAIN}"}
+        link.send({"cause": cause})  # for one that is frozen and wakes up
+        self._end_for(cause)
+
+    def _report(self, cause):
+        """The last words of this process."""
+        if self.cluster.is_chief:
+            self._end_for(cause)
+        else:
+            self._links[0].send({"cause": cause})  # which sends it back
+
+    def _end_for(self, cause):
+        """The first cause: the chief tells it to all; whoever is not ending by itself for it leaves."""
+        own = self._ending == "last words" and cause["index"] == self.cluster.index
+        if not own:
+            self._named.set()
+        if self.cluster.is_chief:
+            for link in self._links.values():
+                link.send({"cause": cause})
+        self._drain()
+        if not own:
+            self._exit(cause)
+
+    def _say_goodbye(self):
+        if not self.cluster.is_chief:
+            self._links[0].send({"goodbye": True})
+        elif all(link.left for link in self._links.values()):
+            self._stop()
+
+    def _stop(self):
+        if self.cluster.is_chief:
+            for link in self._links.values():
+                link.send({"goodbye": True})
+        self._drain()
+
+    def _drain(self):
+        for link in self._links.values():
+            self._selector.unregister(link)
+        links.drain(list(self._links.values()), _DRAIN)
+        self._links.clear()
+
+    def _forget(self, link):
+        self._selector.unregister(link)
+        link.close()
+        del self._links[link.index]
+
+    def _exit(self, cause):
+        role = ", the chief," if cause["index"] == 0 else ""
+        error = "" if cause["code"] == EXIT_PREEMPTED else "error: "
+        name = f"worker {cause['index']} ({self.cluster.workers[cause['index']]}){role}"
+        console.last_line(f"looplib: {error}{name} {cause['what']}")
+        os._exit(cause["code"])
+
+    def _close(self):
+        for connection in (self._ear, self._mouth, *self._links.values()):
+            connection.close()
+
+
+current = Peers(Cluster(("localhost:1",)))  # those of the run; `runtime.setup` finds out whether there are others

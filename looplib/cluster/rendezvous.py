@@ -1,0 +1,181 @@
+"""The workers of a run meet at the chief's address, before TensorFlow opens its servers there."""
+
+import hashlib
+import json
+import os
+import selectors
+import socket
+import time
+
+from looplib import console
+from looplib.cluster import links
+from looplib.errors import UsageError
+
+_PATIENCE = 5.0  # seconds for an answer of whoever listens at the chief's address
+
+
+def meet(cluster, join_limit, silence_limit):
+    """Returns once all workers are there; the chief's port is free again then.
+
+    Args:
+      cluster: a `Cluster` of workers that train in step, this process among them.
+      join_limit: seconds that the workers may come one after the other.
+      silence_limit: seconds without a word after which one that waits is taken for gone.
+
+    Returns:
+      dict from index to `Link`: to all other workers at the chief, to the chief at the others.
+
+    Raises:
+      UsageError: if a worker has not come in time, says which; if this process does not belong here, says why.
+    """
+    meeting = _Meeting(cluster, join_limit, silence_limit)
+    return meeting.await_workers() if cluster.is_chief else meeting.find_chief()
+
+
+class _Meeting:
+    def __init__(self, cluster, join_limit, silence_limit):
+        self._cluster = cluster
+        self._limit = join_limit
+        self._deadline = time.monotonic() + join_limit
+        self._silence_limit = silence_limit
+        self._beat = min(1.0, silence_limit / 5)
+        self._chief = cluster.workers[0]
+        run = json.dumps([cluster.workers, cluster.job_id])
+        self._run = hashlib.sha256(run.encode()).hexdigest()
+
+    # The chief.
+
+    def await_workers(self):
+        """At the chief: waits until all others have come."""
+        links_here, present = [], {}
+        beat, told = time.monotonic(), time.monotonic() + 10
+        with self._listen() as listener, selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            try:
+                while missing := [i for i in range(1, len(self._cluster.workers)) if i not in present]:
+                    if time.monotonic() >= self._deadline:
+                        raise self._lacking(missing, present)
+                    if time.monotonic() >= told:
+                        console.say(f"looplib: waiting for {self._names(missing)}")
+                        told = float("inf")
+                    for key, _ in selector.select(min(self._beat, 0.2)):
+                        if key.fileobj is listener:
+                            links_here.append(links.Link(listener.accept()[0]))
+                            selector.register(links_here[-1], selectors.EVENT_READ)
+                        else:
+                            self._hear(key.fileobj, present)
+                    if time.monotonic() >= beat:
+                        beat = time.monotonic() + self._beat
+                        for link in present.values():
+                            link.send()
+                    for link in [link for link in links_here if link.over or link.silence > self._silence_limit]:
+                        links_here.remove(link)
+                        selector.unregister(link)
+                        link.close()
+                        if present.get(link.index) is link:
+                            del present[link.index]  # it may come again
+            finally:
+                for link in links_here:
+                    if link not in present.values():
+                        link.close()
+        for link in present.values():
+            link.send({"go": True})
+        return present
+
+    def _hear(self, link, present):
+        for message in link.receive():
+            index = message.get("index")
+            other = present.get(index) if isinstance(index, int) else None
+            if message.get("run") != self._run:
+                refusal = (
+                    f"worker {index} has another list of workers, or belongs to another job, than the chief at "
+                    f"{self._chief}; give all workers of a run the same list, and a run its own addresses"
+                )
+            elif index == 0 or other:
+                who = other.who if other else _who()
+                refusal = (
+                    f"two processes say that they are worker {index}: {who} was first, and this is {message.get('who')}"
+                    "; give each an index of its own"
+                )
+            else:
+                link.index, link.who = index, message.get("who")
+                present[index] = link
+                link.send({"wait": True})
+                continue
+            link.send({"refused": refusal})
+            link.finish()
+
+    def _lacking(self, missing, present):
+        error = UsageError(
+            f"{self._names(missing)} did not come within {self._limit:g} s; start the same command on all workers, and "
+            "look into the logs of those"
+        )
+        for link in present.values():
+            link.send({"refused": str(error)})
+        links.drain(list(present.values()), 1.0)
+        return error
+
+    def _names(self, indices):
+        named = [f"worker {i} ({self._cluster.workers[i]})" for i in indices[:8]]
+        return ", ".join(named) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
+
+    def _listen(self):
+        while True:
+            try:
+                return links.listen(self._chief)
+            except OSError as error:  # an earlier run may still be ending there, or it is a second chief's
+                self._knock()
+                if time.monotonic() >= self._deadline:
+                    raise UsageError(
+                        f"the chief cannot listen on its address {self._chief} ({error.strerror}); end what uses the "
+                        "port, or give the chief another one"
+                    ) from error
+                time.sleep(0.2)
+
+    # The others.
+
+    def find_chief(self):
+        """At the others: waits until the chief has let this process in, and all have come."""
+        while True:
+            link, said = self._knock()
+            if link:
+                return {0: link}
+            if time.monotonic() >= self._deadline:
+                raise UsageError(
+                    f"worker 0 ({self._chief}), the chief, did not answer worker {self._cluster.index} within "
+                    f"{self._limit:g} s ({said}); start the same command on all workers, and look into its log"
+                )
+            time.sleep(0.2)
+
+    def _knock(self):
+        """Asks to be let in at the chief's address, and waits for the others; returns its link, or None and why not."""
+        try:
+            link = links.connect(self._chief, _PATIENCE)
+        except OSError as error:
+            return None, error.strerror or str(error)
+        link.index = 0
+        link.send({"index": self._cluster.index, "run": self._run, "who": _who()})
+        limit = min(_PATIENCE, self._silence_limit)  # until the chief has answered; from then on its deadline counts
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(link, selectors.EVENT_READ)
+                while not link.over and link.silence < limit:
+                    selector.select(self._beat)
+                    messages = link.receive()
+                    for i, message in enumerate(messages):
+                        if "go" in message:
+                            link.unread = messages[i + 1 :]
+                            found, link = link, None
+                            return found, ""
+                        if "refused" in message:
+                            raise UsageError(message["refused"])
+                        limit = self._silence_limit
+                    link.send()
+        finally:
+            if link:
+                link.close()
+        return None, "something listens there, but no chief that waits: has an earlier run not ended yet?"
+
+
+def _who():
+    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -1,0 +1,214 @@
+"""Pipelines: a task's data set built for each worker, checked, and brought to its place."""
+
+import numpy as np
+import tensorflow as tf
+
+from looplib.cluster.collectives import Workers
+from looplib.data import stream
+from looplib.errors import UsageError
+from looplib.task.input_context import InputContext
+
+_ENDLESS = 2**62
+
+
+def distribute(strategy, task, *, global_batch_size, seed, training, start_step=0):
+    """Builds `task.dataset` for every input pipeline of a strategy.
+
+    Args:
+      strategy: `tf.distribute.Strategy`.
+      task: a `Trainer` or `Evaluator`.
+      global_batch_size: examples of a step over all replicas.
+      seed: the run's seed.
+      training: whether this is training data.
+      start_step: global batches that the run has consumed.
+
+    Returns:
+      A `feeds.Stream`.
+
+    Raises:
+      UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
+    """
+    replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
+    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    on_host = remote or stream.runs_on_host(strategy)
+    settings = dict(global_batch_size=global_batch_size, num_replicas=replicas, seed=seed, training=training)
+    pipelines = _Pipelines(task, settings, start_step, workers, on_host)
+
+    def make():
+        if on_host:
+            return pipelines.build(tf.distribute.InputContext(workers.count, workers.index, replicas))
+        return strategy.distribute_datasets_from_function(pipelines.build)
+
+    dataset = make()
+    cardinalities, context = pipelines.cardinalities, pipelines.contexts[0]
+    if workers.count > 1:
+        cardinalities = workers.gather(np.int64(cardinalities)).ravel().tolist()
+    if start_step == 0 and not any(cardinalities):
+        raise UsageError(
+            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
+            f"or not one for each of {replicas} replicas; check where the data is read from, and that drop_remainder "
+            "does not drop the only batch"
+        )
+    infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
+    attributes = dict(
+        strategy=strategy,
+        dataset=dataset,
+        renew=make if training else None,
+        who=pipelines.who,
+        infinite=infinite,
+        unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
+        may_be_empty=not training and not infinite and replicas > 1,
+        start_step=start_step,
+        positioned=context.positioned,
+        skipped=0 if context.positioned else start_step * context.replicas_per_pipeline,
+        arrays=context.arrays,
+        sure=min(pipelines.sure),
+        batch_size=context.per_replica_batch_size,
+        sized=pipelines.sized,
+    )
+    if remote:
+        by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
+        return stream.RemoteStream(pipelines.build_on_worker, context.positioned and by_number, **attributes)
+    return stream.HostStream(**attributes) if on_host else stream.Stream(**attributes)
+
+
+class _Pipelines:
+    """Builds the pipelines of one task, and notes what each is like.
+
+    Args:
+      task: a `Trainer` or `Evaluator`.
+      settings: dict of those arguments of `InputContext` that all pipelines share.
+      start_step: global batches that the run has consumed.
+      workers: `Workers`.
+      on_host: whether the batches go through no iterator of tf.distribute.
+
+    Attributes:
+      who: the class name of the task, for messages.
+      contexts: the `InputContext` of each that was built.
+      cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
+      sure: steps that each is certain to have.
+      sized: whether the size of its batches need not be checked in each step.
+    """
+
+    def __init__(self, task, settings, start_step, workers, on_host):
+        self.who = type(task).__name__
+        self._task, self._settings, self._start_step = task, settings, start_step
+        self._workers, self._on_host = workers, on_host
+        self.contexts, self.cardinalities, self.sure, self.sized = [], [], [], True
+
+    def build(self, tf_context):
+        """Builds the pipeline of a `tf.distribute.InputContext`."""
+        context, dataset = self._build(tf_context, self._start_step)
+        if self._workers.count > 1 and not context.asked_for_its_part:
+            raise UsageError(
+                f"{self.who}.dataset gives each of {self._workers.count} workers the same data, as it does not look at "
+                "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
+                "context.pipeline_index)"
+            )
+        training, replicas = context.training, context.replicas_per_pipeline
+        if training and not self._task.batch_size_varies:
+            self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
+        _check_resident(self.who, context, dataset)
+        skip = 0 if context.positioned else self._start_step * replicas
+        if skip and not self._on_host:
+            dataset = dataset.skip(skip)
+        cardinality = dataset.cardinality().numpy()
+        endless = cardinality == tf.data.INFINITE_CARDINALITY
+        # Behind tf.distribute's iterators sizes are not known.
+        known = _ENDLESS if endless else cardinality - 1 if self._on_host else 0
+        several = context.num_replicas > 1
+        self.sure.append(max(0, known // replicas))
+        self.contexts.append(context)
+        self.cardinalities.append(cardinality // replicas if training and several and cardinality > 0 else cardinality)
+        if several and not endless and not self._on_host:
+            dataset = _forget_batch_size(dataset)
+            dataset = _drop_incomplete_steps(dataset, replicas) if training else dataset
+        return dataset
+
+    def _build(self, tf_context, start_step):
+        context = InputContext(
+            pipeline_index=tf_context.input_pipeline_id,
+            num_pipelines=tf_context.num_input_pipelines,
+            start_step=start_step,
+            **self._settings,
+        )
+        dataset = self._task.dataset(context)
+        if not isinstance(dataset, tf.data.Dataset):
+            raise UsageError(
+                f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
+            )
+        if start_step and not context.positioned and context.asked_for_its_start:
+            # The pipeline of a new run, which is then brought to its place. One that is the same anyway is not built
+            # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
+            return self._build(tf_context, 0)
+        return context, dataset
+
+    def build_on_worker(self, pipeline_index=0, num_pipelines=1, numbers=None):
+        """Builds the pipeline of a worker that reads by itself; for the arguments see `InputContext`."""
+        return self._task.dataset(
+            InputContext(
+                pipeline_index=pipeline_index,
+                num_pipelines=num_pipelines,
+                numbers=numbers,
+                start_step=0,
+                **self._settings,
+            )
+        )
+
+
+def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:
+    """Refuses batches of another size, such as the global one, as every mean and gradient would be scaled wrongly.
+
+    Returns:
+      Whether the size is known before there is a batch.
+    """
+    kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
+    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, kinds)]
+    sizes = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
+    if sizes and expected not in sizes:
+        raise UsageError(
+            f"{who}.dataset makes batches of {' or '.join(map(str, sorted(sizes)))} examples; expected "
+            f"context.per_replica_batch_size, which is {expected}"
+        )
+    return bool(sizes)
+
+
+def _check_resident(who, context, dataset):
+    spec = dataset.element_spec
+    if context.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
+        raise UsageError(
+            f"{who}.dataset changed what context.resident returned to elements of {spec}; return it as it is, and do "
+            "in step_fn what is to be done with a batch"
+        )
+
+
+def _drop_incomplete_steps(dataset, replicas):
+    """Leaves out the last batches if they do not reach all replicas of a pipeline.
+
+    A replica that trains on no example has a batch normalization of NaN, which the other replicas would share.
+    """
+
+    def zip_again(*windows):
+        windows = windows if isinstance(dataset.element_spec, tuple) else windows[0]
+        return tf.data.Dataset.zip(windows) if tf.nest.is_nested(windows) else windows
+
+    return dataset.window(replicas, drop_remainder=True).flat_map(zip_again)
+
+
+def _forget_batch_size(dataset):
+    """Makes the first dimension of every tensor unknown.
+
+    tf.distribute hands out the last, uneven batches of data that ends only where it sees that sizes may differ; with a
+    static batch size it drops what does not fill all replicas.
+    """
+
+    def forget(tensor):
+        if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
+            return tensor
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
+
+    def forget_all(*element):  # tf.data unpacks tuples, and only those
+        element = element if isinstance(dataset.element_spec, tuple) else element[0]
+        return tf.nest.map_structure(forget, element)
+
+    return dataset.map(forget_all)

@@ -1,0 +1,4 @@
+"""What is imported only where it is asked for.
+
+`orbit`, `parameter_server` and `tools` may use every other room; no room imports them at its top.
+"""

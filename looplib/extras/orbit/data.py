@@ -1,0 +1,119 @@
+"""The place in the data of trainers with loops of their own."""
+
+import contextlib
+
+import tensorflow as tf
+from absl import logging
+
+from looplib.data import stream
+
+
+def datasets_of(structure):
+    """Lists the data sets in what a trainer or evaluator has for its data, also where another controller had it before.
+
+    Args:
+      structure: data sets in lists and dicts.
+    """
+    return [data.dataset if isinstance(data, _Source) else data for data in tf.nest.flatten(structure)]
+
+
+class Data:
+    """The place in the data of an Orbit `StandardTrainer`, whose `train_dataset` others may replace.
+
+    What comes there makes the same iterators, and knows them. Where the data is something else than plain `tf.data`
+    pipelines, nothing is replaced and no place is known.
+
+    Args:
+      trainer: Orbit's trainer.
+      datasets: its data sets, a list.
+      strategy: `tf.distribute.Strategy`.
+      who: the trainer's class name, for the log.
+    """
+
+    def __init__(self, trainer, datasets, strategy, who):
+        self._trainer = trainer
+        self._who = who
+        self._sources = []
+        swappable = getattr(getattr(type(trainer), "train_dataset", None), "fset", None)
+        if swappable and datasets and all(isinstance(data, tf.data.Dataset) for data in datasets):
+            self._structure = tf.nest.pack_sequence_as(trainer.train_dataset, datasets)
+            self._sources = [_Source(data, strategy, who, alone=len(datasets) == 1) for data in datasets]
+            self._put()
+
+    def _put(self):
+        # Orbit then forgets the iterator that it has. tf.Module takes no notice of what is there already.
+        self._trainer.train_dataset = self._structure
+        self._trainer.train_dataset = tf.nest.pack_sequence_as(self._structure, self._sources)
+
+    @contextlib.contextmanager
+    def put_aside(self):
+        """In this `with` block the trainer finds data of the same kind and no length, and leaves its own untouched."""
+        for source in self._sources:
+            source.empty = True
+        yield
+        for source in self._sources:
+            source.empty = False
+        if self._sources:
+            self._put()
+
+    def position(self):
+        """The places of all iterators as bytes for `begin`, or None."""
+        if [id(data) for data in tf.nest.flatten(getattr(self._trainer, "train_dataset", None))] != [
+            id(source) for source in self._sources
+        ]:
+            return None  # the trainer has replaced its data itself
+        places = [source.place() for source in self._sources]
+        if not places or None in places:
+            return None
+        return b"".join(len(place).to_bytes(8, "big") + place for place in places)
+
+    def begin(self, step, position):
+        """Lets the trainer's next iterators begin after `step` steps."""
+        places = []
+        while position:
+            size = 8 + int.from_bytes(position[:8], "big")
+            places.append(position[8:size])
+            position = position[size:]
+        if len(places) != len(self._sources):
+            places = [None] * len(self._sources)
+        known = [source.begin(step, place) for source, place in zip(self._sources, places)]
+        if step and not any(known):
+            logging.info("the place in the data of %s is not known; from step %d on it starts anew", self._who, step)
+        if self._sources:
+            self._put()
+
+
+class _Source:
+    """Stands for a data set, of which a trainer makes its iterator by `iter()`; all else is the data set's own."""
+
+    def __init__(self, dataset, strategy, who, alone):
+        self.empty = False
+        self._alone = alone  # so that a step can be taken for a batch
+        self.dataset = dataset
+        self._iterator = self._place = None
+        self._stream = stream.HostStream(
+            strategy=strategy, dataset=dataset, renew=lambda: dataset, who=who, infinite=False, unknown=True,
+            may_be_empty=False, start_step=0, positioned=False, skipped=0, arrays=None, sure=0, batch_size=0,
+        )  # fmt: skip
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __iter__(self):
+        if self.empty:
+            return iter(self.dataset.take(0))  # which does not even start the data set's shuffles
+        self._iterator, self._place = self._stream.iterate(self._place), None
+        self._stream.start_step = self._stream.skipped = 0  # a next one begins at the beginning
+        return self._iterator
+
+    def place(self):
+        return self._stream.position(self._iterator) if self._iterator is not None else self._place
+
+    def begin(self, step, place):
+        """Lets the next iterator begin there; returns whether it can."""
+        self._iterator, self._place = None, place
+        known = self._alone or place is not None
+        self._stream.start_step, self._stream.skipped = step if known else 0, step if self._alone else 0
+        return known

@@ -1,0 +1,158 @@
+"""The processes of a cluster with parameter servers: which one this is, its server, and the coordinator's strategy.
+
+TF_CONFIG names the cluster and the task. A worker or parameter server runs a `tf.distribute.Server` and does what the
+coordinator, the task "chief", sends it; it never builds a trainer.
+"""
+
+import logging as python_logging
+import os
+import socket
+import time
+
+import tensorflow as tf
+from absl import logging
+
+from looplib.cluster import environment
+from looplib.errors import CoordinatorGone, Preempted, UsageError, gist
+from looplib.health.preemption import notice
+
+# A coordinator counts as gone when its port has not answered so often, with so many seconds in between.
+_TRIES, _PAUSE = 3, 1.0
+_connected = False
+
+
+def connect():
+    """Makes the coordinator's strategy; a worker or parameter server serves in here, and does not come back.
+
+    Returns:
+      `tf.distribute.ParameterServerStrategy`.
+
+    Raises:
+      UsageError: if TF_CONFIG names no such cluster, or a server cannot be reached or started.
+      CoordinatorGone: in a worker or parameter server, at the end.
+      looplib.Preempted: in a worker or parameter server that is asked to end by a signal.
+    """
+    # So that calls to a process that has died fail at once, and are done by another (TensorFlow's own advice).
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+    found = _cluster()
+    if found.task_type == "chief":
+        return _strategy(found)
+    _serve(found)
+
+
+def counts():
+    """Returns the numbers of (workers, parameter servers) that this coordinator is connected to."""
+    devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU")]
+    tasks = {(device.job, device.task) for device in devices}
+    return sum(job == "worker" for job, _ in tasks), sum(job == "ps" for job, _ in tasks)
+
+
+def connected():
+    """Whether this process is a coordinator that has connected to its servers."""
+    return _connected
+
+
+def _cluster():
+    found = environment.resolve()
+    if found is None or not found.parameter_servers:
+        names = "nothing in the environment names any" if found is None else f"{found.source} names none"
+        raise UsageError(
+            f"the strategy is parameter_server, and {names}; expected TF_CONFIG with a chief, workers and ps, as "
+            "`python -m looplib launch --workers=2 --parameter_servers=1 -- COMMAND` sets it"
+        )
+    if found.task_type == "evaluator":
+        raise UsageError(
+            f"{found.source} says that this process is an evaluator, which no chief of a parameter_server training "
+            "coordinates; start it with --strategy=one_device --mode=continuous_eval"
+        )
+    return found
+
+
+def _strategy(found):
+    global _connected
+    spec = tf.train.ClusterSpec(found.spec)
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=found.task_type, task_id=found.task_index, rpc_layer="grpc"
+    )
+    try:
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
+    except (tf.errors.OpError, ValueError) as error:
+        raise UsageError(
+            f"the workers and parameter servers of TF_CONFIG cannot be reached ({gist(error)}); start every one of "
+            "them with the same command"
+        ) from error
+    _connected = True
+    _quieten()
+    return strategy
+
+
+def _serve(found):
+    spec, job, index = tf.train.ClusterSpec(found.spec), found.task_type, found.task_index
+    # A call may hold a thread while it waits for another process; with fewer of them all could wait for each other.
+    threads = max(os.cpu_count() or 1, len(found.workers) + 1)
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads)
+    try:
+        server = tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config)
+    except tf.errors.OpError as error:
+        raise UsageError(
+            f"{job} {index} cannot serve at {spec.task_address(job, index)} ({gist(error)}); see what else uses that "
+            "address, or name another in TF_CONFIG"
+        ) from error
+    coordinator = found.chief
+    logging.info("%s %d serves at %s until the coordinator at %s is gone", job, index, server.target, coordinator)
+    try:
+        with notice.listening():
+            _wait_until_gone(coordinator)
+    except Preempted:
+        raise Preempted(
+            f"ended by {notice.requested}: {job} {index} serves no more; run the same command again"
+        ) from None
+    raise CoordinatorGone(f"{job} {index} served until the coordinator at {coordinator} was gone")
+
+
+def _wait_until_gone(address):
+    """Waits for a port to answer, and then until it does so no more."""
+    host, _, port = address.rpartition(":")
+    seen, missed = False, 0
+    while missed < _TRIES:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            seen, missed = True, 0
+        except OSError:
+            missed += seen
+        time.sleep(_PAUSE)
+
+
+class _Notes(python_logging.Filter):
+    """Says once that a worker is gone, and once that it is back, in place of what TensorFlow logs about it."""
+
+    _NOISE = (
+        "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
+        "A `tf.distribute.experimental.ParameterServerStrategy` method is",
+    )  # fmt: skip
+
+    def __init__(self, level):
+        super().__init__()
+        self._level = level
+        self._gone = set()
+
+    def filter(self, record):
+        """Whether TensorFlow's record is shown."""
+        message, worker = str(record.msg), str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+        if message.startswith("Worker %s failed with"):
+            if worker not in self._gone:
+                self._gone.add(worker)
+                logging.warning("%s is gone; the others do its steps until it is back", worker)
+            return False
+        if message.startswith("Worker %s has been recovered") and worker in self._gone:
+            self._gone.remove(worker)
+            logging.warning("%s is back", worker)
+        return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)
+
+
+def _quieten():
+    """Lets one line tell of a worker that goes or comes back; TensorFlow takes dozens, with stack traces."""
+    logger = tf.get_logger()
+    if not any(isinstance(notes, _Notes) for notes in logger.filters):
+        logger.addFilter(_Notes(logger.getEffectiveLevel()))
+        logger.setLevel(python_logging.INFO)  # that it is back is no warning to TensorFlow

@@ -1,0 +1,10 @@
+"""The commands of `python -m looplib`, and what they are made of.
+
+Names that other rooms may use, by file:
+    check: fits, replicas, resume
+    compare: none
+    inspect: inspect
+    local_launch: launch
+    preflight: answer, requested, settings
+    pure_function: none
+"""

@@ -1,0 +1,228 @@
+"""Compares two run directories: metrics, examples, final checkpoints; all but times."""
+
+import collections
+import dataclasses
+import json
+import os
+import re
+
+import numpy as np
+import tensorflow as tf
+
+from looplib.checkpoint.manager import latest_checkpoint, peek
+from looplib.errors import UsageError
+from looplib.loop import example_checksum
+from looplib.report.writers import read_jsonl
+
+# Bit by bit, that is: the state of the run is JSON, and compared value by value.
+_NOT_COMPARED = (
+    "_CHECKPOINTABLE_OBJECT_GRAPH",
+    "save_counter/.ATTRIBUTES/VARIABLE_VALUE",
+    "run_state/.ATTRIBUTES/py_state",
+    "replica_state/.ATTRIBUTES/py_state",  # as a zip file it holds the time; its values decide those of the others
+    "input_state/.ATTRIBUTES/py_state",  # how much of a pipeline's buffers was full is a matter of time
+)
+_TIMES_ROUNDING = 20.0  # one step's rounding is not another's; what a step does wrong is off by thousands of times
+_TIMES = re.compile("second|time|clock|restart")
+
+
+@dataclasses.dataclass
+class Comparison:
+    """What two run directories have and do not have in common.
+
+    Attributes:
+      records: how many records of `metrics.jsonl` the first has.
+      tensors: how many tensors its last checkpoint has.
+      bytes: their size.
+      examples: whether the training records of both tell which examples were trained on.
+      differences: list of (where, value in the first, value in the second), texts.
+      gaps: dict from where to the largest absolute difference of a number or of a tensor's elements.
+      largest: dict from split, or "final checkpoint", to (relative difference, where, the two values as texts).
+    """
+
+    records: int = 0
+    tensors: int = 0
+    bytes: int = 0
+    examples: bool = False
+    differences: list = dataclasses.field(default_factory=list)
+    largest: dict = dataclasses.field(default_factory=dict)
+    gaps: dict = dataclasses.field(default_factory=dict)
+
+    def add(self, split, where, one, other, rtol, atol):
+        """Compares one value of each."""
+        same, relative, gap, texts = _compare(one, other, rtol, atol)
+        if gap is not None:
+            self.gaps[where] = gap
+        if not same:
+            self.differences.append((where, *texts))
+        if split and relative is not None and relative >= self.largest.get(split, (-1,))[0]:
+            self.largest[split] = relative, where, *texts
+
+
+def compare(first, second, rtol=0.0, atol=0.0, rounding=None):
+    """Compares the metrics, the final metrics and the last checkpoints of two run directories.
+
+    Args:
+      first: a run directory.
+      second: the other.
+      rtol: relative tolerance of metrics and floating point tensors; with 0 for both, all is compared bit by bit.
+      atol: absolute tolerance of the same.
+      rounding: `gaps` between the first and runs that differ from it by rounding alone; a number of the second may be
+        off by 20 times as much, and one that counts examples, such as an accuracy, by four of them.
+
+    Returns:
+      `Comparison`.
+
+    Raises:
+      UsageError: if one has no checkpoint.
+    """
+    result = Comparison()
+    replicas_differ = bool(rtol or atol)
+    ones, others = _numbers(first, replicas_differ), _numbers(second, replicas_differ)
+    slack = {} if rounding is None else _slack(first, ones, rounding)
+    for split, where in [*ones, *(key for key in others if key not in ones)]:
+        exact = where.endswith((example_checksum.METRIC, "records"))
+        tolerances = (0, 0) if exact else (rtol, atol + slack.get(where, 0.0))
+        result.add(split, where, ones.get((split, where)), others.get((split, where)), *tolerances)
+    result.records = sum(value for (_, where), value in ones.items() if where.endswith(": records"))
+    result.examples = all(any(where.endswith(example_checksum.METRIC) for _, where in run) for run in (ones, others))
+    readers = [tf.train.load_checkpoint(final_checkpoint(folder)) for folder in (first, second)]
+    keys = [reader.get_variable_to_shape_map().keys() - set(_NOT_COMPARED) for reader in readers]
+    for key in sorted(keys[0] | keys[1]):  # one at a time, as a model may fill half of the memory
+        one, other = (reader.get_tensor(key) if key in own else None for reader, own in zip(readers, keys))
+        whole = np.asarray(one).dtype.kind in "iub"  # counters and seeds
+        name = key.replace("/.ATTRIBUTES/VARIABLE_VALUE", "")
+        where = f"tensor {name}"
+        tolerances = (0, 0) if whole else (rtol, atol + slack.get(where, 0.0))
+        result.add("final checkpoint", where, one, other, *tolerances)
+        if one is not None:
+            result.tensors += 1
+            result.bytes += np.asarray(one).nbytes
+    return result
+
+
+def _slack(folder: str, numbers: dict, rounding: dict[str, float]) -> dict[str, float]:
+    """What each number may be off besides the tolerances, as a dict from where to an absolute difference."""
+    slack = {where: _TIMES_ROUNDING * gap for where, gap in rounding.items()}
+    counting = _counting(folder)
+    so_far: dict[tuple[str, str], float] = {}  # rounding does not shrink for good where it is small once
+    for split, where in numbers:
+        name = where.rsplit(" ", 1)[-1]
+        if split:
+            so_far[split, name] = slack[where] = max(slack.get(where, 0.0), so_far.get((split, name), 0.0))
+        slack[where] = max(slack.get(where, 0.0), counting.get(name, 0.0))
+    return slack
+
+
+def _counting(folder: str) -> dict[str, float]:
+    """The metrics that count examples, such as an accuracy, from name to the part of it that four examples are."""
+    batch = (_report(folder).get("flags") or {}).get("global_batch_size", 1)
+    found, before = collections.defaultdict(list), collections.Counter()
+    for record in read_jsonl(os.path.join(folder, "metrics.jsonl")):
+        step, split = record["step"], record["split"]
+        examples = record.get("examples", batch * (step - before[split]))
+        before[split] = step
+        for name in record.keys() - {"step", "split", "examples", "steps_per_second", example_checksum.METRIC}:
+            found[name].append((record[name], examples))
+    return {
+        name: 4 / min(examples for _, examples in values)
+        for name, values in found.items()
+        if all(examples and abs(x * examples - round(x * examples)) < 1e-3 for x, examples in values)
+    }
+
+
+def _report(folder: str) -> dict:
+    try:
+        with open(os.path.join(folder, "run.json")) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
+
+
+def _numbers(folder, replicas_differ):
+    """All numbers of a run but times, as a dict from (split, where) to value; what explains the others comes first."""
+    numbers, counts = {}, collections.Counter()
+    records = read_jsonl(os.path.join(folder, "metrics.jsonl"))
+    for record in sorted(records, key=lambda r: (r["step"], r["split"] != "train", r["split"])):
+        step, split = record.pop("step"), record.pop("split")
+        counts[split, step] += 1
+        numbers[split, f"step {step} {split}: records"] = counts[split, step]
+        for name in sorted(
+            record.keys() - {"steps_per_second"}, key=lambda name: (name != example_checksum.METRIC, name)
+        ):
+            numbers[split, f"step {step} {split} {name}"] = record[name]
+    run = _report(folder)
+    _, state = peek(final_checkpoint(folder))
+    if replicas_differ:  # what each replica has added up so far is compared as a sum
+        running = state.get("running", {})
+        running["totals"] = np.sum(running.get("totals", []), axis=0).tolist()
+    for title, tree in (
+        ("run.json", {key: run.get(key) for key in ("status", "step", "metrics")}),
+        ("run_state of the final checkpoint", state),
+    ):
+        numbers.update({("", f"{title} {path}"): value for path, value in _flat(tree) if not _TIMES.search(path)})
+    return numbers
+
+
+def _flat(tree, path=""):
+    if not isinstance(tree, (dict, list)):
+        yield path, tree
+        return
+    for key, value in sorted(tree.items()) if isinstance(tree, dict) else enumerate(tree):
+        yield from _flat(value, f"{path} {key}".strip())
+
+
+def final_checkpoint(folder):
+    """Returns the path of a run directory's last checkpoint.
+
+    Args:
+      folder: the run directory.
+
+    Raises:
+      UsageError: if there is none.
+    """
+    path = latest_checkpoint(os.path.join(folder, "checkpoints"))
+    if path is None:
+        raise UsageError(f"the command left no checkpoint in {folder}; give one that trains (--mode=train_and_eval)")
+    return path
+
+
+def _compare(one, other, rtol, atol):
+    """Compares JSON values, arrays or None.
+
+    Returns:
+      (whether the same, the relative and the absolute difference if they have one, (text, text)).
+    """
+    a, b = np.asarray(one), np.asarray(other)
+    if one is None or other is None or a.shape != b.shape or "O" in a.dtype.kind + b.dtype.kind:
+        same = a.shape == b.shape and a.tolist() == b.tolist()
+        return same, None, None, tuple("nothing" if x is None else _describe(x) for x in (one, other))
+    if not rtol or a.dtype.kind in "USb":
+        same, relative, most = a.dtype == b.dtype and a.tobytes() == b.tobytes(), None, None
+        wrong = _rows(a) != _rows(b) if a.dtype == b.dtype else np.ones([a.size, 1], bool)
+        gap = wrong = wrong.any(axis=1)
+    else:
+        x, y = (v.ravel() if v.dtype.kind == "c" else v.ravel().astype(np.float64) for v in (a, b))
+        with np.errstate(invalid="ignore"):
+            gap = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
+        gap = np.where(np.isnan(gap), np.inf, gap)
+        wrong = ~(gap <= atol + rtol * np.abs(x))
+        # Relative to the tensor's largest element: what is next to 0 in it is next to nothing.
+        most = float(gap.max(initial=0))
+        relative = float(most / max(np.nanmax(np.abs(x), initial=0), atol))
+        same = not wrong.any()
+    if not a.shape:
+        return same, relative, most, (str(a[()]), str(b[()]))
+    at = np.unravel_index(int((gap if same else wrong).argmax()), a.shape) if a.size else ()
+    prefix = f"{list(map(int, at))} "
+    count = f", {int(wrong.sum()):,} of {a.size:,} elements differ" if not same else ""
+    return same, relative, most, (f"{prefix}{a[at]}", f"{prefix}{b[at]}{count}")
+
+
+def _rows(array):
+    return np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, -1)
+
+
+def _describe(value):
+    array = np.asarray(value)
+    return f"{array.dtype} {list(array.shape)}" if array.shape else repr(value)

@@ -1,0 +1,291 @@
+"""`python -m looplib launch`: several workers of a run on this machine. A convenience, not a cluster manager."""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import re
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from looplib import console
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+
+_TICK = 0.1
+_LONGEST_PAUSE = 60.0
+_SERVERS_GRACE = 5.0  # seconds that workers and parameter servers have to end once their chief has
+
+
+def launch(command, workers, *, parameter_servers=0, restarts=0, grace=30.0, backoff=1.0):
+    """Runs a command as several processes that find each other by TF_CONFIG, and waits for them.
+
+    Without parameter servers, all end when one has failed, and all are started again. With them there is a chief too;
+    when it ends all end, while a worker or parameter server that fails is started again alone.
+
+    Args:
+      command: list of str.
+      workers: how many.
+      parameter_servers: how many; with any, there is a chief too, which coordinates.
+      restarts: how often to start again what has failed.
+      grace: seconds that the others have to end once one has failed, until they are killed.
+      backoff: seconds before the first restart; doubled with each.
+
+    Returns:
+      int, the exit code: 0 done; 75 ended by a signal and saved, to be run again; 1 failed.
+
+    Raises:
+      UsageError: if the command is missing or cannot be started.
+    """
+    if not command:
+        raise UsageError("the command is missing; write it after --, as in: launch --workers=2 -- python train.py")
+    for name, value, least in (
+        ("workers", workers, 1), ("parameter_servers", parameter_servers, 0), ("restarts", restarts, 0),
+    ):  # fmt: skip
+        if value < least:
+            raise UsageError(f"--{name} is {value}; expected at least {least}")
+    kinds = [("chief", 0)] * bool(parameter_servers)
+    kinds += [("worker", i) for i in range(workers)] + [("ps", i) for i in range(parameter_servers)]
+    with console.guarded(), hold_ports(len(kinds)) as ports, _Signals() as signals:
+        spec = {}
+        for (kind, _), port in zip(kinds, ports):
+            spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
+        run = _Run(command, spec, signals, grace)
+        for attempt in range(restarts + 1):
+            if attempt:
+                pause = min(_LONGEST_PAUSE, backoff * 2 ** (attempt - 1))
+                _say(f"starts again in {pause:g} s, from the newest checkpoint ({attempt} of {restarts} restarts)")
+                if signals.wait(pause):
+                    return EXIT_PREEMPTED
+            tasks = run.attempt(restarts if parameter_servers else 0, backoff)
+            code = _exit_code(tasks, signals.came)
+            if code == EXIT_DONE or signals.came:
+                return code
+            _say(f"{'error: ' if attempt == restarts and code != EXIT_PREEMPTED else ''}{run.outcome(tasks)}")
+        return code
+
+
+@contextlib.contextmanager
+def hold_ports(count):
+    """Free ports of the loopback interface; while the block runs, no other process is given one by chance.
+
+    They are bound and not listened on, which leaves them to servers that set SO_REUSEADDR, as TensorFlow's do.
+    """
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for _ in range(count):
+            holder = stack.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            ports.append(holder.getsockname()[1])
+        yield ports
+
+
+class _Signals:
+    """Notes SIGTERM and SIGINT while the `with` block runs."""
+
+    def __enter__(self):
+        self.came = []
+        self._before = {
+            number: signal.signal(number, lambda number, _: self.came.append(number))
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, seconds):
+        """Returns whether a signal has come, after so many seconds at most."""
+        end = time.monotonic() + seconds
+        while not self.came and time.monotonic() < end:
+            time.sleep(min(_TICK, max(0.0, end - time.monotonic())))
+        return bool(self.came)
+
+
+@dataclasses.dataclass(eq=False)
+class _Task:
+    kind: str
+    index: int
+    process: subprocess.Popen = None
+    code: int | None = None  # as subprocess has it; None while it runs
+    ended: float = 0.0
+    killed: bool = False  # by the launcher
+    restarts: int = 0
+    due: float | None = None  # when it is started again
+
+    @property
+    def name(self):
+        return self.kind if self.kind == "chief" else f"{self.kind} {self.index}"
+
+
+class _Run:
+    """The processes of one command on given addresses, started any number of times."""
+
+    def __init__(self, command, spec, signals, grace):
+        self._command, self._spec, self._signals, self._grace = command, spec, signals, grace
+        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def attempt(self, single_restarts, backoff):
+        """Starts all tasks and returns them once they have ended."""
+        self._selector, self._unfinished = selectors.DefaultSelector(), {}
+        self._errors = collections.defaultdict(set)  # task name -> lines of error that were shown
+        self._job = f"{os.getpid()}.{time.time():.6f}"
+        self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
+        tasks = [_Task(kind, i) for kind, addresses in self._spec.items() for i in range(len(addresses))]
+        try:
+            for task in tasks:
+                self._start(task)
+            while any(task.code is None or task.due for task in tasks):
+                self._show(_TICK)
+                self._look_after(tasks, single_restarts, backoff)
+        finally:
+            for task in tasks:
+                self._kill(task)
+        end = time.monotonic() + 1  # a grandchild may still hold a pipe
+        while self._selector.get_map() and time.monotonic() < end:
+            self._show(_TICK)
+        for key in list(self._selector.get_map().values()):
+            self._close(key)
+        self._selector.close()
+        return tasks
+
+    def outcome(self, tasks):
+        """How tasks ended, in words. Who was first is for them to say: they end within a moment."""
+        ways = collections.defaultdict(list)
+        for task in sorted(tasks, key=lambda task: (task.killed, task.code > 0)):
+            if task.killed:
+                ways[f"did not end within {self._grace:g} s and had to be killed"].append(task.name)
+            elif task.code < 0:
+                ways[f"was ended by {signal.Signals(-task.code).name}"].append(task.name)
+            elif task.code:
+                ways[f"ended with code {task.code}"].append(task.name)
+        return "; ".join(f"{', '.join(names)} {way}" for way, names in ways.items())
+
+    def _start(self, task):
+        config = {"cluster": self._spec, "task": {"type": task.kind, "index": task.index}}
+        environment = {
+            **os.environ, "TF_CONFIG": json.dumps(config), "LOOPLIB_JOB_ID": self._job, "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+        try:
+            task.process = subprocess.Popen(
+                self._command, env=environment,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,  # so that the terminal's Ctrl-C comes through this process, once
+                preexec_fn=self._end_with_launcher if self._libc else None,
+            )  # fmt: skip
+        except OSError as error:
+            raise UsageError(f"{shlex.join(self._command)} cannot be started ({error.strerror})") from error
+        task.code, task.killed, task.due = None, False, None
+        for pipe, stream in ((task.process.stdout, sys.stdout), (task.process.stderr, sys.stderr)):
+            os.set_blocking(pipe.fileno(), False)
+            self._selector.register(pipe, selectors.EVENT_READ, (task, stream))
+            self._unfinished[pipe] = b""
+
+    def _end_with_launcher(self):
+        self._libc.prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG: should the launcher be killed, they save and end
+
+    def _look_after(self, tasks, single_restarts, backoff):
+        now = time.monotonic()
+        for task in tasks:
+            if task.code is None:
+                task.code = task.process.poll()
+                task.ended = now
+        chief = tasks[0] if tasks[0].kind == "chief" else None
+        for number in self._signals.came[self._forwarded :]:
+            self._forwarded, self._last_signal = self._forwarded + 1, now
+            # A chief saves what is on the parameter servers, which must stay for that.
+            self._send([chief] if chief and chief.code is None else tasks, number)
+        if self._forwarded > 1 and now > self._last_signal + _SERVERS_GRACE:
+            self._end(tasks)
+        if chief is None:
+            fine = (None, EXIT_DONE, EXIT_PREEMPTED) if self._signals.came else (None, EXIT_DONE)
+            failed = [task.ended for task in tasks if task.code not in fine]
+            if failed and now > min(failed) + self._grace:
+                self._end(tasks)
+        elif chief.code is not None:
+            if not self._servers_told:
+                self._send(tasks, signal.SIGTERM)
+                self._servers_told = True
+            if now > chief.ended + _SERVERS_GRACE:
+                self._end(tasks)
+            for task in tasks:
+                task.due = None
+        else:
+            for task in tasks:
+                self._restart_alone(task, now, single_restarts, backoff)
+
+    def _restart_alone(self, task, now, single_restarts, backoff):
+        if task.due and now >= task.due:
+            self._start(task)
+        elif task.code and not task.due and task.restarts < single_restarts and not self._signals.came:
+            pause = min(_LONGEST_PAUSE, backoff * 2**task.restarts)
+            task.restarts += 1
+            task.due = now + pause
+            _say(f"{task.name} ended with code {task.code} and starts again in {pause:g} s ({task.restarts} of "
+                 f"{single_restarts} restarts)")  # fmt: skip
+
+    def _end(self, tasks):
+        for task in tasks:
+            if task.code is None:
+                task.killed = True
+                self._kill(task)
+
+    def _send(self, tasks, number):
+        for task in tasks:
+            if task.code is None:
+                task.process.send_signal(number)
+
+    def _kill(self, task):
+        """Ends a task and what it has started, also if it is frozen."""
+        if task.process is not None and task.process.poll() is None:
+            os.killpg(task.process.pid, signal.SIGKILL)
+            task.process.wait()
+
+    def _show(self, seconds):
+        """Copies the lines that have come, each with the name of its task."""
+        for key, _ in self._selector.select(seconds):
+            data = os.read(key.fd, 65536)
+            *lines, self._unfinished[key.fileobj] = (self._unfinished[key.fileobj] + data).split(b"\n")
+            for line in lines:
+                self._print(*key.data, line)
+            if not data:
+                self._close(key)
+
+    def _close(self, key):
+        rest = self._unfinished.pop(key.fileobj)
+        if rest:
+            self._print(*key.data, rest)
+        self._selector.unregister(key.fileobj)
+        key.fileobj.close()
+
+    def _print(self, task, stream, line):
+        line = line.decode(errors="replace")
+        if line.startswith("looplib: error: "):
+            # All workers name a cause in the same words, and its own line says more: each is shown once.
+            about = re.match(r"looplib: error: (worker \d+) \(", line)
+            if (about and self._errors[about[1]]) or any(line in shown for shown in self._errors.values()):
+                return
+            self._errors[task.name].add(line)
+        print(f"[{task.name}] {line}", file=stream, flush=True)
+
+
+def _exit_code(tasks, signals):
+    deciding = tasks[:1] if tasks[0].kind == "chief" else tasks
+    codes = {task.code for task in deciding}
+    if codes == {EXIT_DONE}:
+        return EXIT_DONE
+    # A process that was still starting has nothing to save, and a signal ends it in the default way.
+    preempted = {EXIT_DONE, EXIT_PREEMPTED, *(-number for number in signals)}
+    return EXIT_PREEMPTED if codes <= preempted else EXIT_FAILED
+
+
+def _say(text):
+    print(f"looplib: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,345 @@
+"""A preflight: would the steps of a trainer and its evaluators run on a TPU or GPU that this machine does not have?
+
+`python -m looplib check tpu -- COMMAND` starts a binary with `LOOPLIB_PREFLIGHT` in its environment. The binary builds
+its trainer, evaluators and controller as ever, on this machine's CPU, and hands their steps to `answer` instead of
+running them. It is the environment and no flag because the command is checked as it is typed, and because a step can
+only be had from inside of the process that has built it.
+
+XLA lowers for a TPU where the package `tensorflow-tpu` is installed. TensorFlow's ordinary package knows no TPU and
+lowers for a GPU in its place: XLA has one kernel of an op for all devices, and in TensorFlow 2.20 those for a TPU are
+the same 489 and some more, with the same types but for complex128.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import re
+
+import tensorflow as tf
+
+from looplib import _keras, source_locations
+from looplib.errors import gist
+from looplib.extras.tools import pure_function
+from looplib.task.state import state_of, variables_of
+
+VARIABLE = "LOOPLIB_PREFLIGHT"
+_MOST = 20  # unsupported kinds of ops, after which the rest is left for another check
+_SLOW = {
+    "TPU": {
+        "float64": "a TPU emulates it, at a tenth of the speed or less; use float32",
+        "complex128": "a TPU has no kernels for it; use complex64",
+        "float16": "a TPU has no units for it; use bfloat16 (--mixed_precision=mixed_bfloat16)",
+    },
+    "GPU": {
+        "float64": "most GPUs compute it at a 32nd of the speed of float32; use float32",
+        "complex128": "most GPUs compute it at a 32nd of the speed of complex64; use complex64",
+    },
+}
+_ONLY_ON_TPUS = ("ResizeNearestNeighborGrad",)
+_PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Einsum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+      split: "train" or the evaluator's name.
+      kind: "unsupported op", "dynamic shape", "batch size" or "slow dtype".
+      text: what it is and what to do, without a full stop.
+      line: the user's source line as "file:line: text", or "".
+      fault: whether it must be mended, or is advice.
+    """
+
+    split: str
+    kind: str
+    text: str
+    line: str = ""
+    fault: bool = True
+
+
+def requested():
+    """Whether this process was started for a preflight."""
+    return VARIABLE in os.environ
+
+
+def settings():
+    """The flags' values that a preflight sets, so that all is built on one CPU; {} if none was asked for."""
+    return dict(strategy="auto", tpu=None, num_virtual_devices=1, loop="graph") if requested() else {}
+
+
+def answer(controller):
+    """Looks at a controller's steps as the environment asks, and writes the result to the file that it names."""
+    request = json.loads(os.environ[VARIABLE])
+    result = look(controller, request["platform"], request["cores"])
+    with open(request["to"], "w") as file:
+        json.dump(result, file)
+
+
+def look(controller, platform="TPU", cores=8):
+    """Lowers a controller's steps for a device, and looks for what cannot run there, or not well.
+
+    Args:
+      controller: `Controller` on one replica, on a CPU.
+      platform: "TPU" or "GPU".
+      cores: over how many the global batch is divided.
+
+    Returns:
+      dict of what JSON can hold: `findings`, a list of `Finding`s as dicts, and `steps`, a dict from split to `batch`,
+      `global_batch`, `lowered` (whether all of the step was) and bytes of `memory`, a dict.
+    """
+    findings, steps = [], {}
+    for split, loop in controller.loops.items():
+        look = _Look(split, loop, platform, cores)
+        steps[split] = look.report()
+        findings += look.findings
+    return {"findings": [dataclasses.asdict(finding) for finding in findings], "steps": steps}
+
+
+class _Look:
+    """What is found in one task's step."""
+
+    def __init__(self, split, loop, platform, cores):
+        self._split = split
+        self._task = loop.task
+        self._stream = loop.step.stream
+        self._platform = platform
+        self._cores = cores
+        self.findings = []
+        self.batch = -(-self._stream.batch_size // cores)
+        # Called by another function, it is traced as for XLA: loops then tell how long they are.
+        compiled = tf.function(loop.step.replica_step, jit_compile=True)
+        self._function = tf.function(lambda inputs: compiled(inputs), autograph=False)
+
+    def report(self):
+        self._look_at_the_batch()
+        spec = self._static_spec()
+        lowered, traced = False, None
+        if spec is not None:
+            traced = self._function.get_concrete_function(spec)
+            self._ops = source_locations.Ops(traced)
+            lowered = self._lower(traced)
+            self._look_at_dtypes()
+        return {
+            "batch": self.batch,
+            "global_batch": self._stream.batch_size,
+            "lowered": lowered,
+            "memory": self._memory(traced, spec),
+        }
+
+    def _find(self, kind, text, line="", fault=True):
+        finding = Finding(self._split, kind, text, line, fault)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    # The batch.
+
+    def _look_at_the_batch(self):
+        size, cores = self._stream.batch_size, self._cores
+        unit = 8 * cores
+        near = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
+        if size % cores:
+            self._find("batch size", f"a global batch of {size} does not divide over {cores} cores; use {near}")
+        elif self.batch % 8 and self._platform == "TPU":
+            self._find(
+                "batch size",
+                f"{self.batch} examples a core, which a TPU pads to {-(-self.batch // 8) * 8}; use a multiple of 8, "
+                f"best of 128, such as a global batch of {near}",
+            )
+        elif self.batch % 128 and self._platform == "TPU":
+            self._find(
+                "batch size",
+                f"{self.batch} examples a core; a multiple of 128 fills a TPU's matrix unit, if the training allows it",
+                fault=False,
+            )
+        elif self.batch % 8:
+            self._find("batch size", f"{self.batch} examples a GPU; multiples of 8 fill its matrix units", fault=False)
+
+    def _static_spec(self):
+        """The specs of a core's batch, all static; None if it has what no device takes."""
+        element = self._stream.element_spec
+        who = f"{type(self._task).__name__}.dataset"
+        known, example = [], None
+        for number, spec in enumerate(tf.nest.flatten(element)):
+            if not isinstance(spec, tf.TensorSpec):
+                kind = type(spec).__name__.removesuffix("Spec")
+                self._find(
+                    "dynamic shape", f"{who} has a {kind}, which XLA does not take; make it dense, of a fixed size"
+                )
+                return None
+            if spec.dtype == tf.string:
+                self._find("unsupported op", f"{who} has a string tensor; map it to numbers there, on the host")
+            shape = spec.shape.as_list() if spec.shape.rank is not None else None
+            unknown = shape is None or None in shape[1:]
+            if unknown or (shape and shape[0] is None and self._split == "train"):
+                self._find(
+                    "dynamic shape",
+                    f"{who} has batches of shape {spec.shape}; a {self._platform} compiles anew for each, so fix it: "
+                    "batch(..., drop_remainder=True), padded_batch to one size, or tf.ensure_shape",
+                    fault=unknown or self._platform == "TPU",
+                )
+            if unknown:
+                example = example or tf.nest.flatten(next(iter(self._stream.dataset)))
+                shape = example[number].shape.as_list()
+            if shape and shape[0] in (None, self._stream.batch_size):
+                shape[0] = self.batch
+            known.append(tf.TensorSpec(shape, spec.dtype))
+        return tf.nest.pack_sequence_as(element, known)
+
+    # The step.
+
+    def _lower(self, traced):
+        """Lowers the step, again without what cannot be, until all such ops are found; returns whether all was."""
+        replaced = {self._ops.place(op): pure_function.outputs_of(op) for op in self._of_string()}
+        found = bool(replaced)
+        target, specs, names = _target(self._platform), [], {}
+        for _ in range(_MOST):
+            try:
+                program, specs, names = pure_function.lift(traced, replaced)
+                text = program.experimental_get_compiler_ir(*specs)(stage="hlo", platform_name=target)
+            except pure_function.CannotLift as error:
+                op = self._ops.in_function(error.function, error.node)
+                if op is None:
+                    self._tell_error(error, None)
+                    return False
+                ops = [op]
+            except Exception as error:  # XLA's have many types
+                op = self._ops.named_in(str(error), names)
+                if "unsupported operations" not in str(error) or op is None:
+                    if not found and not any(part.dtype == tf.string for part in specs):
+                        self._tell_error(error, op)
+                    return False
+                ops = [other for other in self._ops if other.type == op.type]
+            else:
+                self._look_at_shapes(text, names)
+                return not found
+            for op in ops:
+                if target == self._platform or op.type not in _ONLY_ON_TPUS:
+                    self._find("unsupported op", self._unsupported(op), source_locations.line_of(op))
+                    found = True
+                replaced[self._ops.place(op)] = pure_function.outputs_of(op)
+        return False
+
+    def _of_string(self):
+        """The ops on strings, which no device but a CPU has; XLA leaves out assertions and their messages."""
+        for op in self._ops:
+            strings = any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs))
+            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(source_locations.called(op)):
+                self._find("unsupported op", self._unsupported(op), source_locations.line_of(op))
+                yield op
+
+    def _unsupported(self, op):
+        text = f"XLA has no {op.type} for a {self._platform}"
+        strings = [t for t in (*op.inputs, *op.outputs) if t.dtype == tf.string]
+        if strings:
+            return f"{text}: strings stay on the host; do it in dataset(), and give the step numbers"
+        if self._platform == "GPU":
+            return f"{text}; --loop=graph runs it without XLA, --loop=xla does not"
+        return f"{text}; do it in dataset(), on the host, or write it with ops of fixed shapes"
+
+    def _tell_error(self, error, op):
+        text = gist(error).removeprefix("Failed getting HLO text: ").strip("'")
+        line = source_locations.line_of(op) if op is not None else ""
+        if re.search(r"compile-time constant|static(ally)? (input )?shape|dynamic|bounded", str(error)):
+            self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", line)
+        else:
+            self._find("unsupported op", text, line)
+
+    def _look_at_shapes(self, text, names):
+        """Finds the ops that give a size which depends on values."""
+        for line in text.splitlines():
+            if re.search(r"= \S*<=\S* set-dimension-size\(", line):
+                op = self._ops.named(re.search(r'op_name="([^"]*)"', line), names)
+                kind = re.search(r'op_type="([^"]*)"', line)
+                self._find(
+                    "dynamic shape",
+                    f"the size of what {kind[1] if kind else 'an op'} gives depends on values, so XLA computes with "
+                    "its largest; keep the size and use a mask, as in looplib.mean(value, weight)",
+                    source_locations.line_of(op) if op is not None else "",
+                    fault=self._platform == "TPU" and not (op is not None and source_locations.is_of_keras(op)),
+                )
+
+    def _look_at_dtypes(self):
+        for op in self._ops:
+            for tensor in op.outputs:
+                name = tensor.dtype.base_dtype.name
+                line = source_locations.line_of(op)
+                if (
+                    name in _SLOW[self._platform]
+                    and line
+                    and tensor.shape.rank != 0
+                    and not source_locations.is_ours(op)
+                ):
+                    if name != "float16" or op.type in _PRODUCTS:
+                        self._find("slow dtype", f"{name}: {_SLOW[self._platform][name]}", line)
+        if self._platform == "TPU":
+            kinds = {op.outputs[0].dtype.name for op in self._ops if op.type in _PRODUCTS}
+            if kinds == {"float32"}:
+                text = "all products are of float32; --mixed_precision=mixed_bfloat16 halves what they read and keep"
+                self._find("slow dtype", text, fault=False)
+
+    # Memory.
+
+    def _memory(self, traced, spec):
+        """Bytes a core: parameters, optimizer, other state, data that stays there, batch, and temporaries.
+
+        Args:
+          traced: the step's concrete function; None if its batch is of no kind that a device takes, when less is known.
+          spec: of its batch, or None.
+        """
+        own = [variable for optimizer in _keras.optimizers(self._task) for variable in optimizer.variables]
+        of_optimizer = {id(variable.value if _keras.is_variable(variable) else variable) for variable in own}
+        used = traced.variables if traced else ()
+        held = [*(variable for _, variable in variables_of(state_of(self._task))), *used]
+        sizes = collections.Counter()
+        for variable in {id(variable): variable for variable in held}.values():
+            kind = (
+                "optimizer" if id(variable) in of_optimizer else "parameters" if variable.trainable else "other state"
+            )
+            sizes[kind] += _bytes(variable)
+        handles = {id(variable.handle) for variable in used}
+        sizes["resident data"] = sum(
+            _bytes(tensor) for tensor in (traced.captured_inputs if traced else ())
+            if id(tensor) not in handles and tensor.dtype not in (tf.resource, tf.variant, tf.string)
+        )  # fmt: skip
+        parts = tf.nest.flatten(spec) if traced else []
+        sizes["batch"] = sum(_bytes(part) for part in parts if part.dtype != tf.string)
+        temporary = _temporary_bytes(self._function, spec) if traced else None
+        kind = "activations and gradients" if self._split == "train" else "activations"
+        return {**{kind: size for kind, size in sizes.items() if size}, kind: temporary}
+
+
+def _target(platform):
+    """The platform to lower for: the one that is asked for, if this TensorFlow knows it, else a GPU."""
+    try:
+        add = tf.function(lambda x: x + x, jit_compile=True, autograph=False)
+        add.experimental_get_compiler_ir(tf.TensorSpec([1]))(stage="hlo", platform_name=platform)
+        return platform
+    except ValueError:
+        return "GPU"
+
+
+def _bytes(tensor):
+    return math.prod(tensor.shape.as_list()) * tensor.dtype.size
+
+
+def _temporary_bytes(function, spec):
+    """What XLA, compiling for a CPU, sets aside for values inside of the step; None where it cannot say.
+
+    The plan of a real compiler for the same program and batch, but for another device: a TPU fuses other ops together,
+    and pads the last two dimensions to multiples of 8 and 128.
+    """
+    try:
+        from tensorflow.compiler.xla.service import hlo_pb2  # TensorFlow has no public reader for it
+
+        compiled = tf.function(function.python_function, jit_compile=True)
+        batch = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), spec)
+        stage = "optimized_hlo_proto_serialized"
+        program = hlo_pb2.HloProto.FromString(compiled.experimental_get_compiler_ir(batch)(stage=stage))
+        allocations = program.buffer_assignment.buffer_allocations
+    except Exception:  # XLA's have many types, and what cannot be compiled is told elsewhere
+        return None
+    kept = ("is_thread_local", "is_entry_computation_parameter", "is_constant", "maybe_live_out")
+    return sum(part.size for part in allocations if not any(getattr(part, name) for name in kept))

@@ -1,0 +1,209 @@
+"""Preemption: SIGTERM, SIGINT, SIGHUP and SIGXCPU end a run after its current step, with a save, and exit code 75.
+
+While a `tf.function` runs, Python's signal handlers wait. A thread therefore reads the signals from a pipe
+(`signal.set_wakeup_fd`) and sets a variable that the loops on the device read between steps.
+"""
+
+import contextlib
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import console
+from looplib.cluster import peers
+from looplib.errors import EXIT_PREEMPTED, Preempted
+from looplib.health import debuggers
+from looplib.health.running_time import RunningTime
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
+# Those that come again by themselves (a closed terminal sends two, the limit of CPU time one each second), so that a
+# later one says nothing new; and that a program may be started to ignore, as by nohup.
+_REPEATED = (signal.SIGHUP, signal.SIGXCPU)
+GRACE_SECONDS = 15.0
+_TICK = 0.2  # seconds between looks at a step that is to end
+
+
+class Notice:
+    """The process's one place where a request to end is noted. Use the module's `notice`.
+
+    Attributes:
+      requested: the name of the signal that came, such as "SIGTERM", or "".
+      step_seconds: how long the slowest step took; three times as long is given to the current one, and at least 15 s.
+    """
+
+    def __init__(self):
+        self.requested = ""
+        self.step_seconds = 0.0
+        self._depth = 0
+        self._deferred = 0
+        self._flag = None
+        self._busy = lambda: False
+        self._owns_the_process = False
+        self._received = self._handled = 0  # signals, as the thread and as Python's handler count them
+
+    @property
+    def flag(self):
+        """Boolean `tf.Variable` on the host that the loops read between steps; made at the first use."""
+        if self._flag is None:
+            # In a thread of its own, as the scope of a strategy, which would distribute it, belongs to a thread.
+            thread = threading.Thread(target=self._make_flag)
+            thread.start()
+            thread.join()
+        return self._flag
+
+    def _make_flag(self):
+        with tf.device("/cpu:0"):
+            self._flag = tf.Variable(False, trainable=False, name="stop")
+
+    @contextlib.contextmanager
+    def listening(self, to_the_end: bool = False) -> Iterator[None]:
+        """Listens for signals inside a `with` block; in the main thread, and once if blocks are nested.
+
+        Outside of `deferred` a signal raises `Preempted` at once, as there is nothing to save. A second signal ends the
+        process at once, except for a SIGINT in a process that does not end with the block, such as a notebook: that one
+        raises `KeyboardInterrupt`, as soon as the op that the main thread runs has ended.
+
+        Args:
+          to_the_end: the process ends with the block, so that signals are ignored after it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._start(to_the_end)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._end(to_the_end)
+
+    @contextlib.contextmanager
+    def deferred(self, busy):
+        """Inside this `with` block a signal only sets `requested` and `flag`: a save is needed before the run ends.
+
+        Args:
+          busy: function without arguments that tells whether a save is under way, so that the process may not be ended
+            although the current step does not end in time.
+        """
+        previous, self._busy = self._busy, busy
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+            self._busy = previous
+
+    def _start(self, owns_the_process: bool) -> None:
+        self.requested = ""
+        self._owns_the_process = owns_the_process
+        self._received = self._handled = 0
+        if self._flag is not None:
+            self._flag.assign(False)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
+        self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
+        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
+        self._thread.start()
+
+    def _end(self, to_the_end):
+        for signum in self._handlers:
+            signal.signal(signum, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._previous)
+        os.close(self._write)  # the thread reads the end of the pipe
+        self._thread.join()
+        os.close(self._read)
+        if not to_the_end:
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: types.FrameType | None) -> None:
+        """Python's handler, in the main thread, once no op runs there."""
+        # Signals that come while an op runs lead to one call of this; those that come outside of one may lead to it
+        # before the thread has seen them. Each alone may miss one, so the larger count holds.
+        if signum in _REPEATED and self._handled:
+            return
+        self._handled += 1
+        if signum == signal.SIGINT and not self._owns_the_process and max(self._handled, self._received) > 1:
+            raise KeyboardInterrupt
+        self.requested = self.requested or signal.Signals(signum).name
+        if not self._deferred:
+            what = f"ended by {self.requested} while it started or waited"
+            raise Preempted(f"{what}; nothing is lost, run the same command again", alone=True)
+
+    def _in_a_session(self) -> bool:
+        """Whether the process is a notebook or a console, whose state is worth more than the run."""
+        return not self._owns_the_process and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
+
+    def _listen(self) -> None:
+        left = math.inf  # seconds that the current step has to end
+        ran = RunningTime(_TICK)
+        while True:
+            ready = select.select([self._read], [], [], None if left == math.inf else _TICK)[0]
+            received = os.read(self._read, 64) if ready else None
+            if received == b"":
+                return  # closed by _end
+            left -= ran.since_last()
+            for signum in received or b"":
+                if self._count(signum):
+                    left = max(GRACE_SECONDS, 3 * self.step_seconds)
+            if left < 0 and not self._busy():
+                self._end_the_step()
+                left = math.inf
+
+    def _count(self, signum: int) -> bool:
+        """Takes note of a signal; returns whether it is the first."""
+        if signum not in SIGNALS or signal.getsignal(signum) != self._handle:
+            return False  # a debugger, say, has taken it for itself
+        if signum in _REPEATED and self._received:
+            return False
+        self._received += 1
+        name = signal.Signals(signum).name
+        raises = signum == signal.SIGINT and not self._owns_the_process
+        if self._received > 1:
+            if not raises:
+                _leave(128 + signum, f"a second signal ({name}) came: leaving without a save")
+            return False
+        self.requested = name
+        self.flag.assign(True)
+        logging.warning(
+            "%s came: the run ends once the current step is done (a second one %s)",
+            name,
+            "raises KeyboardInterrupt" if raises else "changes nothing" if signum in _REPEATED else "ends it at once",
+        )
+        return True
+
+    def _end_the_step(self) -> None:
+        """Ends the process, as the current step has not ended in time, or warns where it is not to be ended."""
+        if self.requested == "SIGINT" and (debuggers.hold_a_thread() or self._in_a_session()):
+            logging.warning(
+                "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
+                "SIGTERM ends the process at once"
+            )
+            return
+        _leave(
+            EXIT_PREEMPTED,
+            "the current step did not end in time (its input may have stalled), so the run ends "
+            "without another save; the same command goes on from the newest checkpoint, and does "
+            "the steps since then again",
+        )
+
+
+def _leave(code: int, sentence: str) -> None:
+    console.last_line(f"looplib: {sentence}")
+    peers.current.last_words(code, sentence)
+    os._exit(code)
+
+
+notice = Notice()

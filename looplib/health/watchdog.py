@@ -1,0 +1,108 @@
+"""The watchdog: a run that makes no progress says where it hangs, and ends."""
+
+import contextlib
+import os
+import sys
+import threading
+
+from looplib import console
+from looplib.cluster import peers
+from looplib.errors import EXIT_STALLED
+from looplib.health import debuggers
+from looplib.health.running_time import RunningTime
+
+_OFTEN = 20  # times the longest time that was seen between two signs of progress in a phase
+# The least that is granted in a phase, in seconds, before the run's own times say more.
+_GENEROUS = {"train": 900.0, "evaluate": 900.0, "save": 1800.0}
+_GENEROUS_ELSE = 3600.0
+
+
+class Watchdog:
+    """Ends the process when neither the phase nor the steps change for too long.
+
+    How long is learned: 20 times the longest pause seen in that phase of this run, and at least 15 minutes in training
+    and evaluation, 30 in a save, an hour in tracing and all else. Time in which a debugger or a console holds a thread,
+    or in which the process is suspended, does not count.
+
+    Args:
+      clock: the run's `Clock`, for the phase.
+      steps: function without arguments that returns the steps done in training and in evaluation; called from another
+        thread.
+      checkpoint: function without arguments that returns the newest checkpoint's path, or None.
+      limit: seconds without progress in any phase, instead of what is learned; None learns, 0 never ends the process.
+    """
+
+    def __init__(self, clock, steps, checkpoint, limit=None):
+        self._clock = clock
+        self._steps = steps
+        self._checkpoint = checkpoint
+        self._limit = limit
+        self._longest = {}
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Watches while a `with` block runs."""
+        if self._limit == 0 or self._depth:
+            yield
+            return
+        self._depth += 1
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ended,), name="looplib-watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._depth -= 1
+
+    def allowed(self, phase):
+        """Returns the seconds without progress that are granted in a phase now."""
+        if self._limit is not None:
+            return self._limit
+        return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
+
+    def _watch(self, ended):
+        interval = min(1.0, (self._limit or 4.0) / 4)
+        seen, paused, ran = None, 0.0, RunningTime(interval)
+        while not ended.wait(interval):
+            phase, entered = self._clock.current
+            progress = phase, entered, self._steps()
+            paused += ran.since_last()
+            if progress != seen:
+                if seen is not None:
+                    self._longest[seen[0]] = max(self._longest.get(seen[0], 0.0), paused)
+                seen, paused = progress, 0.0
+            elif debuggers.hold_a_thread():
+                paused = 0.0
+            elif paused > self.allowed(phase):
+                self._end(phase, progress[-1], paused)
+
+    def _end(self, phase, steps, seconds):
+        console.last_line("\n".join(["looplib: where every thread is:", *_stacks()]))
+        kept = self._checkpoint()
+        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+        sentence = (
+            f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; the stacks above say "
+            f"where; {advice} (--stall_limit sets how long to wait)"
+        )
+        console.last_line(f"looplib: error: {sentence}")
+        peers.current.last_words(EXIT_STALLED, sentence)
+        os._exit(EXIT_STALLED)
+
+
+def _stacks() -> list[str]:
+    """Lines with the Python frames of every thread, the innermost first.
+
+    Not by `faulthandler`, which holds Python's lock while it writes, to a pipe that nobody may read.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        while frame is not None:
+            code = frame.f_code
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+            frame = frame.f_back
+    return lines

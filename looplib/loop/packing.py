@@ -1,0 +1,248 @@
+"""What a step returned, packed into one vector that sums, and unpacked into metrics again."""
+
+import dataclasses
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.errors import UsageError
+from looplib.task.reductions import Reduction, total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Where one metric lies in the packed vector."""
+
+    name: str
+    kind: str  # "mean" takes two places, sum and weight; "total" and "last" take as many as the value has elements
+    shape: tuple
+    integer: bool
+    start: int
+
+    @property
+    def size(self):
+        return 2 if self.kind == "mean" else math.prod(self.shape)
+
+
+class Packer:
+    """Packs what one `step_fn` returns, of which it learns the structure as it is first traced or called.
+
+    Args:
+      who: the class name of the user's trainer or evaluator, for messages.
+      count_examples: adds the total `examples`, from the first dimension of the inputs.
+      skips: makes room for `skipped_steps`, a count of steps that were undone.
+
+    Attributes:
+      slots: list of where each metric lies, once the structure is known; None before.
+      keras: dict from name to the Keras metric objects among the outputs, which keep their own sums.
+    """
+
+    def __init__(self, who, count_examples, skips):
+        self._who, self._count_examples, self._skips = who, count_examples, skips
+        self.slots = None
+        self.keras = {}
+
+    @property
+    def size(self):
+        """Elements of a contribution."""
+        return sum(slot.size for slot in self.slots)
+
+    @property
+    def names(self):
+        """The metrics in a contribution, in their order."""
+        return [slot.name for slot in self.slots]
+
+    def start_of(self, name):
+        """Where the value of a metric begins in a contribution."""
+        return next(slot.start for slot in self.slots if slot.name == name)
+
+    def losses(self):
+        """Returns the slots of the metrics that are losses by their names."""
+        return [slot for slot in self.slots if "loss" in slot.name.lower() and slot.kind != "last"]
+
+    def replaced(self):
+        """Returns for each element whether a step's value takes the place of the one before, a list of bool."""
+        return [slot.kind == "last" for slot in self.slots for _ in range(slot.size)]
+
+    @tf.autograph.experimental.do_not_convert
+    def pack(self, outputs, inputs):
+        """Packs one step's outputs; in replica context.
+
+        Args:
+          outputs: what `step_fn` returned.
+          inputs: what it was given, for the number of examples.
+
+        Returns:
+          `(contribution, collected)`: float64 tensor `[n]`, n fixed by the structure of `outputs`, and a dict of what
+          is not summed, the values of `looplib.each`.
+
+        Raises:
+          UsageError: for an output that does not say how it reduces, or a structure that changes between steps.
+        """
+        if not isinstance(outputs, dict):
+            raise UsageError(
+                f"{self._who}.step_fn returned {_describe(outputs)}; expected a dict from metric name to value, "
+                'such as {"loss": losses} with losses of shape [per_replica_batch]'
+            )
+        batch = batch_size(inputs)
+        slots, parts, metrics, collected, start = [], [], {}, {}, 0
+        values = dict(outputs)
+        if self._count_examples and "examples" not in values and batch is not None:
+            values["examples"] = total(batch[1])
+        if self._skips:
+            values["skipped_steps"] = total(tf.constant(0, tf.int64))
+        for name, value in sorted(values.items(), key=lambda item: str(item[0])):
+            check_metric_name(self._who, name)
+            if _keras.is_metric(value):
+                metrics[name] = value
+                continue
+            if isinstance(value, Reduction) and value.kind == "each":
+                collected[name] = value.value
+                continue
+            slot, part = self._pack(name, value, batch, start)
+            slots.append(slot)
+            parts.append(part)
+            start += slot.size
+        if collected and not self._count_examples:
+            raise UsageError(
+                f"{self._who}.step_fn returned {', '.join(map(repr, collected))} as looplib.each, and a training "
+                "collects nothing on the host; only an evaluator does"
+            )
+        if self.slots is None:
+            self.slots, self.keras = slots, metrics
+        elif self.slots != slots or self.keras != metrics:
+            raise UsageError(
+                f"{self._who}.step_fn returned metrics {_names(slots, metrics)} after "
+                f"{_names(self.slots, self.keras)}; expected the same names, kinds and shapes at every step"
+            )
+        return tf.concat([tf.reshape(part, [-1]) for part in parts] or [tf.zeros([0], tf.float64)], axis=0), collected
+
+    def _pack(self, name, value, batch, start):
+        where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
+        if not isinstance(value, Reduction):
+            value = self._per_example(where, value, batch)
+        for tensor in (value.value, value.weight):
+            if tensor is not None and not _is_number(tensor):
+                raise UsageError(f"{where}; expected real numbers, integers or booleans")
+        data = tf.cast(value.value, tf.float64)
+        integer = value.value.dtype.is_integer or value.value.dtype.is_bool
+        if value.kind == "mean":
+            slot = _Slot(name, "mean", (), False, start)
+            if value.weight is None:
+                return slot, [tf.reduce_sum(data), tf.cast(tf.size(data), tf.float64)]
+            # Broadcast to a common shape, so that the weights are summed as often as they are used.
+            shape = tf.broadcast_dynamic_shape(tf.shape(data), tf.shape(value.weight))
+            weight = tf.broadcast_to(tf.cast(value.weight, tf.float64), shape)
+            return slot, [tf.reduce_sum(tf.math.multiply_no_nan(data, weight)), tf.reduce_sum(weight)]
+        if not data.shape.is_fully_defined():
+            raise UsageError(
+                f"{where}, and that shape is not fully known; sum over the batch first, "
+                f"as in looplib.{value.kind}(tf.reduce_sum(value))"
+            )
+        slot = _Slot(name, value.kind, tuple(data.shape), integer, start)
+        if value.kind == "last":
+            first = tf.distribute.get_replica_context().replica_id_in_sync_group
+            data = tf.where(tf.equal(first, 0), data, tf.zeros_like(data))
+        return slot, data
+
+    def _per_example(self, where, value, batch):
+        try:
+            value = tf.convert_to_tensor(value)
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"{where}; expected a tensor [per_replica_batch], looplib.mean, looplib.total, looplib.last or a Keras "
+                "metric object"
+            ) from None
+        if value.shape.rank == 0:
+            raise UsageError(
+                f"{where} without a reduction; return one value per example, or say how a scalar reduces: "
+                "looplib.mean(value, weight=<examples>), looplib.total(value) or looplib.last(value)"
+            )
+        if batch and value.shape.rank and value.shape[0] is not None and value.shape[0] not in batch[0]:
+            sizes = " or ".join(map(str, sorted(batch[0]))) or "any size"
+            raise UsageError(
+                f"{where}, whose first dimension is not the batch ({sizes}); expected one value per example, or "
+                "looplib.mean, looplib.total or looplib.last to say how it reduces"
+            )
+        if value.shape.rank != 1 and _is_number(value):
+            value = tf.cast(value, tf.float64)
+            value = tf.reduce_mean(value, axis=tf.range(1, tf.rank(value)))
+        return Reduction("mean", value)
+
+    def unpack(self, totals, results):
+        """Turns what `Reducer.read` returned into metrics.
+
+        Args:
+          totals: float64 `[n]`.
+          results: dict from name to the result of a Keras metric.
+
+        Returns:
+          dict from name to a Python float or int, or a numpy array where the value was not a scalar.
+        """
+        totals = np.asarray(totals)
+        metrics = {}
+        for slot in self.slots:
+            part = totals[slot.start : slot.start + slot.size]
+            if slot.kind == "mean":
+                metrics[slot.name] = float(part[0] / part[1]) if part[1] else math.nan
+            else:
+                value = part.astype(np.int64) if slot.integer else part
+                metrics[slot.name] = value[0].item() if slot.shape == () else value.reshape(slot.shape)
+        for name, result in results.items():
+            if isinstance(result, dict):  # a Keras metric of several results
+                metrics.update({f"{name}_{key}": _number(value) for key, value in result.items()})
+            else:
+                metrics[name] = _number(result)
+        return metrics
+
+
+def check_metric_name(who, name):
+    """Raises `UsageError` for a name that is no string, or that a record of `metrics.jsonl` needs itself."""
+    if not isinstance(name, str) or not name or name in ("step", "split"):
+        raise UsageError(f"{who} has a metric named {name!r}; expected a string other than '', 'step' and 'split'")
+
+
+@tf.autograph.experimental.do_not_convert
+def batch_size(inputs):
+    """The batch's (known first dimensions of the inputs, size by the first of them as a tensor), or None."""
+    known, size = set(), None
+    for leaf in tf.nest.flatten(inputs):
+        if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and leaf.shape.rank != 0:
+            if leaf.shape.rank is not None and leaf.shape[0] is not None:
+                known.add(leaf.shape[0])
+            if size is None:
+                size = _rows(leaf)
+    return None if size is None else (known, size)
+
+
+def _rows(leaf):
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    return tf.shape(leaf, tf.int64)[0]
+
+
+def _number(value):
+    value = np.asarray(value)
+    return value.item() if value.shape == () else value
+
+
+def _is_number(tensor):
+    return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
+
+
+def _names(slots, metrics):
+    return sorted(
+        [f"{slot.name} ({slot.kind} {list(slot.shape)})" for slot in slots] + [f"{m} (Keras)" for m in metrics]
+    )
+
+
+def _describe(value):
+    if isinstance(value, Reduction):
+        return f"looplib.{value.kind} of {_describe(value.value)}"
+    if isinstance(value, (tf.Tensor, tf.Variable)):
+        return f"a {value.dtype.name} tensor of shape {value.shape}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,289 @@
+"""How a step's outputs are reduced, exactly, over steps, replicas and workers.
+
+Each step adds one packed float64 vector, its contribution, to a variable that every replica keeps for itself; one sum
+over replicas reads all of them at the end of a loop. A mean is kept as a weighted sum and a sum of weights, so that it
+does not depend on how examples fall on steps, replicas and workers.
+"""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.cluster.collectives import Workers
+from looplib.health import guards
+from looplib.loop.packing import Packer, batch_size
+
+
+class Reducer:
+    """Accumulates and reduces what one `step_fn` returns.
+
+    `run_step` runs in the replica and learns the structure when it is first traced or called; then `create` makes the
+    variable, `add` runs once a step and `read` once a loop, both across replicas.
+
+    Args:
+      strategy: the `tf.distribute.Strategy`.
+      who: the class name of the user's trainer or evaluator, for messages.
+      count_examples: adds the total `examples`, from the first dimension of the inputs.
+      guarded: watches losses and gradients for values that are not finite. From the first such step on nothing more is
+        added, so that what stands there tells which step and which value it was.
+      skips: counts steps that were undone, as `skipped_steps`.
+
+    Attributes:
+      packer: `Packer` of the step's outputs; its `unpack` makes metrics of what `read` and `take` return.
+      collects: the `tf.TypeSpec`s of what the step returns as `looplib.each`, once it is traced; None for nothing.
+    """
+
+    def __init__(self, strategy, who, count_examples, guarded=False, skips=False):
+        self._strategy = strategy
+        self._who = who
+        self.packer = Packer(who, count_examples, skips)
+        self._guarded = guarded
+        self._watched = []  # names of what is watched
+        self._totals = None
+        self._pending = None
+        self.collects = None
+
+    def run_step(self, step_fn, inputs, may_be_empty):
+        """Runs one step on one replica and packs its outputs; in replica context.
+
+        Args:
+          step_fn: the user's step.
+          inputs: one batch of this replica.
+          may_be_empty: leaves the step out where the batch has no example. Means of nothing are NaN, and TensorFlow
+            2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
+
+        Returns:
+          float64 tensor `[n]`, a step's contribution, zeros for an empty batch. If the step returns a
+          `looplib.each`, the tensor and `(whether there was an example, dict of these values)`.
+        """
+        batch = batch_size(inputs)
+        if self._guarded:
+            return self._watch(*guards.watched(step_fn, inputs), inputs)
+        if not may_be_empty or batch is None:
+            return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
+        return tf.cond(
+            batch[1] > 0,
+            lambda: self._with_collected(*self.packer.pack(step_fn(inputs), inputs)),
+            self._nothing,
+        )
+
+    @tf.autograph.experimental.do_not_convert
+    def _with_collected(self, contribution, values):
+        if not values:
+            return contribution
+        self.collects = tf.nest.map_structure(tf.type_spec_from_value, values)
+        return contribution, (tf.constant(True), values)
+
+    @tf.autograph.experimental.do_not_convert
+    def _nothing(self):
+        """What a replica without examples returns; the step has been traced before."""
+        contribution = tf.zeros([self.packer.size], tf.float64)
+        if not self.collects:
+            return contribution
+
+        def empty(spec):
+            return tf.zeros([size or 0 for size in spec.shape.as_list()] if spec.shape.rank else [], spec.dtype)
+
+        return contribution, (tf.constant(False), tf.nest.map_structure(empty, self.collects))
+
+    @tf.autograph.experimental.do_not_convert
+    def _watch(self, outputs, norms, inputs):
+        """Adds to a contribution [1 (steps), the sum of all that is watched, each of it]."""
+        contribution, _ = self.packer.pack(outputs, inputs)
+        losses = self.packer.losses()
+        self._watched = [slot.name for slot in losses] + [name for name, _ in norms]
+        if not self._watched:
+            return tf.concat([contribution, tf.constant([1.0, 0.0], tf.float64)], axis=0)
+        parts = [contribution[slot.start : slot.start + 1] for slot in losses]
+        if norms:
+            parts.append(tf.cast(tf.stack([norm for _, norm in norms]), tf.float64))
+        total_watched = tf.reduce_sum(tf.concat(parts, axis=0), keepdims=True)
+        return tf.concat([contribution, tf.ones([1], tf.float64), total_watched, *parts], axis=0)
+
+    @property
+    def created(self):
+        """Whether the structure is known and the variable exists."""
+        return self._totals is not None
+
+    def create(self):
+        """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
+        for name, metric in self.packer.keras.items():
+            _keras.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
+        size = self.packer.size + (2 + len(self._watched) if self._guarded else 0)
+        self._totals = self._make_totals(size)
+        replaced = self.packer.replaced()
+        self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
+        if self._pending is not None:
+            self.load(self._pending)
+
+    def _make_totals(self, size):
+        with self._strategy.scope():
+            return tf.Variable(
+                tf.zeros([size], tf.float64),
+                trainable=False,
+                name=f"{self._who}_totals",
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
+            )
+
+    @tf.autograph.experimental.do_not_convert
+    def add(self, contributions):
+        """Adds one step's contributions of all replicas; across replicas."""
+        self._strategy.run(self._add_local, args=(contributions,))
+
+    def _add_local(self, contribution):
+        if self._watched or self._replaced is not None:
+            self._totals.assign(self.joined(self._totals.read_value(), contribution))
+        else:
+            self._totals.assign_add(contribution)
+
+    @tf.autograph.experimental.do_not_convert
+    def joined(self, totals, contribution):
+        """What `totals` float64 `[n]` come to with a contribution `[n]` of the step, or steps, that follow."""
+        kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
+        if not self._watched:
+            return kept + contribution
+        return tf.where(tf.math.is_finite(totals[self.packer.size + 1]), kept + contribution, totals)
+
+    @tf.autograph.experimental.do_not_convert
+    def finite(self):
+        """Whether all that is watched was finite on all replicas so far: boolean scalar; across replicas."""
+        if not self._watched:
+            return tf.constant(True)
+        local = self._strategy.run(lambda: self._totals.read_value()[self.packer.size + 1])
+        return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
+
+    @tf.autograph.experimental.do_not_convert
+    def all_finite(self, contributions):
+        """Whether all that is watched is finite in one step's contributions of all replicas; across replicas."""
+        if not self._watched:
+            return tf.constant(True)
+        local = self._strategy.run(lambda part: part[self.packer.size + 1], args=(contributions,))
+        return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
+
+    @tf.autograph.experimental.do_not_convert
+    def skip_unless(self, counted, contributions):
+        """Leaves contributions as they are, or makes them one `skipped_steps` and nothing else; across replicas."""
+        skipped = np.zeros([self._totals.shape[0]])
+        skipped[self.packer.start_of("skipped_steps")] = 1
+
+        def on_replica(part):
+            first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+            return tf.where(counted, part, tf.where(first, skipped, tf.zeros_like(part)))
+
+        return self._strategy.run(on_replica, args=(contributions,))
+
+    def first_bad(self):
+        """What was not finite, and when.
+
+        Returns:
+          `(steps, names)`: the number of steps after the first since the last `read`, `reset` or `load`, of those that
+          are done; and the names of the losses and gradients that were not finite in that step, of the replicas that
+          were the first.
+        """
+        found = []
+        for totals in self._of_all_replicas():
+            watch = totals[self.packer.size :]
+            names = [name for name, value in zip(self._watched, watch[2:]) if not np.isfinite(value)]
+            if names:
+                found.append((int(watch[0]), names))
+        steps = min(steps for steps, _ in found)
+        return steps, list(dict.fromkeys(name for first, names in found if first == steps for name in names))
+
+    def read(self):
+        """Reduces over replicas in one sum and starts anew; across replicas, in a `tf.function` or not.
+
+        Returns:
+          `(totals, results)` for `packer.unpack`: float64 tensor `[n]`, and a dict of result tensors of Keras metrics.
+        """
+        totals = self._sum_replicas()
+        results = {name: metric.result() for name, metric in self.packer.keras.items()}
+        # The metrics are read before they are reset, also where nothing else orders the two.
+        with tf.control_dependencies([totals, *tf.nest.flatten(results)]):
+            self._strategy.run(self._reset_local)
+        return totals, results
+
+    @tf.autograph.experimental.do_not_convert
+    def take(self, wanted):
+        """The same inside of a loop that has no Keras metrics, at no extra call.
+
+        Args:
+          wanted: boolean scalar tensor, whether to start anew; without it, nothing changes.
+
+        Returns:
+          float64 tensor `[n]`, for `packer.unpack`.
+        """
+        totals = self._sum_replicas()
+        with tf.control_dependencies([totals]):
+            self._strategy.run(self._reset_if, args=(wanted,))
+        return totals
+
+    def _reset_if(self, wanted):
+        totals = self._totals.read_value()
+        self._totals.assign(tf.where(wanted, tf.zeros_like(totals), totals))
+
+    @property
+    def has_keras_metrics(self):
+        """Whether Keras metric objects are among the outputs, which `take` does not read."""
+        return bool(self.packer.keras)
+
+    @tf.autograph.experimental.do_not_convert
+    def _sum_replicas(self):
+        local = self._strategy.run(lambda: self._totals.read_value())
+        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None)
+
+    def _reset_local(self):
+        self._totals.assign(tf.zeros_like(self._totals.read_value()))
+        for metric in self.packer.keras.values():
+            metric.reset_state()
+
+    def state(self):
+        """What has been accumulated since the last `read`, for a checkpoint.
+
+        Returns:
+          dict of what JSON can hold: `names`, and `totals`, a list for each replica.
+        """
+        if not self.created:
+            return self._pending or {}
+        return {
+            "names": self.packer.names,
+            "totals": [totals[: self.packer.size].tolist() for totals in self._of_all_replicas()],
+        }
+
+    def load(self, state):
+        """Continues from a `state()`; from nothing if that has other metrics, which belong to an earlier program.
+
+        Only `skipped_steps` may be missing there or here: it is a metric with `non_finite="skip"`, which may change.
+        """
+        if not self.created:
+            self._pending = state
+            return
+        local, workers = self._local(self._totals), Workers(self._strategy)
+        replicas = len(local) * workers.count
+        totals = self._totals_of(state)
+        if len(totals) != replicas:
+            totals = np.stack([totals.sum(axis=0)] + [np.zeros_like(totals[0])] * (replicas - 1))
+        for part, values in zip(local, totals[workers.index * len(local) :]):
+            part.assign(np.pad(values, [0, int(part.shape[0]) - self.packer.size]))
+
+    def _totals_of(self, state: dict[str, Any]) -> np.ndarray:
+        """The totals of a `state()` in the order of the metrics here, float64 `[replicas, n]`; zeros if they differ."""
+        sizes = {slot.name: slot.size for slot in self.packer.slots}
+        earlier = {name: sizes.get(name, 1) for name in state.get("names", ())}
+        totals = np.asarray(state.get("totals", np.zeros([1, 0])), np.float64)
+        others = (earlier.keys() ^ sizes.keys()) - {"skipped_steps"}
+        if not earlier or not sizes or others or totals.shape[1] != sum(earlier.values()):
+            return np.zeros([1, self.packer.size])
+        parts = dict(zip(earlier, np.split(totals, np.cumsum([*earlier.values()])[:-1], axis=1)))
+        return np.concatenate([parts.get(name, np.zeros([len(totals), 1])) for name in sizes], axis=1)
+
+    def _of_all_replicas(self):
+        """The accumulated vector of each replica, float64 `[replicas, n]`; workers wait for each other."""
+        local = np.stack([totals.numpy() for totals in self._local(self._totals)])
+        return Workers(self._strategy).gather(local).reshape(-1, local.shape[1])
+
+    def _local(self, variable):
+        """The variables of this worker's replicas behind a distributed one."""
+        return self._strategy.experimental_local_results(variable)

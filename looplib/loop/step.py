@@ -1,0 +1,123 @@
+"""One step on all replicas: the user's `step_fn`, traced once, counted, and its contribution to the metrics."""
+
+import tensorflow as tf
+
+from looplib.cluster.collectives import Workers
+from looplib.errors import UsageError
+
+_RANDOM_OPS = {
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
+}  # fmt: skip
+
+
+class Step:
+    """The user's step on every replica, traced once, and its contribution to the metrics.
+
+    Args:
+      strategy: `tf.distribute.Strategy`.
+      step_fn: one step on one replica.
+      reducer: `metrics.Reducer` for what it returns.
+      stream: `feeds.Stream`, which reads the iterators that a loop is called with.
+      counter: int64 `tf.Variable` that counts finished steps, or None.
+      skip_bad: undoes a step in which a value is not finite.
+
+    Attributes:
+      replica_step: function of one batch, what one replica does in a step.
+    """
+
+    def __init__(self, strategy, step_fn, reducer, stream, counter=None, skip_bad=False):
+        self.reducer = reducer
+        self.stream = stream
+        self.strategy = strategy
+        self._counter = counter
+        self._skip_bad = skip_bad
+
+        def replica_step(inputs):
+            return reducer.run_step(step_fn, inputs, stream.may_be_empty)
+
+        self.replica_step = replica_step
+
+        @tf.function(input_signature=[stream.element_spec])
+        def step(inputs):
+            # A copy of dicts and lists, as a step may take entries out of them.
+            return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
+
+        try:
+            self._step = step.get_concrete_function()
+        except Exception as error:
+            usage_error = _usage_error(error)  # AutoGraph hides the type of what is raised while it traces
+            if usage_error is not None:
+                raise usage_error from None
+            if type(error).__name__ == "UnliftableError":  # has no public name
+                raise UsageError(
+                    "step_fn makes variables in its first call, and on several replicas they must exist before it; "
+                    "build models (an Input layer, or a call) and optimizers (optimizer.build(variables)) in __init__, "
+                    "under strategy.scope()"
+                ) from error
+            raise
+        reducer.create()
+
+    @property
+    def function(self) -> tf.types.experimental.ConcreteFunction:
+        """The traced step."""
+        return self._step
+
+    @property
+    def variables(self):
+        """The `tf.Variable`s that the step uses."""
+        return self._step.variables
+
+    @property
+    def ops(self):
+        """The `NodeDef` of each op in the step."""
+        graph = self._step.graph.as_graph_def()
+        return [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+
+    @property
+    def random_ops(self):
+        """The names of the ops in the step that draw random numbers from a state which nobody can save."""
+        return [node.name for node in self.ops if node.op in _RANDOM_OPS]
+
+    @tf.autograph.experimental.do_not_convert
+    def contribution(self, inputs):
+        """Does one step; returns what each replica adds to the metrics; in a `tf.function`, across replicas."""
+        return self._step(inputs)
+
+    @tf.autograph.experimental.do_not_convert
+    def __call__(self, inputs):
+        """Does and counts one step; in a `tf.function`, across replicas.
+
+        Returns:
+          What the replicas collect, see `metrics.Reducer.run_step`; None for nothing.
+        """
+        contributions = self._undone_if_bad(inputs) if self._skip_bad else self.contribution(inputs)
+        contributions, collected = contributions if self.reducer.collects else (contributions, None)
+        self.reducer.add(contributions)
+        if self._counter is not None:
+            # A step counts only once it had its data: without this, one that finds none is counted as it fails.
+            with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)[:1]):
+                self._counter.assign_add(1)
+        return collected
+
+    def _undone_if_bad(self, inputs):
+        """One step; if a value in it is not finite, every variable is as before it, and it contributes nothing."""
+        before = [variable.read_value() for variable in self._step.variables]
+        contributions = self.contribution(inputs)
+        with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
+            after = [variable.read_value() for variable in self._step.variables]
+        finite = self.reducer.all_finite(contributions)
+        for value in after:
+            if value.dtype.is_floating:
+                finite = tf.logical_and(finite, tf.reduce_all(tf.math.is_finite(value)))
+        finite = tf.logical_not(Workers(self.strategy).any(tf.logical_not(finite)))
+        for variable, old, new in zip(self._step.variables, before, after):
+            variable.assign(tf.where(finite, new, old))
+        return self.reducer.skip_unless(finite, contributions)
+
+
+def _usage_error(error):
+    """The `UsageError` that led to an error, or None."""
+    while error is not None and not isinstance(error, UsageError):
+        error = error.__cause__ or error.__context__
+    return error

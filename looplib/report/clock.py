@@ -1,0 +1,128 @@
+"""Where the time went: seconds by phase, adding up to the wall time."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+_SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, whatever it does
+# What to try where most of the time goes.
+_AGAINST = {
+    "train": "try --loop=auto, a lower precision, or more devices",
+    "input": "try map(..., tf.data.AUTOTUNE) on whole batches, cache(), prefetch(), or context.resident for arrays",
+    "evaluate": "evaluate less often, or beside the training with --mode=continuous_eval",
+    "report": "raise steps_per_loop",
+    "save": "save less often",
+    "save before evaluations": "evaluate less often, as each evaluation saves first (and save no more often than that)",
+    "compile": "train longer at a time",
+    "start": "train longer at a time",
+    "restore": "train longer at a time",
+}
+
+
+class Clock:
+    """Adds up the seconds of phases that never overlap: time in an inner phase does not count for the outer one.
+
+    Example:
+        clock = Clock()
+        with clock.phase("train"):
+            with clock.phase("save"):
+                ...
+        clock.seconds()  # {"save": 0.2, "train": 1.3, "other": 0.01, "wall": 1.51}
+    """
+
+    def __init__(self, now=time.perf_counter):
+        self._now = now
+        self._started = self._mark = now()
+        self._stack = ["other"]
+        self._seconds = {"other": 0.0}
+        self._calls = {}
+        self._before_evaluations = 0.0
+        self._entered = 0
+
+    @contextlib.contextmanager
+    def phase(self, name):
+        """Counts the time of a `with` block for the phase `name`."""
+        self._close_span()
+        self._stack.append(name)
+        self._calls[name] = self._calls.get(name, 0) + 1
+        self._entered += 1
+        try:
+            yield
+        finally:
+            self._close_span()
+            self._stack.pop()
+            self._entered += 1
+
+    @property
+    def current(self):
+        """The phase of this moment, and how often it has changed: `(name, count)`; may be read by another thread."""
+        return self._stack[-1], self._entered
+
+    def seconds(self):
+        """Returns a dict from phase to seconds; `other` is what no phase took, `wall` the sum of all."""
+        self._close_span()
+        wall = self._mark - self._started
+        return {**{name: round(value, 3) for name, value in sorted(self._seconds.items())}, "wall": round(wall, 3)}
+
+    def move(self, seconds, source, target):
+        """Counts seconds of one phase for another, at most those that it has."""
+        seconds = min(seconds, self.of(source))
+        self._seconds[source] -= seconds
+        self._seconds[target] = self._seconds.get(target, 0.0) + seconds
+
+    def add(self, name, seconds):
+        """Counts seconds that passed before there was a clock."""
+        self._started -= seconds
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def saving_for_an_evaluation(self) -> Iterator[None]:
+        """Notes that the saves in a `with` block are those that come before an evaluation, whatever the interval is."""
+        before = self.of("save")
+        try:
+            yield
+        finally:
+            self._before_evaluations += self.of("save") - before
+
+    def summary(self):
+        """Says where the time went, for a person.
+
+        Returns:
+          `(line, verdict)`: all phases with their shares, the longest first; and what the run was bound by, a word
+          ending in "-bound", with what to try.
+        """
+        seconds = self.seconds()
+        wall = max(seconds.pop("wall"), 1e-9)
+        longest = sorted((item for item in seconds.items() if item[1] >= 0.0005), key=lambda item: -item[1])
+        shares = ", ".join(f"{name} {value:.1f} ({value / wall:.0%})" for name, value in longest)
+        return f"time {wall:.1f} s: {shares}", self._verdict(seconds, wall)
+
+    def _verdict(self, seconds, wall):
+        train, waited, evaluated = (seconds.get(name, 0.0) for name in ("train", "input", "evaluate"))
+        training, calls = train + waited, self._calls.get("train", 0)
+        others = {name: value for name, value in seconds.items() if name not in ("train", "input", "evaluate")}
+        most, overhead = max(others, key=others.get), sum(others.values()) / wall
+        if overhead > 0.5:
+            forced = most == "save" and self._before_evaluations > 0.5 * seconds["save"]
+            advice = _AGAINST.get(
+                "save before evaluations" if forced else most, "look at what the program does besides"
+            )
+            return f"overhead-bound: {overhead:.0%} of the time is overhead, most of it {most}; {advice}"
+        if evaluated > training:
+            return f"evaluation-bound: {evaluated / wall:.0%} of the time is evaluation; {_AGAINST['evaluate']}"
+        if waited > 0.2 * training:
+            return f"input-bound: training waits for its data {waited / training:.0%} of the time; {_AGAINST['input']}"
+        if calls and train / calls < _SHORT_CALL:
+            return f"overhead-bound: a call of the loop takes {1e3 * train / calls:.1f} ms; {_AGAINST['report']}"
+        return f"compute-bound: the device computes {train / wall:.0%} of the time; {_AGAINST['train']}"
+
+    def of(self, name):
+        """Returns the seconds of one phase so far."""
+        self._close_span()
+        return self._seconds.get(name, 0.0)
+
+    def _close_span(self):
+        now = self._now()
+        phase = self._stack[-1]
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
+        self._mark = now

@@ -1,0 +1,247 @@
+"""`run.json`: what ran, with which settings, and how each start of it ended."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib import console
+from looplib.errors import Preempted, UsageError, gist
+from looplib.files import parse_json, read_text, write_whole
+from looplib.report.clock import Clock
+
+_FOR_NEW_RUNS = ("warm_start", "continue_from")
+
+
+@runtime_checkable
+class _AsDict(Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Where a run stands.
+
+    Attributes:
+      step: the global step.
+      metrics: dict from split to dict of the last metrics.
+      rollbacks: how often the run went back to a checkpoint.
+      engines: what `loop="auto"` has chosen, by split.
+      saved_step: the step of the newest committed checkpoint, or None.
+    """
+
+    step: int
+    metrics: dict[str, dict[str, float]]
+    rollbacks: int
+    engines: dict[str, Any]
+    saved_step: int | None
+
+
+@dataclasses.dataclass
+class RunReport:
+    """The report of a run directory, replaced whole whenever its status changes.
+
+    Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
+    all starts. `starts` lists them, each with `started`, `command`, `versions`, `restored_from`, `status`, `step`,
+    `seconds`, `verdict`, and `changed`: the settings that differ from the start before. Where something that was
+    printed is lost, `console` says why.
+
+    Attributes:
+      path: the file; None writes nothing.
+      clock: `Clock` of this start.
+      strategy: the name of the strategy, such as "MirroredStrategy, 2 replicas".
+      num_replicas: replicas that step together.
+      flags: dict of the settings that a binary takes as flags.
+      standing: function without arguments that returns the `Standing` of the run.
+      check: raises `UsageError` if the run directory is not this process's any more; nothing is written then.
+      config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
+    """
+
+    path: str | None
+    clock: Clock
+    strategy: str
+    num_replicas: int
+    flags: dict[str, Any]
+    standing: Callable[[], Standing]
+    check: Callable[[], None]
+    config: Any = None
+    _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+    _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+
+    @contextlib.contextmanager
+    def of_a_start(self, restored_from: str | None) -> Iterator[None]:
+        """Writes that a training, or an evaluation job, runs inside a `with` block, and how it ended.
+
+        The first block adds this start to the history, and says in one line which settings differ from those of the
+        last start.
+
+        Args:
+          restored_from: path of the checkpoint that it continues from, or None.
+        """
+        if not self._start:
+            self._begin(restored_from)
+        self.write("running")
+        try:
+            yield
+        except Preempted:
+            self.write("preempted")
+            raise
+        except BaseException as error:
+            self.write("failed", gist(error))
+            raise
+        self.write("done")
+
+    def _begin(self, restored_from: str | None) -> None:
+        self._earlier = read(self.path) if self.path else {}
+        changed = _differences(self._earlier, {"flags": self.flags, "config": self._config_dict()})
+        self._start = {
+            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "versions": _versions(),
+            "restored_from": restored_from,
+            "changed": {name: list(values) for name, values in changed.items()},
+        }
+        if changed and restored_from:
+            unused = "not used, because the run has a checkpoint"
+            texts = [
+                f"{name}={new} ({unused if name in _FOR_NEW_RUNS else f'was {old}'})"
+                for name, (old, new) in sorted(changed.items())
+            ]
+            logging.warning(
+                "this start has other settings than the last one: %s; the new values hold from step %d on. Weights, "
+                "optimizer state, step and place in the data come from the checkpoint, whatever the settings are",
+                ", ".join(texts),
+                self.standing().step,
+            )
+
+    def write(self, status: str, error: str = "") -> None:
+        """Writes the file. One that cannot be written is a warning and does not end a run.
+
+        Args:
+          status: "running", "done", "failed", "preempted" or "restarted". A start that has no end was "killed".
+          error: the sentence of a failure.
+        """
+        if not self.path:
+            return
+        if not self._start:
+            self._begin(None)
+        standing = self.standing()
+        ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
+        ends |= {"error": error} if error else {}
+        ends |= {"console": console.trouble()} if console.trouble() else {}
+        starts = [*_starts(self._earlier), {**self._start, **ends, "seconds": self.clock.seconds()}]
+        earlier = self._earlier.get("metrics") if self._earlier.get("step") == standing.step else None
+        content = {
+            **ends,
+            **dataclasses.asdict(standing),
+            "metrics": {**(earlier if isinstance(earlier, dict) else {}), **standing.metrics},
+            "flags": self.flags,
+            "config": self._config_dict(),
+            **{name: self._start[name] for name in ("command", "versions", "restored_from")},
+            "strategy": self.strategy,
+            "num_replicas": self.num_replicas,
+            "loop": self.flags.get("loop"),
+            "restarts": len(starts) - 1,
+            "started": starts[0]["started"],
+            "seconds": _added_up(starts),
+            "starts": starts,
+        }
+        try:
+            self.check()
+            write_whole(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
+        except (UsageError, OSError, tf.errors.OpError) as reason:
+            logging.warning("%s cannot be written (%s)", self.path, reason)
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint that the file on disk knows of; None if it knows of none."""
+        step = (read(self.path) if self.path else {}).get("saved_step")
+        return step if isinstance(step, int) else None
+
+    def _config_dict(self) -> dict[str, Any]:
+        if self.config is None:
+            return {}
+        if isinstance(self.config, _AsDict):  # Model Garden's are dataclasses too, of more than counts
+            return self.config.as_dict()
+        return dict(self.config) if isinstance(self.config, Mapping) else dataclasses.asdict(self.config)
+
+
+def path_of(model_dir: str, trains: bool) -> str:
+    """Returns the path of the report of a training, or of an evaluation job, in a run directory."""
+    return os.path.join(model_dir, "run.json" if trains else "run_eval.json")
+
+
+def read(path: str) -> dict[str, Any]:
+    """Returns the content of a report; {} where there is none that can be read."""
+    try:
+        return dict(parse_json(read_text(path)))
+    except (tf.errors.OpError, OSError, ValueError, TypeError):
+        return {}
+
+
+def _starts(earlier: dict[str, Any]) -> list[dict[str, Any]]:
+    """The starts before this one; those of a report that has no list of them are one."""
+    starts = earlier.get("starts", [earlier] if "started" in earlier else [])
+    starts = [start for start in starts if isinstance(start, dict) and "started" in start]
+    return [{**start, "status": "killed"} if start.get("status") == "running" else start for start in starts]
+
+
+def _differences(earlier: dict[str, Any], now: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Returns (old, new) of each setting that differs from an earlier start's, by its name on the command line."""
+    found = {}
+    for kind, prefix in (("flags", ""), ("config", "config.")):
+        before, after = _flat(earlier.get(kind), prefix), _flat(_strict(now[kind]), prefix)
+        for name in before.keys() & after.keys():
+            if before[name] != after[name] and name != "model_dir":  # a directory may be moved
+                found[name] = before[name], after[name]
+    return found
+
+
+def _flat(tree: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value})
+    return flat
+
+
+def _added_up(starts: list[dict[str, Any]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for start in starts:
+        seconds = start.get("seconds")
+        for name, value in seconds.items() if isinstance(seconds, dict) else ():
+            total[name] = round(total.get(name, 0.0) + value, 3)
+    return total
+
+
+def _strict(value: Any) -> Any:
+    """The value as strict JSON has it: without NaN and infinity, which become None, and other objects as text."""
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, (str, int, bool, type(None))) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    import looplib
+
+    versions = {"looplib": looplib.__version__, "python": sys.version.split()[0], "tensorflow": tf.__version__}
+    for name in ("keras", "tf_keras", "numpy"):
+        if name in sys.modules:
+            versions[name] = sys.modules[name].__version__
+    return versions

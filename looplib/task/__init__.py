@@ -1,0 +1,13 @@
+"""What a user subclasses, what a step returns, and the state and settings of both.
+
+Names that other rooms may use, by file:
+    actions: Action, ActionStates, Event
+    checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
+    evaluator: Evaluator
+    input_context: InputContext
+    learning_rates: LearningRates
+    perturbation: VARIABLE, nudge, requested
+    reductions: Reduction, each, last, mean, total
+    state: InputState, ReplicaState, RunState, differing_variables, state_of, variables_below, variables_of
+    trainer: Trainer
+"""

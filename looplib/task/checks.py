@@ -1,0 +1,144 @@
+"""What trainers and evaluators hold: checked to run together, completed, found for checkpoints."""
+
+import re
+
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.errors import UsageError
+from looplib.task.evaluator import Evaluator
+from looplib.task.state import state_of
+from looplib.task.trainer import Trainer
+
+
+def check_tasks(trainer, evaluator):
+    """Checks what a controller was given; returns the evaluators as a dict from name to `Evaluator`.
+
+    Raises:
+      UsageError: for objects of other kinds, bad names, or nothing at all.
+    """
+    evaluators = evaluator if isinstance(evaluator, dict) else {"eval": evaluator} if evaluator is not None else {}
+    if trainer is None and not evaluators:
+        raise UsageError("a controller needs a trainer, an evaluator or both; it was given neither")
+    if trainer is not None and not isinstance(trainer, Trainer):
+        raise UsageError(
+            f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass (one of "
+            "Orbit's is wrapped: looplib.OrbitTrainer(trainer))"
+        )
+    for name, value in evaluators.items():
+        if not isinstance(value, Evaluator):
+            raise UsageError(
+                f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of "
+                "Orbit's is wrapped: looplib.OrbitEvaluator(evaluator))"
+            )
+        if name == "train" or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+            raise UsageError(
+                f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
+            )
+    return dict(evaluators)
+
+
+def check_kinds(strategy, actions):
+    """Raises `UsageError` if the strategy is none, or an action cannot be called."""
+    if not isinstance(strategy, tf.distribute.Strategy):
+        raise UsageError(
+            f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
+        )
+    for action in actions:
+        if not callable(action):
+            raise UsageError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
+
+
+def check_together(trainer, evaluators, strategy, engine):
+    """Checks that what the tasks hold can run together, on this strategy and engine.
+
+    Args:
+      trainer: the `Trainer` or None.
+      evaluators: dict from name to `Evaluator`.
+      strategy: `tf.distribute.Strategy`.
+      engine: a name in `engines.ENGINES`.
+
+    Raises:
+      UsageError: for two Keras families, variables of another strategy, models without variables where they must have
+        them, or tasks with different models of one name.
+    """
+    tasks = [*([trainer] if trainer else []), *evaluators.values()]
+    held = {
+        f"{type(task).__name__}.{name}": value
+        for task in tasks
+        for name, value in vars(task).items()
+        if name != "global_step"  # of the controller that had the task before
+    }
+    _keras.check_one_family(held)
+    if engine == "eager" and isinstance(strategy, tf.distribute.TPUStrategy):
+        raise UsageError(
+            "a TPU runs compiled programs only, and the eager loop none; debug on the host, with --strategy=one_device "
+            "--loop=eager"
+        )
+    may_wait = {id(value) for task in tasks if hasattr(task, "make_loop") for value in vars(task).values()}
+    for what, value in held.items():
+        if _keras.is_model(value) and not value.built and id(value) in may_wait:
+            continue  # for a loop that is not looplib's
+        if _keras.is_model(value) and not value.built:
+            _check_unbuilt(what, strategy, engine)
+        elif not _keras.is_layer(value) or value.built:
+            _keras.check_placement(strategy, what, _variables(value))
+    owners = {}
+    for task in tasks:
+        for name, value in vars(task).items():
+            owner = owners.setdefault(name, task)
+            if getattr(owner, name) is not value and _keras.is_layer(value) and value.built and value.variables:
+                raise UsageError(
+                    f"{type(task).__name__}.{name} is not the object that {type(owner).__name__} holds under that "
+                    "name, and a checkpoint has one place for it; give an evaluator the trainer's own model, or "
+                    "another name"
+                )
+
+
+def collect_state(trainer, evaluators):
+    """Finds the whole state of a run; after tracing, when all variables exist.
+
+    Returns:
+      dict from attribute name to trackable object. An evaluator's attributes join the trainer's, but for its metrics.
+    """
+    objects = state_of(trainer) if trainer else {}
+    for task in evaluators.values():
+        for name, value in state_of(task).items():
+            if not _keras.is_metrics(getattr(task, name, None)):
+                objects.setdefault(name, value)
+    return objects
+
+
+def build_optimizers(trainer, strategy):
+    """Makes the slots of an optimizer that has none yet, where it is plain whose they are, so that all state exists."""
+    held = list(vars(trainer).values())
+    layers = [value for value in held if _keras.is_layer(value) and value.built and value.trainable_variables]
+    variables = [value for value in held if isinstance(value, tf.Variable) or _keras.is_variable(value)]
+    loose = any(variable.trainable for variable in variables)  # the optimizer may be meant to train them too
+    if len(layers) == 1 and not loose:
+        for optimizer in filter(_keras.is_optimizer, held):
+            if hasattr(optimizer, "build"):
+                with strategy.scope():
+                    optimizer.build(layers[0].trainable_variables)
+
+
+def _check_unbuilt(what, strategy, engine):
+    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    if engine == "eager" or strategy.num_replicas_in_sync > 1 or remote:
+        raise UsageError(
+            f"{what} has no variables yet; on several replicas or workers, and in the eager loop, a model must have "
+            "them before the first step: give it an Input layer, or call it once in __init__"
+        )
+
+
+def _variables(value):
+    if isinstance(value, tf.Variable):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [variable for item in value for variable in _variables(item)]
+    if _keras.is_variable(value):
+        return [value]
+    if isinstance(value, tf.Module) or _keras.family(value):
+        found = getattr(value, "variables", [])
+        return list(found() if callable(found) else found)
+    return []

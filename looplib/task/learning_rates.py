@@ -1,0 +1,67 @@
+"""Learning rates on resume: a setting of the program that optimizers keep as state.
+
+A Keras optimizer holds a constant learning rate in a variable, so a checkpoint holds it too. All other settings of a
+program hold from the step on at which a run is started with new ones. So does the learning rate here: a number that
+differs from the one that the run's last start was built with replaces the restored one. A number that is unchanged does
+not, because the restored one may be what an action has made of it.
+"""
+
+from absl import logging
+
+from looplib import _keras
+from looplib.task.trainer import Trainer
+
+
+class LearningRates:
+    """The constant learning rates that a trainer's optimizers were built with.
+
+    Args:
+      trainer: the `Trainer`, before a checkpoint is restored.
+
+    Attributes:
+      built: dict from the optimizer's number among the trainer's to its learning rate; optimizers with a schedule are
+        left out.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._optimizers = {
+            str(number): getattr(optimizer, "inner_optimizer", optimizer)
+            for number, optimizer in enumerate(_keras.optimizers(trainer))
+        }
+        rates = {number: _constant_rate(optimizer) for number, optimizer in self._optimizers.items()}
+        self.built = {number: rate for number, rate in rates.items() if rate is not None}
+
+    def after_restore(self, recorded: dict[str, float], step: int) -> None:
+        """Sets the learning rates that this start was built with where they are new, and says what holds.
+
+        Args:
+          recorded: the `built` of the start that saved the restored checkpoint.
+          step: the global step that was restored.
+        """
+        for number, rate in self.built.items():
+            optimizer = self._optimizers[number]
+            restored = _constant_rate(optimizer)
+            name = type(optimizer).__name__
+            if restored is None or restored == rate:
+                continue
+            if recorded.get(number, rate) != rate:
+                optimizer.learning_rate = rate
+                logging.warning(
+                    "the learning rate of %s is %g from step %d on, as this start sets it; the checkpoint has %g",
+                    name, rate, step, restored,
+                )  # fmt: skip
+            else:
+                logging.warning(
+                    "the learning rate of %s is %g, from the checkpoint of step %d, where the program changed it; it "
+                    "was built with %g",
+                    name, restored, step, rate,
+                )  # fmt: skip
+
+
+def _constant_rate(optimizer: object) -> float | None:
+    """The learning rate of a Keras optimizer; None for a schedule, or where its configuration has none."""
+    try:
+        rate = optimizer.get_config().get("learning_rate")
+    except (AttributeError, NotImplementedError, TypeError):  # an optimizer of one's own without a configuration
+        return None
+    return float(rate) if isinstance(rate, (int, float)) or type(rate).__module__ == "numpy" else None
