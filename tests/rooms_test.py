@@ -130,3 +130,35 @@ def test_a_room_says_what_it_is_for_and_which_names_others_use(folder: pathlib.P
         files = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
         expected = {file: used[f"{module_of(init)}.{file}"] for file in files}
         assert listed == expected, f"{init.relative_to(ROOT)} should list {expected}"
+
+
+def picture() -> str:
+    """Returns the rooms as a Mermaid graph.
+
+    Arrows are imports, without those that a chain of other arrows implies; dotted ones are made inside a function.
+    """
+    below = collections.defaultdict(set)
+    for path in FILES:
+        room = room_of(module_of(path))
+        below[room] |= {room_of(module) for module, _ in imports(path)} - {room, "__init__"}
+    lazy = sorted(room for room in below if "extras" in below[room])
+    below = {room: others - {"extras"} for room, others in below.items() if room not in ("__init__", "__main__")}
+
+    def reached(room: str) -> set[str]:
+        return below[room].union(*map(reached, below[room]))
+
+    arrows = []
+    for room in sorted(below):
+        implied = set().union(*map(reached, below[room]))
+        arrows += [f"    {room} --> {other}" for other in sorted(below[room] - implied)]
+    arrows += [f"    {room.strip('_')} -.-> extras" for room in lazy]
+    return "\n".join(["```mermaid", "graph TD", *arrows, "```"])
+
+
+def test_the_picture_in_the_architecture_shows_the_imports() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert picture() in text, "python tests/rooms_test.py prints the picture to put into docs/architecture.md"
+
+
+if __name__ == "__main__":
+    print(picture())
