@@ -147,7 +147,7 @@ class Controller:
         if self._policy.continue_from:
             self.restored_from, step = continue_from(objects, self._global_step, self._policy.continue_from)
             logging.info("goes on from step %d of %s, with the data from its start", step, self.restored_from)
-            self._store.values.update(input_offset=-step, reported={"train": step})
+            self._store.record.input_offset, self._store.record.reported = -step, {"train": step}
             self._window_start = step
         elif trainer:
             with self._strategy.scope():
@@ -159,8 +159,8 @@ class Controller:
         # What a run wrote that was killed before its first save is void.
         self._continued_from = step, step
 
-    def _build_loops(self, trainer, evaluators, engine, start_step, values):
-        chosen = values.get("engines", {})
+    def _build_loops(self, trainer, evaluators, engine, start_step, record):
+        chosen = record.engines
         settings = dict(
             strategy=self._strategy,
             engine=engine,
@@ -266,11 +266,14 @@ class Controller:
     @property
     def rollbacks(self):
         """How often the run went back to a checkpoint, over all its restarts."""
-        return self._store.values.get("rollbacks", 0)
+        return self._store.record.rollbacks
 
     @property
     def engines(self):
         """What `loop="auto"` has chosen so far: dict from split to `loop`, `chunk` and `seconds_per_step`."""
+        return {split: dataclasses.asdict(choice) for split, choice in self._chosen().items()}
+
+    def _chosen(self):
         return {split: loop.chosen for split, loop in self.loops.items() if loop.chosen}
 
     @property
@@ -422,18 +425,18 @@ class Controller:
         with self.clock.phase("save"):
             for writer in self._writers:
                 writer.flush()  # what the checkpoint calls reported is on disk before it is
-            self._store.save(self.global_step, self._own_state, wait)
+            self._store.save(self.global_step, self._fill_in, wait)
 
-    def _own_state(self):
+    def _fill_in(self, record):
+        """Sets the fields of the `RunRecord` that are not kept up to date while the run trains."""
         self._store.input_state.position = self._training.position() or b""
-        return {
-            "running": self._training.reducer.state(),
-            "optimizers": self._optimizers,
-            "learning_rates": self._learning_rates.built,
-            "actions": self._action_states.save(),
-            "engines": self.engines,
-            **self._settings,
-        }
+        record.running = self._training.reducer.state()
+        record.optimizers = self._optimizers
+        record.learning_rates = self._learning_rates.built
+        record.actions = self._action_states.save()
+        record.engines = self._chosen()
+        record.seed, record.global_batch_size = self._settings["seed"], self._settings["global_batch_size"]
+        record.loop = self._settings["loop"]
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included; changes nothing in the run directory.
@@ -466,26 +469,26 @@ class Controller:
                     raise
                 path = newer
 
-    def _restore(self, path, changes=None):
+    def _restore(self, path, rollback=None):
         with self.clock.phase("restore"):
-            path, step = self._store.restore(path, changes)
+            path, step = self._store.restore(path, rollback)
         if path is None:
             return None
-        values = self._store.values
+        record = self._store.record
         if self._training:
             self._store.check_optimizers(path, self._optimizers)
             self._store.warn_of_changes(step, self._settings)
         self.restored_from, self._torn = path, False
         self._say(f"restored step {step} from {path}")
         if self._training:
-            self._learning_rates.after_restore(values.get("learning_rates", {}), step)
-            self._action_states.load(values.get("actions", {}))
+            self._learning_rates.after_restore(record.learning_rates, step)
+            self._action_states.load(record.actions)
             # After a rollback the data goes on elsewhere than where the checkpoint's position says.
-            position = None if changes else self._store.input_state.position or None
+            position = None if rollback else self._store.input_state.position or None
             self._training.rewind(step + self._store.input_offset, position)
-            self._training.reducer.load(values.get("running", {}))
+            self._training.reducer.load(record.running)
             self._window_start = step
-            self._continued_from = step, values.get("reported", {}).get("train", 0)
+            self._continued_from = step, record.reported.get("train", 0)
         return path
 
     def _say(self, sentence):
@@ -566,7 +569,8 @@ class Controller:
                     try:
                         return self._train_on(target, eval_interval, eval_steps)
                     except Trouble as trouble:
-                        self._restore(*self._store.go_back(trouble))
+                        rollback = self._store.go_back(trouble)
+                        self._restore(rollback.path, rollback)
         except BaseException as error:
             self._finish_save()
             if lost := lost_server(error):
@@ -583,7 +587,7 @@ class Controller:
             logging.error("%s", error)
 
     def _train_on(self, target, eval_interval, eval_steps):
-        step, reported = self.global_step, self._store.values.setdefault("reported", {})
+        step, reported = self.global_step, self._store.record.reported
         if step == target:
             self._say(f"already at step {step}, nothing to train")
         elif target == -1 or step < target:
@@ -648,7 +652,7 @@ class Controller:
             self._evaluate_saved(eval_steps)
         for writer in self._writers:
             writer.flush()
-        return self._store.values.get("train", {})
+        return self._store.record.train
 
     def _check_count(self, step):
         if self.global_step != step:
@@ -673,7 +677,7 @@ class Controller:
             writer.resume(step, {"train": reported, **dict.fromkeys(self._evaluations, evaluated)})
 
     def _standing(self):
-        trained = self._store.values.get("train") if self._training else None
+        trained = self._store.record.train if self._training else None
         return run_json.Standing(
             step=self.global_step,
             metrics={**({"train": trained} if trained else {}), **self._last_evaluation},
@@ -725,7 +729,7 @@ class Controller:
             look_for_nothing_but_skips(step, metrics, step - self._window_start)
             self._window_start = step
             loss = metrics.get(self._training.task.loss_name)
-            look_for_a_jump(self._store.values, step, loss, self._policy.guards, self._steps_per_loop)
+            look_for_a_jump(self._store.record.losses, step, loss, self._policy.guards, self._steps_per_loop)
             if steps and seconds:
                 metrics.setdefault("steps_per_second", round(steps / seconds, 2))
         self._publish("train", step, metrics)
@@ -735,9 +739,9 @@ class Controller:
             self._store.check_lock()
             for writer in self._writers:
                 writer.write(step, split, metrics)
-            self._store.values.setdefault("reported", {})[split] = step
+            self._store.record.reported[split] = step
             if split == "train":
-                self._store.values["train"] = metrics
+                self._store.record.train = metrics
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self))
         return metrics
