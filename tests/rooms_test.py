@@ -5,6 +5,7 @@ import collections
 import graphlib
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import looplib
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
 FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() and path.name != "__pycache__")
 # A room may import from the levels below its own; files and rooms of one level do not import each other, but for the
@@ -156,9 +158,17 @@ def picture() -> str:
 
 
 def test_the_picture_in_the_architecture_shows_the_imports() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    assert picture() in text, "python tests/rooms_test.py prints the picture to put into docs/architecture.md"
+    assert picture() in ARCHITECTURE.read_text(), "run `python tests/rooms_test.py --write`"
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    names = set(re.findall(r"`([\w/]+(?:\.py|/))`", ARCHITECTURE.read_text()))
+    assert len(names) > 30
+    missing = [name for name in names if not (ROOT / name).exists() and not (ROOT / "looplib" / name).exists()]
+    assert not missing, f"docs/architecture.md names {missing}, which are not there"
 
 
 if __name__ == "__main__":
-    print(picture())
+    assert sys.argv[1:] == ["--write"], "usage: python tests/rooms_test.py --write"
+    text = ARCHITECTURE.read_text()
+    ARCHITECTURE.write_text(re.sub(r"```mermaid.*?```", lambda _: picture(), text, flags=re.DOTALL))
