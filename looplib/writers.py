@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from looplib import console, files
 from looplib.errors import UsageError, gist
+from looplib.ownership import event_files
 
 
 class Writer(abc.ABC):
@@ -66,7 +67,8 @@ class TensorBoardWriter(Writer):
     Each (step, split) is one event and stands once in all event files together: a record written again with other
     numbers replaces the first one. A record cut short by a crash is cut off; outside `train/` only in files of this
     host, as another host's job may be about to complete it. Events that are taken out of a file are kept beside it, in
-    a file with "voided" in place of "tfevents" in its name.
+    a file with "voided" in place of "tfevents" in its name. Event files of other programs stay as they are, see
+    `ownership`.
 
     Args:
       directory: the run directory.
@@ -122,7 +124,7 @@ class TensorBoardWriter(Writer):
 
     def _paths(self, split):
         folder = self._folder(split)
-        paths = [os.path.join(folder, name) for name in sorted(_names(folder)) if "tfevents" in name]  # as TensorBoard
+        paths = [os.path.join(folder, name) for name in event_files(self._directory, _names(folder))]
         return [path for path in paths if files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))]
 
     def _keep(self, split, condition):
@@ -138,6 +140,8 @@ class TensorBoardWriter(Writer):
                 if void:
                     _keep_void_events(path, void)
                 _rewrite(path, kept)
+            else:
+                files.make_durable(path)  # of an earlier process, or closed here since the last `sync`
             steps.update(event.step for event in kept if event.HasField("summary"))
         self._steps[split] = steps
 
@@ -225,7 +229,9 @@ def _rewrite(path, events):
     with tf.io.TFRecordWriter(new) as writer:
         for event in events:
             writer.write(event.SerializeToString())
+    files.make_durable(new)
     tf.io.gfile.rename(new, path, overwrite=True)
+    files.make_durable(os.path.dirname(path))
 
 
 class JsonlWriter(Writer):
@@ -280,6 +286,7 @@ class JsonlWriter(Writer):
                 lines = "".join(json.dumps(record) + "\n" for record in void if record not in known)
                 with files.appending(aside) as file:
                     file.write(lines.encode())
+                files.make_durable(aside)
                 logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
             files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in records))
         self._written = {_key(record) for record in records}

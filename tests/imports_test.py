@@ -61,7 +61,7 @@ def test_no_room_imports_a_higher_one():
     import ast
     import pathlib
 
-    order = ["imports", "console", "errors", "files", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "keras_family", "startup", "tpu", "clock", "trainer", "evaluator",
+    order = ["imports", "console", "errors", "files", "ownership", "links", "cluster", "rendezvous", "peers", "local_launch", "origins", "lifting", "keras_family", "startup", "tpu", "clock", "trainer", "evaluator",
              "run_directory", "marker", "commits", "lock", "debuggers", "preemption", "servers", "watchdog", "guards", "fused", "workers", "optimizers", "reductions", "packing", "batch_sizes", "metrics", "checksums", "iterator_state", "feeds", "inputs", "pipelines", "steps", "loops",
              "engines", "coordinator", "snapshots", "state", "nudges", "transfers", "checkpoint_policy", "checkpoint_manager", "preflight", "tasks", "task_loop", "foreign_data", "foreign", "actions", "learning_rates",
              "store", "writers", "runtime", "run_report", "controller", "launch", "comparisons", "checks", "inspection", "__main__"]  # fmt: skip
