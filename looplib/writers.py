@@ -137,6 +137,9 @@ class TensorBoardWriter(Writer):
             if len(kept) < len(events) or (ours and not whole):
                 if split in self._files and self._files[split].path == path:
                     self._files.pop(split).close()
+                elif files.is_open_here(path):  # by `tf.summary`, whose next events would be lost with the old file
+                    logging.warning("%s is open in this process, so %d void events stay in it", path, len(void))
+                    continue
                 if void:
                     _keep_void_events(path, void)
                 _rewrite(path, kept)
