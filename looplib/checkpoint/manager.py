@@ -97,7 +97,9 @@ class Checkpoints:
         self._check()
         tf.io.gfile.makedirs(self.directory)
         self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
+        commits.make_way(self.directory, step)
         if not self._policy.in_background or self._snapshots is None:
+            commits.begin(path)
             self._checkpoint.write(path, self._options)
             self._commit(path, step)
             self._learn_from(path)
@@ -106,6 +108,7 @@ class Checkpoints:
 
         def write():
             try:
+                commits.begin(path)
                 self._snapshots.write(path, snapshot)
                 snapshot.clear()
                 self._commit(path, step)
@@ -149,6 +152,8 @@ class Checkpoints:
         self._check()
         commits.commit(path, step)
         self._prune()
+        if commits.list_is_foreign(self.directory):
+            return
         # For tf.train.latest_checkpoint and other tools, TensorFlow's text file of what there is.
         names = [os.path.basename(done.path) for done in reversed(commits.committed(self.directory))]
         lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]

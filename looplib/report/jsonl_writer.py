@@ -66,6 +66,7 @@ class JsonlWriter(Writer):
                 lines = "".join(json.dumps(record) + "\n" for record in void if record not in known)
                 with files.appending(aside) as file:
                     file.write(lines.encode())
+                files.make_durable(aside)
                 logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
             files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in records))
         self._written = {key(record) for record in records}

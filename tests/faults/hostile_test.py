@@ -9,10 +9,14 @@ import fcntl
 import hashlib
 import json
 import os
+import pathlib
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
+import tensorflow as tf
 import toy
 from conftest import make_strategy
 
@@ -21,6 +25,7 @@ from looplib import files
 from looplib.__main__ import main as cli
 from looplib.checkpoint import commits, marker
 from looplib.errors import UsageError
+from looplib.report.event_files import read_events
 from looplib.report.jsonl_writer import JsonlWriter
 from looplib.report.records import read_jsonl
 
@@ -140,9 +145,12 @@ LINKS = [
     "checkpoints/checkpoint",
     "checkpoints/checkpoint.new",
     "checkpoints/ckpt-8.commit.new",
-    "train/events.out.tfevents.0000000001.host.1.v2",
+    "checkpoints/ckpt-6.unfinished",
+    "checkpoints/ckpt-8.unfinished",
+    "checkpoints/ckpt-8.unfinished.new",
+    "train/events.out.tfevents.0000000001.000000.host.1.v2",
     "train/events.out.rewritten.1.v2",
-    "eval/other/events.out.tfevents.0000000001.host.1.v2",
+    "eval/other/events.out.tfevents.0000000001.000000.host.1.v2",
 ]
 
 
@@ -199,7 +207,8 @@ MAKE = [make_fifo, make_directory, make_endless, make_deep, make_bytes, make_oth
 
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
-    "name", ["lock", "run.json", "metrics.jsonl", "metrics.voided.jsonl", "train/events.out.tfevents.0000000001.x.1.v2"]
+    "name",
+    ["lock", "run.json", "metrics.jsonl", "metrics.voided.jsonl", "train/events.out.tfevents.0000000001.000000.x.1.v2"],
 )
 def test_side_files_never_block_a_start(name, make, folder):
     path = folder / name
@@ -247,6 +256,129 @@ def test_a_checkpoint_is_read_through_before_tensorflow_is_given_it(folder):
             controller.restore_checkpoint(path)
         assert controller.global_step == 6
         controller.train(7)
+
+
+# Another program that writes to the run directory.
+
+
+def write_as_another_program(folder):
+    """What another program of TensorFlow leaves there, and is about to append to."""
+    for name in ("train", "eval", "eval/other"):
+        with tf.summary.create_file_writer(f"{folder}/{name}").as_default():
+            for step in range(12):
+                tf.summary.scalar("accuracy", step, step)
+    checkpoint = tf.train.Checkpoint(v=tf.Variable(1.0))
+    manager = tf.train.CheckpointManager(checkpoint, f"{folder}/checkpoints", max_to_keep=None)
+    for step in (3, 8, 50):
+        manager.save(step)
+
+
+def train_with_summaries(folder, steps):
+    """Trains, and writes summaries of its own beside looplib's."""
+    summaries = tf.summary.create_file_writer(f"{folder}/train")
+    with start(folder, keep=9) as controller, summaries.as_default():
+        for step in range(controller.global_step + 1, steps + 1):
+            controller.train(step)
+            tf.summary.scalar("own", step, step)
+
+
+def in_another_process(call):
+    paths = [str(pathlib.Path(__file__).parents[2] / part) for part in ("", "tests", "tests/faults")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    code = f"import hostile_test; hostile_test.{call}"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """What another program has left."""
+    folder = tmp_path_factory.mktemp("left")
+    in_another_process(f"write_as_another_program({str(folder)!r})")
+    (path,) = (folder / "eval").glob("*tfevents*")
+    path.write_bytes(path.read_bytes()[:-5])  # it is being written
+    return folder
+
+
+def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
+    shutil.copytree(left, folder, dirs_exist_ok=True)
+    checkpoints = folder / "checkpoints"
+    for _ in range(2):
+        with start(folder) as controller:
+            assert controller.restored_from.endswith("ckpt-6")
+            text = (
+                f"ckpt-3, ckpt-8, ckpt-50 in {checkpoints} have no marker of looplib, so they do not count; they stay"
+            )
+            assert text in caplog.text
+    expected = contents(left)
+    assert expected.items() <= contents(folder).items()
+    with start(folder) as controller:
+        controller.restore_checkpoint(checkpoints / "ckpt-4")  # what came after is void
+        controller.train_and_evaluate(10, 2)
+        controller.save_checkpoint()
+    assert [saved.step for saved in looplib.checkpoints(folder)] == [10, 8]
+    aside = {name: content for name, content in contents(checkpoints / "set_aside" / "ckpt-8").items()}
+    assert aside == {name.split("/")[1]: expected.pop(name) for name in list(expected) if "/ckpt-8." in name}
+    assert (
+        len(aside) == 2 and "files of ckpt-8 without looplib's marker were in the way of a save; now in" in caplog.text
+    )
+    assert expected.items() <= contents(folder).items()
+    steps = [r["step"] for r in read_jsonl(str(folder / "metrics.jsonl")) if r["split"] == "train"]
+    assert steps == [*range(1, 11)]
+
+
+def test_void_summaries_of_the_program_itself_are_taken_out_and_kept(tmp_path):
+    """Of a process that has ended, too: the run record names it."""
+    folder = tmp_path / "run"
+    in_another_process(f"train_with_summaries({str(folder)!r}, 6)")
+
+    def steps(pattern):
+        paths = sorted((folder / "train").glob(pattern))
+        found = [event for path in paths for event in read_events(str(path))[0]]
+        return [event.step for event in found for value in event.summary.value if value.tag == "own"]
+
+    assert steps("*tfevents*") == [1, 2, 3, 4, 5, 6]
+    with start(folder) as controller:
+        controller.restore_checkpoint(folder / "checkpoints" / "ckpt-4")
+        controller.train(7)
+    assert steps("*tfevents*") == [1, 2, 3, 4] and steps("*voided*") == [5, 6]
+
+
+class Killed(BaseException):
+    """Stands for a kill between two operations on files."""
+
+
+@pytest.mark.parametrize("what", ["remove", "set_aside"])
+def test_a_deletion_or_a_move_cut_off_anywhere_leaves_nothing_that_looks_foreign(what, folder, monkeypatch):
+    directory = str(folder / "checkpoints")
+    (saved,) = [saved for saved in commits.committed(directory) if saved.step == 6]
+    whole = shutil.copytree(directory, folder / "copy")
+    done, number = False, 0
+    while not done:
+        number += 1
+        shutil.rmtree(directory)
+        shutil.copytree(whole, directory)
+        left = [number]
+        with monkeypatch.context() as patch:
+            for module, name in ((tf.io.gfile, "rename"), (tf.io.gfile, "remove"), (os, "rename")):
+
+                def counted(*arguments, own=getattr(module, name), **options):
+                    left[0] -= 1
+                    if left[0] == 0:
+                        raise Killed
+                    return own(*arguments, **options)
+
+                patch.setattr(module, name, counted)
+            try:
+                commits.remove(saved) if what == "remove" else commits.set_aside(directory, 6)
+                done = True
+            except Killed:
+                pass
+        assert commits.foreign(directory) == []
+        intact = commits.newest_intact(directory, tidy=True)
+        assert intact.step == (6 if number == 1 or (what == "set_aside" and number == 2) else 4)
+        left_over = [name for name in os.listdir(directory) if name.startswith("ckpt-6")]
+        assert intact.step == 6 or left_over == []
+    assert number == {"remove": 5, "set_aside": 6}[what]
 
 
 # The lock and the directory.
@@ -356,7 +488,6 @@ def test_records_that_other_processes_append_while_one_rewrites_are_not_lost(tmp
 
 def test_after_a_failed_step_nothing_is_saved_or_trained_on_before_a_restore(keras, tmp_path):
     """A step that updates one variable and fails before the next one."""
-    import tensorflow as tf
 
     class Torn(toy.Regression):
         def __init__(self):
