@@ -87,6 +87,8 @@ def events(folder):
     """All scalars in the event files: list of (split, tag, step, value)."""
     found = []
     for path in sorted(glob.glob(f"{folder}/**/*tfevents*", recursive=True)):
+        if os.path.islink(path) or not os.path.isfile(path):
+            continue  # somebody else's
         split = os.path.relpath(os.path.dirname(path), folder)
         for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
             event = tf.compat.v1.Event.FromString(record)
