@@ -1,11 +1,11 @@
 """Checkpoints of one run: saved in the background, pruned by the policy, restored strictly."""
 
 import dataclasses
-import json
 import os
 import tempfile
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -297,12 +297,73 @@ def peek(path):
     try:
         reader = tf.train.load_checkpoint(path)
         step = int(reader.get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
-        return step, json.loads(reader.get_tensor("run_state/.ATTRIBUTES/py_state"))
-    except (ValueError, IndexError, tf.errors.OpError) as error:
+        values = files.parse_json(reader.get_tensor("run_state/.ATTRIBUTES/py_state").decode())
+        _check_state(path, step, values)
+        return step, values
+    except (ValueError, IndexError, TypeError, AttributeError, tf.errors.OpError) as error:
         raise UsageError(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
-            "such as <model_dir>/checkpoints/ckpt-1000"
+            "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
         ) from error
+
+
+def _check_state(path: str, step: int, values: Any) -> None:
+    """Raises `ValueError` for a step or a value of another kind than looplib saves: it may come from somebody else."""
+    if os.path.basename(path) != f"ckpt-{step}":
+        raise ValueError(f"the step in it is {step}")
+    if not isinstance(values, dict):
+        raise ValueError("its run state is of another type")
+    for name, is_right in _KINDS.items():
+        if name in values and not is_right(values[name]):
+            raise ValueError(f"{name} in its run state is {values[name]!r:.80}")
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and abs(value) < 1 << 62
+
+
+def _number(value: Any) -> bool:
+    return type(value) is float or _whole(value)
+
+
+def _dict_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(is_right, value.values()))
+
+
+def _list_of(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_right, value))
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _running(value: Any) -> bool:
+    """Whether these are the sums of a window of metrics: names, and as many numbers for each replica."""
+    if value == {}:
+        return True
+    if not isinstance(value, dict) or not _list_of(_text)(value.get("names")):
+        return False
+    totals = value.get("totals")
+    return _list_of(_list_of(_number))(totals) and len({len(numbers) for numbers in totals}) == 1
+
+
+def _engine(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("loop") in ("graph", "xla") and _whole(value.get("chunk"))
+
+
+_KINDS = {
+    "running": _running,
+    "reported": _dict_of(_whole),
+    "train": _dict_of(_number),
+    "losses": _list_of(_number),
+    "rollbacks": _whole,
+    "input_offset": _whole,
+    "optimizers": _list_of(_text),
+    "learning_rates": _dict_of(_number),
+    "engines": _dict_of(_engine),
+    "actions": lambda value: isinstance(value, dict),
+}
 
 
 def _keys(path):

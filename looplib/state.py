@@ -2,12 +2,14 @@
 
 import io
 import json
+import zipfile
 import zlib
 
 import numpy as np
 import tensorflow as tf
 
 from looplib import keras_family
+from looplib.errors import UsageError, gist
 from looplib.snapshots import variables_below
 from looplib.workers import Workers
 
@@ -96,9 +98,22 @@ class ReplicaState(tf.train.experimental.PythonState):
         self._saved = string_value
 
     def apply(self):
-        """Gives each replica its own values again, after all else is restored."""
+        """Gives each replica its own values again, after all else is restored.
+
+        Raises:
+          UsageError: if they are not what `serialize` returned.
+        """
         if not self._saved:
             return
+        try:
+            self._assign()
+        except (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, tf.errors.OpError) as error:
+            raise UsageError(
+                f"the state of replicas in the checkpoint cannot be read ({gist(error)}); name another checkpoint, or "
+                "move this one away"
+            ) from error
+
+    def _assign(self) -> None:
         with np.load(io.BytesIO(self._saved)) as arrays:
             for number, values in arrays.items():
                 parts = self._parts[int(number)] if int(number) < len(self._parts) else ()

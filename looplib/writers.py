@@ -242,7 +242,7 @@ class JsonlWriter(Writer):
 
     def __init__(self, path):
         self._path = path
-        self._written = {_key(record) for record in read_jsonl(path)}
+        self._written, self._size = set(), -1  # the records in the file, and its size when they were read
         if _cut_short(path):
             self._keep(lambda record: True)
 
@@ -255,15 +255,24 @@ class JsonlWriter(Writer):
         """Appends one line."""
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"step": step, "split": split, **numbers}
-        if (step, split) in self._written:
+        while not self._append(record):
             if record in read_jsonl(self._path):
                 return
-            self._keep(lambda record: _key(record) != (step, split))
-        if _cut_short(self._path):  # by a crash of another job, or by a full disk that the caller got over
-            self._keep(lambda record: True)
-        with files.appending(self._path) as file:
-            file.write(f"{json.dumps(record)}\n".encode())
-        self._written.add((step, split))
+            self._keep(lambda other: _key(other) != (step, split))
+
+    def _append(self, record):
+        """Appends a record; returns False if its place is taken, or a crash or a full disk has cut the file short."""
+        line = f"{json.dumps(record)}\n".encode()
+        with files.appending(self._path) as file:  # alone, so that no other job writes this record meanwhile
+            size = tf.io.gfile.stat(self._path).length if tf.io.gfile.exists(self._path) else 0
+            if size != self._size:
+                self._written = {_key(other) for other in read_jsonl(self._path)}
+            if _key(record) in self._written or _cut_short(self._path):
+                return False
+            file.write(line)
+        self._size = size + len(line)
+        self._written.add(_key(record))
+        return True
 
     def sync(self) -> None:
         """See `Writer`."""
@@ -282,7 +291,7 @@ class JsonlWriter(Writer):
                     file.write(lines.encode())
                 logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
             files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in records))
-        self._written = {_key(record) for record in records}
+        self._size = -1
 
 
 def _key(record):
