@@ -195,7 +195,9 @@ def test_a_second_hangup_ends_no_worker_that_saves(tmp_path):
 
 
 def test_a_hangup_that_the_launcher_was_started_to_ignore_stays_ignored(tmp_path):
-    launched = Launched(tmp_path, "time.sleep(3)", before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); ")
+    launched = Launched(
+        tmp_path, "time.sleep(3)", before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    )
     launched.wait_for(["worker0", "worker1"])
     launched.process.send_signal(signal.SIGHUP)
     assert launched.end(30)[0] == 0

@@ -310,6 +310,7 @@ except KeyboardInterrupt:
 again.append(True)
 controller.train(20)
 print("weights", [w.tolist() for w in trainer.weights()])
+print("a step took", preemption.notice.step_seconds, file=sys.stderr)
 """
 
 
@@ -383,6 +384,14 @@ def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_
     code, _, errors = interrupted(tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0)
     assert code == 75 and "did not end in time" not in errors, errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
+
+
+def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(tmp_path):
+    """20 steps in one call, of which one takes 5 s and is suspended for 3.5 s of them."""
+    code, _, errors = interrupted(tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0)
+    assert code == 0, errors
+    seconds = float(errors.rpartition("a step took ")[2])
+    assert 1.5 / 20 < seconds < 3.5 / 20
 
 
 @pytest.mark.parametrize("first", preemption.SIGNALS)
