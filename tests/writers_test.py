@@ -495,3 +495,16 @@ def test_a_full_disk_raises_and_spoils_nothing(kind, tmp_path):
 )
 def test_numbers_for_people(value, text):
     assert format_number(value) == text
+
+
+def test_a_record_that_another_job_has_written_meanwhile_is_not_written_again(tmp_path):
+    path = str(tmp_path / "metrics.jsonl")
+    training, job = JsonlWriter(path), JsonlWriter(path)
+    training.write(10, "train", {"loss": 1.0})
+    job.write(10, "eval", {"accuracy": 0.5})
+    training.write(10, "eval", {"accuracy": 0.5})
+    training.write(20, "eval", {"accuracy": 0.75})
+    job.write(20, "eval", {"accuracy": 0.5})
+    assert [(r["step"], r["split"], r.get("accuracy")) for r in read_jsonl(path)] == [
+        (10, "train", None), (10, "eval", 0.5), (20, "eval", 0.5),
+    ]  # fmt: skip

@@ -302,11 +302,13 @@ def peek(path: str) -> tuple[int, RunRecord]:
     try:
         reader = tf.train.load_checkpoint(path)
         step = int(reader.get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
+        if os.path.basename(path) != f"ckpt-{step}":
+            raise ValueError(f"the step in it is {step}")
         text = reader.get_tensor("run_state/.ATTRIBUTES/py_state")
     except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
-            "such as <model_dir>/checkpoints/ckpt-1000"
+            "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
         ) from error
     record = RunRecord.from_json(text, path)
     if not 0 <= step + record.input_offset < _MOST_STEPS:

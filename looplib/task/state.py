@@ -1,6 +1,7 @@
 """What the state of a run is: the objects that a checkpoint holds."""
 
 import io
+import zipfile
 import zlib
 
 import numpy as np
@@ -8,6 +9,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
+from looplib.errors import UsageError, gist
 
 
 class InputState(tf.train.experimental.PythonState):
@@ -74,9 +76,22 @@ class ReplicaState(tf.train.experimental.PythonState):
         self._saved = string_value
 
     def apply(self):
-        """Gives each replica its own values again, after all else is restored."""
+        """Gives each replica its own values again, after all else is restored.
+
+        Raises:
+          UsageError: if they are not what `serialize` returned.
+        """
         if not self._saved:
             return
+        try:
+            self._assign()
+        except (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, tf.errors.OpError) as error:
+            raise UsageError(
+                f"the state of replicas in the checkpoint cannot be read ({gist(error)}); name another checkpoint, or "
+                "move this one away"
+            ) from error
+
+    def _assign(self) -> None:
         with np.load(io.BytesIO(self._saved)) as arrays:
             for number, values in arrays.items():
                 parts = self._parts[int(number)] if int(number) < len(self._parts) else ()

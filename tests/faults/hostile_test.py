@@ -6,11 +6,9 @@ tampered with, and compares the victim, bit by bit.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import pathlib
-import random
 import shutil
 import subprocess
 import sys
@@ -19,11 +17,11 @@ import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
+from tampering import MAKE, rewrite_marker
 
 import looplib
-from looplib import files
 from looplib.__main__ import main as cli
-from looplib.checkpoint import commits, marker
+from looplib.checkpoint import commits
 from looplib.errors import UsageError
 from looplib.report.event_files import read_events
 from looplib.report.jsonl_writer import JsonlWriter
@@ -80,13 +78,6 @@ def untouched(victim):
     before = contents(victim)
     yield
     assert contents(victim) == before
-
-
-def rewrite_marker(path, **changes):
-    """Changes a marker and gives it the checksum that belongs to it."""
-    fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"} | changes
-    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({**fields, "sha256": checksum}))
 
 
 @pytest.mark.parametrize("name", ["{victim}/notes", "../../victim/notes", "../metrics.jsonl", "ckpt-6.index", "", "."])
@@ -175,34 +166,6 @@ def test_a_link_in_place_of_a_folder_is_refused(name, folder, victim):
     path.symlink_to(victim / name.replace("/set_aside", ""))
     with pytest.raises(UsageError, match=f"{name} is a symbolic link, and looplib writes and deletes nothing outside"):
         start(folder)
-
-
-def make_fifo(path):
-    os.mkfifo(path)
-
-
-def make_directory(path):
-    path.mkdir()
-    (path / "something").write_text("else")
-
-
-def make_endless(path):
-    path.symlink_to("/dev/zero")
-
-
-def make_deep(path):
-    path.write_text("[" * 100_000)
-
-
-def make_bytes(path):
-    path.write_bytes(bytes(range(256)))
-
-
-def make_other_types(path):
-    path.write_text('{"step": [1], "split": {}}\n7\nnull\n"text"\n{"status": 3, "starts": [1], "seconds": 5}\n')
-
-
-MAKE = [make_fifo, make_directory, make_endless, make_deep, make_bytes, make_other_types]
 
 
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
@@ -522,105 +485,3 @@ def test_after_a_failed_step_nothing_is_saved_or_trained_on_before_a_restore(ker
         assert float(trainer.first) == float(trainer.second) == 4
         controller.train(8)
         assert float(trainer.first) == float(trainer.second) == 8
-
-
-# Fuzzing.
-
-
-def mutated(content, chance):
-    """Bytes changed in one of several ways."""
-    content = bytearray(content)
-    way = chance.randrange(6)
-    place = chance.randrange(len(content) + 1)
-    if way == 0:
-        del content[place:]
-    elif way == 1:
-        content[place:place] = bytes(chance.randrange(256) for _ in range(chance.randrange(1, 20)))
-    elif way == 2:
-        for _ in range(chance.randrange(1, 8)):
-            if content:
-                content[chance.randrange(len(content))] = chance.randrange(256)
-    elif way == 3:
-        content[place:] = content[: len(content) - place]
-    elif way == 4:
-        for old, new in (
-            (b"0", b"-1"),
-            (b"1", b"1e999"),
-            (b'"', b""),
-            (b"{", b"["),
-            (b"ckpt", b"../x"),
-            (b"6", b"null"),
-        ):
-            if chance.random() < 0.3:
-                content = bytearray(bytes(content).replace(old, new, chance.randrange(1, 4)))
-    else:
-        content = content * chance.randrange(2, 5)
-    return bytes(content)
-
-
-def fields_mutated(text, chance):
-    """A marker with a value of another kind somewhere, and a checksum that fits."""
-    fields = {key: value for key, value in json.loads(text).items() if key != "sha256"}
-    values = [
-        None,
-        -1,
-        10**40,
-        1e308,
-        "",
-        "../x",
-        "/etc/passwd",
-        [],
-        {},
-        [[]],
-        True,
-        "\x00",
-        {"bytes": 0},
-        "ckpt-6.index",
-    ]
-    for _ in range(chance.randrange(1, 4)):
-        holder = fields
-        key = chance.choice(list(holder))
-        while isinstance(holder[key], dict) and holder[key] and chance.random() < 0.7:
-            holder = holder[key]
-            key = chance.choice(list(holder))
-        if chance.random() < 0.3:
-            holder[str(chance.choice(values))] = chance.choice(values)
-        else:
-            holder[key] = chance.choice(values)
-    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**fields, "sha256": checksum})
-
-
-MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", "100"))
-
-
-def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anything_else(stopped, victim, tmp_path):
-    """What a start does with them, without the training: list, verify, tidy, read records and reports, inspect."""
-    from looplib.report import run_json
-    from looplib.report.tensorboard_writer import TensorBoardWriter
-
-    chance = random.Random(1)
-    kinds = ["checkpoints/ckpt-6.commit", "checkpoints/ckpt-4.commit", "metrics.jsonl", "run.json", "lock"]
-    refused = 0
-    for number in range(MUTATIONS):
-        folder = shutil.copytree(stopped, tmp_path / "run")
-        path = folder / chance.choice([*kinds, f"train/{os.listdir(folder / 'train')[0]}"])
-        if path.suffix == ".commit" and chance.random() < 0.5:
-            path.write_text(fields_mutated(path.read_text(), chance))
-        else:
-            path.write_bytes(mutated(path.read_bytes(), chance))
-        try:
-            found = commits.newest_intact(str(folder / "checkpoints"), tidy=True)
-            assert found is None or found.step in (4, 6)
-            for saved in looplib.checkpoints(folder):
-                commits.remove(saved)
-        except UsageError as error:  # a higher format number, with a checksum that fits
-            refused += 1
-            assert "has the format" in str(error), number
-        run_json.read(str(folder / "run.json"))
-        JsonlWriter(str(folder / "metrics.jsonl")).resume(4, {"train": 3})
-        TensorBoardWriter(str(folder)).resume(4, {"train": 3})
-        assert cli(["inspect", str(folder)]) in (0, 1, 2)
-        shutil.rmtree(folder)
-    assert refused < MUTATIONS / 4
-    assert marker.FORMAT == 1 and files.parse_json("1") == 1

@@ -93,6 +93,8 @@ def events(folder):
     """All scalars in the event files, of each up to where it is cut short: list of (split, tag, step, value)."""
     found = []
     for path in sorted(glob.glob(f"{folder}/**/*tfevents*", recursive=True)):
+        if os.path.islink(path) or not os.path.isfile(path):
+            continue  # somebody else's
         split = os.path.relpath(os.path.dirname(path), folder)
         with contextlib.suppress(tf.errors.DataLossError):
             for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
