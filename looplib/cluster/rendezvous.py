@@ -50,16 +50,16 @@ class _Meeting:
         """Waits, at the chief, until all others have come."""
         links_here: list[links.Link] = []
         present: dict[int, links.Link] = {}
-        beat, told = time.monotonic(), time.monotonic() + 10
+        beat, remind = time.monotonic(), time.monotonic() + 10
         with self._listen() as listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             try:
                 while missing := [i for i in range(1, len(self._cluster.workers)) if i not in present]:
                     if time.monotonic() >= self._deadline:
                         raise self._lacking(missing, present)
-                    if time.monotonic() >= told:
+                    if time.monotonic() >= remind:
                         console.say(f"looplib: waiting for {self._names(missing)}")
-                        told = float("inf")
+                        remind = float("inf")
                     for key, _ in selector.select(min(self._beat, 0.2)):
                         if key.fileobj is listener:
                             links_here.append(links.Link(listener.accept()[0]))
