@@ -14,7 +14,7 @@ import tensorflow as tf
 from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.errors import UsageError
 from looplib.loop import example_checksum
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 # Not compared bit by bit.
 _NOT_COMPARED = (
@@ -162,10 +162,10 @@ def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tupl
         ):
             numbers[split, f"step {step} {split} {name}"] = record[name]
     run = _report(folder)
-    _, state = peek(final_checkpoint(folder))
+    _, record = peek(final_checkpoint(folder))
+    state = dataclasses.asdict(record)
     if replicas_differ:  # then the totals of the replicas are compared as a sum
-        running = state.get("running", {})
-        running["totals"] = np.sum(running.get("totals", []), axis=0).tolist()
+        state["running"]["totals"] = np.sum(state["running"].get("totals", []), axis=0).tolist()
     for title, tree in (
         ("run.json", {key: run.get(key) for key in ("status", "step", "metrics")}),
         ("run_state of the final checkpoint", state),
