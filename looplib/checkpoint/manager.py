@@ -62,11 +62,6 @@ class Checkpoints:
         self._thread = None
         self._error = None
 
-    @property
-    def latest(self):
-        """The path of the newest committed checkpoint, or None."""
-        return latest_checkpoint(self.directory)
-
     def save(self, step, wait):
         """Saves the state as `ckpt-<step>`.
 
