@@ -36,5 +36,5 @@ lint: env
 
 # Debian: apt-get install bazel-bootstrap bazel-rules-java. Tests run with the environment's Python, found on the PATH.
 bazel: env
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build //...
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test //:tests/build_test //:tests/clock_test
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build --config=debian //...
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test --config=debian //tests:build_test //tests:clock_test

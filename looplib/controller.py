@@ -25,7 +25,7 @@ from looplib.loop import task_loop
 from looplib.loop.engines import ENGINES
 from looplib.report import run_json
 from looplib.report.clock import Clock
-from looplib.report.writers import make_writers
+from looplib.report.writers import Writers, make_writers
 from looplib.task import checks, perturbation
 from looplib.task.actions import ActionStates, Event
 from looplib.task.learning_rates import LearningRates
@@ -116,7 +116,7 @@ class Controller:
         self._continued_from, self._save_noted = None, False
         self._torn = False  # a step has failed, and nobody knows which variables it had updated by then
         self.restored_from = None
-        self._training, self._evaluations, self._writers = None, {}, []
+        self._training, self._evaluations, self._writers = None, {}, Writers([])
 
         if trainer:
             checkpoints.check(dict.fromkeys(evaluators), self._model_dir)
@@ -124,7 +124,8 @@ class Controller:
         self._directory = RunDirectory(self._model_dir, checkpoints, trainer is not None, self._workers, self._give_up)
         self.report = self._make_report(config)
         self._directory.check_nothing_is_lost(self.report.saved_step)
-        self._writers = make_writers(writers, self._directory.writable and self._model_dir) if self.is_chief else []
+        if self.is_chief:
+            self._writers = make_writers(writers, self._model_dir if self._directory.writable else None)
         self._build_loops(trainer, evaluators, loop, *self._directory.peek())
         if trainer:
             checkpoints.check({name: loop.metric_names for name, loop in self._evaluations.items()}, self._model_dir)
@@ -136,7 +137,9 @@ class Controller:
         if self._training:
             self._training.warn_of_what_is_not_saved(objects)
         own = ReplicaState(self._strategy, differing_variables(self._strategy, trainer, objects)) if trainer else None
-        self._store = Store(self._directory, checkpoints, self._workers, objects, self._global_step, own, self._sync)
+        self._store = Store(
+            self._directory, checkpoints, self._workers, objects, self._global_step, own, self._writers.sync
+        )
         if self._directory.start:
             self._restore_start(self._directory.start.path)
         else:
@@ -428,8 +431,7 @@ class Controller:
     def _save(self, wait):
         """Saves, unless this step is saved; returns when it is committed, or at once if `wait` is not set."""
         with self.clock.phase("save"):
-            for writer in self._writers:
-                writer.flush()  # what the checkpoint calls reported is on disk before it is
+            self._writers.flush()  # what the checkpoint calls reported is on disk before it is
             if self._recovery.may_save(self.global_step):
                 self._store.save(self.global_step, self._fill_in, wait)
 
@@ -500,8 +502,7 @@ class Controller:
     def _say(self, sentence):
         """Tells the user something about the run, in the log and on the console."""
         logging.info("%s", sentence)
-        for writer in self._writers:
-            writer.note(sentence)
+        self._writers.note(sentence)
 
     def stop(self):
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
@@ -525,9 +526,8 @@ class Controller:
                 stack.callback(self._directory.release)
             if self._store is not None:
                 stack.callback(self._store.wait)
-            for part in (*self._writers, *self.loops.values()):
+            for part in (self._writers, *self.loops.values()):
                 stack.callback(part.close)
-            self._writers = []
 
     def _give_up(self):
         """Closes this controller, because another one of the process is being built for its directory."""
@@ -645,8 +645,7 @@ class Controller:
                 self._leave(step)
             if eval_interval and step % eval_interval == 0 and done and step != target:
                 self._evaluate_saved(eval_steps)
-            for writer in self._writers:
-                writer.progress(step, None if target == -1 else target)
+            self._writers.progress(step, None if target == -1 else target)
             if ended:
                 self._training.note_end(step, target)
                 break
@@ -659,8 +658,7 @@ class Controller:
             self._report(step, mark)
         if evaluation_due(step):
             self._evaluate_saved(eval_steps)
-        for writer in self._writers:
-            writer.flush()
+        self._writers.flush()
         return self._store.record.train
 
     def _check_count(self, step):
@@ -670,10 +668,6 @@ class Controller:
                 "or an action assigns global_step, which the controller counts itself; leave that out"
             )
 
-    def _sync(self):
-        for writer in self._writers:
-            writer.sync()
-
     def _drop_what_comes_after(self, eval_interval):
         """Moves later checkpoints and records of the run aside, once the training continues from an earlier step."""
         if self._continued_from is None:
@@ -682,8 +676,7 @@ class Controller:
         # An evaluation at the end of an earlier training is not one of a longer training's.
         evaluated = step if not eval_interval or step % eval_interval == 0 else step - 1
         self._store.set_newer_aside(step)
-        for writer in self._writers:
-            writer.resume(step, {"train": reported, **dict.fromkeys(self._evaluations, evaluated)})
+        self._writers.resume(step, {"train": reported, **dict.fromkeys(self._evaluations, evaluated)})
 
     def _standing(self):
         trained = self._store.record.train if self._training else None
@@ -705,8 +698,7 @@ class Controller:
             raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
         if self._store:
             self._save(wait=True)
-        for writer in self._writers:
-            writer.flush()
+        self._writers.flush()
         kept = self._directory.agreed_latest()
         saved = f"saved in {kept}; the same command goes on from there" if kept else "without a model_dir to save to"
         raise Preempted(f"ended by {signal} at step {step}, {saved}")
@@ -746,8 +738,7 @@ class Controller:
     def _publish(self, split, step, metrics):
         with self.clock.phase("report"):
             self._directory.check_lock()
-            for writer in self._writers:
-                writer.write(step, split, metrics)
+            self._writers.write(step, split, metrics)
             self._store.record.reported[split] = step
             if split == "train":
                 self._store.record.train = metrics

@@ -12,7 +12,7 @@ import tensorflow as tf
 from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.errors import UsageError
 from looplib.loop import example_checksum
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 # Bit by bit, that is: the state of the run is JSON, and compared value by value.
 _NOT_COMPARED = (
