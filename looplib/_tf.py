@@ -8,6 +8,7 @@ line of the user's program started TensorFlow's devices.
 """
 
 import gc
+import logging as python_logging
 import os
 import sys
 import traceback
@@ -21,9 +22,12 @@ finally:
     if _collects:
         gc.enable()
 
+from absl import logging
+
 from looplib import _keras, source_locations
 from looplib.errors import UsageError, gist
 
+_FOLDER = os.path.dirname(tf.__file__) + os.sep
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 _noted = ""
@@ -107,6 +111,22 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
         f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the same "
         "command goes on from the newest checkpoint"
     )
+
+
+def log_warnings_only() -> None:
+    """Leaves TensorFlow's own notes out of the log; its warnings and errors stay."""
+    tf.get_logger().setLevel("WARNING")
+    logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
+
+
+def log_errors_only() -> None:
+    """Leaves TensorFlow's own warnings out of the log, too."""
+    tf.get_logger().setLevel("ERROR")
+
+
+def is_note(record: python_logging.LogRecord) -> bool:
+    """Whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
+    return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
 
 
 watch()

@@ -9,6 +9,7 @@ Names that other rooms may use, by file:
     optimizers: TrainingOptimizers
     packing: none
     reducer: Reducer
+    schedule: none
     step: none
     task_loop: as_numbers, check_evaluation, make_loop
 """
