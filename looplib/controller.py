@@ -9,8 +9,9 @@ from absl import logging
 
 from looplib import _keras, console, runtime
 from looplib._tf import lost_server
-from looplib.checkpoint import run_directory
 from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.recovery import Recovery
+from looplib.checkpoint.run_directory import RunDirectory, resolve
 from looplib.checkpoint.store import Store
 from looplib.checkpoint.warm_start import continue_from, warm_start
 from looplib.cluster.collectives import Workers
@@ -105,7 +106,7 @@ class Controller:
         self._policy = checkpoints
         self._actions = list(actions)
         self._action_states = ActionStates(self._actions)
-        self._model_dir = run_directory.resolve(model_dir) if model_dir else None
+        self._model_dir = resolve(model_dir) if model_dir else None
         self._global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._stopped = self._training_now = self._closed = False
         self._window_start = 0
@@ -117,28 +118,32 @@ class Controller:
 
         if trainer:
             checkpoints.check(dict.fromkeys(evaluators), self._model_dir)
-        self._store = Store(self._model_dir, checkpoints, trainer is not None, self._workers, self._give_up)
+        self._directory = self._store = self._recovery = None
+        self._directory = RunDirectory(self._model_dir, checkpoints, trainer is not None, self._workers, self._give_up)
         self.report = self._make_report(config)
-        self._store.check_nothing_is_lost(self.report.saved_step)
+        self._directory.check_nothing_is_lost(self.report.saved_step)
         if self.is_chief:
-            self._writers = make_writers(writers, self._model_dir if self._store.writable else None)
-        self._build_loops(trainer, evaluators, loop, *self._store.peek())
+            self._writers = make_writers(writers, self._model_dir if self._directory.writable else None)
+        self._build_loops(trainer, evaluators, loop, *self._directory.peek())
         if trainer:
             checkpoints.check({name: loop.metric_names for name, loop in self._evaluations.items()}, self._model_dir)
             self._learning_rates = LearningRates(trainer)
         self._watchdog = Watchdog(
-            self.clock, self._progress, lambda: self._store.latest, self._policy.guards.stall_limit
+            self.clock, self._progress, lambda: self._directory.latest, self._policy.guards.stall_limit
         )
         objects = checks.collect_state(trainer, evaluators)
         if self._training:
             self._training.warn_of_what_is_not_saved(objects)
         own = ReplicaState(self._strategy, differing_variables(self._strategy, trainer, objects)) if trainer else None
-        self._store.open(objects, self._global_step, own, self._writers.sync)
-        if self._store.start:
-            self._restore_start(self._store.start.path)
+        self._store = Store(
+            self._directory, checkpoints, self._workers, objects, self._global_step, own, self._writers.sync
+        )
+        if self._directory.start:
+            self._restore_start(self._directory.start.path)
         else:
             self._start(trainer, objects)
-        self._store.guard(objects)
+        if trainer:
+            self._recovery = Recovery(self._store, self._directory, checkpoints.guards, self._workers, objects)
 
     # Building.
 
@@ -148,7 +153,7 @@ class Controller:
         if self._policy.continue_from:
             self.restored_from, step = continue_from(objects, self._global_step, self._policy.continue_from)
             logging.info("goes on from step %d of %s, with the data from its start", step, self.restored_from)
-            self._store.values.update(input_offset=-step, reported={"train": step})
+            self._store.record.input_offset, self._store.record.reported = -step, {"train": step}
             self._window_start = step
         elif trainer:
             with self._strategy.scope():
@@ -160,8 +165,8 @@ class Controller:
         # What a run wrote that was killed before its first save is void.
         self._continued_from = step, step
 
-    def _build_loops(self, trainer, evaluators, engine, start_step, values):
-        chosen = values.get("engines", {})
+    def _build_loops(self, trainer, evaluators, engine, start_step, record):
+        chosen = record.engines
         settings = dict(
             strategy=self._strategy,
             engine=engine,
@@ -216,8 +221,8 @@ class Controller:
 
     def _make_report(self, config):
         path = None
-        if self.is_chief and self._store.writable:
-            path = run_json.path_of(self._model_dir, self._store.writes)
+        if self.is_chief and self._directory.writable:
+            path = run_json.path_of(self._model_dir, self._directory.writes)
         return run_json.RunReport(
             path=path,
             clock=self.clock,
@@ -231,7 +236,7 @@ class Controller:
             },
             config=config,
             standing=self._standing,
-            check=self._store.check_lock,
+            check=self._directory.check_lock,
         )
 
     def _progress(self):
@@ -253,7 +258,7 @@ class Controller:
     @property
     def latest_checkpoint(self):
         """The path of the newest committed checkpoint in `model_dir`, or None."""
-        return self._store.latest
+        return self._directory.latest
 
     @property
     def best_checkpoint(self):
@@ -262,16 +267,19 @@ class Controller:
         Raises:
           UsageError: if the policy has no `KeepBest`.
         """
-        return self._store.best()
+        return self._directory.best()
 
     @property
     def rollbacks(self):
         """How often the run went back to a checkpoint, over all its restarts."""
-        return self._store.values.get("rollbacks", 0)
+        return self._store.record.rollbacks
 
     @property
     def engines(self):
         """What `loop="auto"` has chosen so far: dict from split to `loop`, `chunk` and `seconds_per_step`."""
+        return {split: dataclasses.asdict(choice) for split, choice in self._chosen().items()}
+
+    def _chosen(self):
         return {split: loop.chosen for split, loop in self.loops.items() if loop.chosen}
 
     @property
@@ -374,9 +382,9 @@ class Controller:
         if until_step is not None:
             until_step = whole_number("until_step", until_step, least=0)
         results = None
-        self._store.need("evaluate_continuously")
+        self._directory.need("evaluate_continuously")
         with console.guarded(), notice.listening():
-            while path := self._store.wait_for_newer(self.restored_from if results is not None else None, timeout):
+            while path := self._directory.wait_for_newer(self.restored_from if results is not None else None, timeout):
                 try:
                     self.restore_checkpoint(path)
                 except UsageError:
@@ -388,8 +396,8 @@ class Controller:
                     break
         if results is None:
             raise UsageError(
-                f"no checkpoint came in {self._store.directory} within {timeout} s; check that the training writes "
-                "there"
+                f"no checkpoint came in {self._directory.checkpoints} within {timeout} s; check that the training "
+                "writes there"
             )
         return results
 
@@ -408,7 +416,7 @@ class Controller:
         """
         self._refuse_if_closed("save_checkpoint")
         self._refuse_if_torn("save_checkpoint")
-        self._store.need("save_checkpoint")
+        self._directory.need("save_checkpoint")
         if self._training is None:
             raise UsageError("save_checkpoint needs a trainer, and this controller has none; an evaluation only reads")
         try:
@@ -416,24 +424,25 @@ class Controller:
             self._save(wait=True)
         except Trouble as trouble:
             raise DivergenceError(f"{trouble.what}; it is not saved") from None
-        return self._store.path_of(self.global_step)
+        return self._directory.path_of(self.global_step)
 
     def _save(self, wait):
         """Saves, unless this step is saved; returns when it is committed, or at once if `wait` is not set."""
         with self.clock.phase("save"):
             self._writers.flush()  # what the checkpoint calls reported is on disk before it is
-            self._store.save(self.global_step, self._own_state, wait)
+            if self._recovery.may_save(self.global_step):
+                self._store.save(self.global_step, self._fill_in, wait)
 
-    def _own_state(self):
+    def _fill_in(self, record):
+        """Sets the fields of the `RunRecord` that are not kept up to date while the run trains."""
         self._store.input_state.position = self._training.position() or b""
-        return {
-            "running": self._training.reducer.state(),
-            "optimizers": self._optimizers,
-            "learning_rates": self._learning_rates.built,
-            "actions": self._action_states.save(),
-            "engines": self.engines,
-            **self._settings,
-        }
+        record.running = self._training.reducer.state()
+        record.optimizers = self._optimizers
+        record.learning_rates = self._learning_rates.built
+        record.actions = self._action_states.save()
+        record.engines = self._chosen()
+        record.seed, record.global_batch_size = self._settings["seed"], self._settings["global_batch_size"]
+        record.loop = self._settings["loop"]
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included; changes nothing in the run directory.
@@ -450,7 +459,7 @@ class Controller:
         Raises:
           UsageError: if the checkpoint cannot be read or belongs to another model.
         """
-        self._store.need("restore_checkpoint")
+        self._directory.need("restore_checkpoint")
         self._refuse_while_training("restore_checkpoint")
         return self._restore(path)
 
@@ -461,31 +470,31 @@ class Controller:
                 self.restore_checkpoint(path)
                 return
             except UsageError:
-                newer = None if self._training or self._workers.count > 1 else self._store.latest
+                newer = None if self._training or self._workers.count > 1 else self._directory.latest
                 if newer is None or newer == path or tf.io.gfile.exists(path + ".commit"):
                     raise
                 path = newer
 
-    def _restore(self, path, changes=None):
+    def _restore(self, path, rollback=None):
         with self.clock.phase("restore"):
-            path, step = self._store.restore(path, changes)
+            path, step = self._store.restore(path, rollback)
         if path is None:
             return None
-        values = self._store.values
+        record = self._store.record
         if self._training:
             self._store.check_optimizers(path, self._optimizers)
             self._store.warn_of_changes(step, self._settings)
         self.restored_from, self._torn = path, False
         self._say(f"restored step {step} from {path}")
         if self._training:
-            self._learning_rates.after_restore(values.get("learning_rates", {}), step)
-            self._action_states.load(values.get("actions", {}))
+            self._learning_rates.after_restore(record.learning_rates, step)
+            self._action_states.load(record.actions)
             # After a rollback the data goes on elsewhere than where the checkpoint's position says.
-            position = None if changes else self._store.input_state.position or None
+            position = None if rollback else self._store.input_state.position or None
             self._training.rewind(step + self._store.input_offset, position)
-            self._training.reducer.load(values.get("running", {}))
+            self._training.reducer.load(record.running)
             self._window_start = step
-            self._continued_from = step, values.get("reported", {}).get("train", 0)
+            self._continued_from = step, record.reported.get("train", 0)
         return path
 
     def _say(self, sentence):
@@ -511,7 +520,10 @@ class Controller:
             return
         self._closed = True
         with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
-            stack.callback(self._store.close)
+            if self._directory is not None:  # it is None, as the store may be, if building this controller failed
+                stack.callback(self._directory.release)
+            if self._store is not None:
+                stack.callback(self._store.wait)
             for part in (self._writers, *self.loops.values()):
                 stack.callback(part.close)
 
@@ -558,13 +570,14 @@ class Controller:
                 notice.deferred(self._busy),
                 self._watchdog.watching(),
             ):
-                if self._policy.guards.may_roll_back and self._store and self._store.agreed_latest() is None:
+                if self._policy.guards.may_roll_back and self._store and self._directory.agreed_latest() is None:
                     self._save(wait=True)  # to have where to go back to
                 while True:
                     try:
                         return self._train_on(target, eval_interval, eval_steps)
                     except Trouble as trouble:
-                        self._restore(*self._store.go_back(trouble))
+                        rollback = self._recovery.go_back(trouble)
+                        self._restore(rollback.path, rollback)
         except BaseException as error:
             self._finish_save()
             if lost := lost_server(error):
@@ -581,7 +594,7 @@ class Controller:
             logging.error("%s", error)
 
     def _train_on(self, target, eval_interval, eval_steps):
-        step, reported = self.global_step, self._store.values.setdefault("reported", {})
+        step, reported = self.global_step, self._store.record.reported
         if step == target:
             self._say(f"already at step {step}, nothing to train")
         elif target == -1 or step < target:
@@ -616,7 +629,7 @@ class Controller:
             ended = step < boundary and not ran.stopped
             if not ran.finite:
                 after, names = self._training.reducer.first_bad()
-                raise self._store.trouble_in_step(self._window_start + after, names)
+                raise self._recovery.trouble_in_step(self._window_start + after, names)
             self._store.raise_failure()
             if not self._save_noted and self._store.saved_step and not self._store.saving:
                 self._save_noted = True
@@ -638,13 +651,13 @@ class Controller:
         # Saved before an unfinished window of metrics is reported: a longer run goes on with the window whole.
         if self._store and (step or self._store.saved_step is not None):
             self._save(wait=True)
-        self._store.check(step)
+        self._recovery.check(step)
         if step > reported.get("train", 0):
             self._report(step, mark)
         if evaluation_due(step):
             self._evaluate_saved(eval_steps)
         self._writers.flush()
-        return self._store.values.get("train", {})
+        return self._store.record.train
 
     def _check_count(self, step):
         if self.global_step != step:
@@ -664,13 +677,13 @@ class Controller:
         self._writers.resume(step, {"train": reported, **dict.fromkeys(self._evaluations, evaluated)})
 
     def _standing(self):
-        trained = self._store.values.get("train") if self._training else None
+        trained = self._store.record.train if self._training else None
         return run_json.Standing(
             step=self.global_step,
             metrics={**({"train": trained} if trained else {}), **self._last_evaluation},
             rollbacks=self.rollbacks,
             engines=self.engines,
-            saved_step=int(latest.rsplit("-", 1)[1]) if (latest := self._store.latest) else None,
+            saved_step=int(latest.rsplit("-", 1)[1]) if (latest := self._directory.latest) else None,
         )
 
     def _busy(self):
@@ -684,7 +697,7 @@ class Controller:
         if self._store:
             self._save(wait=True)
         self._writers.flush()
-        kept = self._store.agreed_latest()
+        kept = self._directory.agreed_latest()
         saved = f"saved in {kept}; the same command goes on from there" if kept else "without a model_dir to save to"
         raise Preempted(f"ended by {signal} at step {step}, {saved}")
 
@@ -715,18 +728,18 @@ class Controller:
             look_for_nothing_but_skips(step, metrics, step - self._window_start)
             self._window_start = step
             loss = metrics.get(self._training.task.loss_name)
-            look_for_a_jump(self._store.values, step, loss, self._policy.guards, self._steps_per_loop)
+            look_for_a_jump(self._store.record.losses, step, loss, self._policy.guards, self._steps_per_loop)
             if steps and seconds:
                 metrics.setdefault("steps_per_second", round(steps / seconds, 2))
         self._publish("train", step, metrics)
 
     def _publish(self, split, step, metrics):
         with self.clock.phase("report"):
-            self._store.check_lock()
+            self._directory.check_lock()
             self._writers.write(step, split, metrics)
-            self._store.values.setdefault("reported", {})[split] = step
+            self._store.record.reported[split] = step
             if split == "train":
-                self._store.values["train"] = metrics
+                self._store.record.train = metrics
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self))
         return metrics
@@ -741,7 +754,7 @@ class Controller:
 
     def _refuse_if_torn(self, what):
         if self._torn:
-            kept = self._store.latest
+            kept = self._directory.latest
             cure = (
                 f"call controller.restore_checkpoint(), which goes back to {kept}"
                 if kept

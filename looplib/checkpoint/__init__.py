@@ -6,7 +6,8 @@ Names that other rooms may use, by file:
     manager: latest_checkpoint, peek
     marker: Commit
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-    run_directory: resolve
+    recovery: Recovery
+    run_directory: RunDirectory, resolve
     snapshot: none
     store: Store
     warm_start: continue_from, warm_start
