@@ -16,8 +16,10 @@ from looplib.checkpoint.store import Store
 from looplib.checkpoint.warm_start import continue_from, warm_start
 from looplib.cluster.collectives import Workers
 from looplib.errors import DivergenceError, Preempted, UsageError, whole_number
-from looplib.health.guards import Trouble, look_for_a_jump, look_for_nothing_but_skips
+from looplib.health.guards import Trouble
+from looplib.health.non_finite import check_skipped
 from looplib.health.preemption import notice
+from looplib.health.spikes import check_loss
 from looplib.health.watchdog import Watchdog
 from looplib.loop import task_loop
 from looplib.loop.engines import ENGINES
@@ -725,10 +727,10 @@ class Controller:
         steps, seconds = step - mark[0], self._training_seconds() - mark[1]
         with self.clock.phase("report"):
             metrics = self._training.read()
-            look_for_nothing_but_skips(step, metrics, step - self._window_start)
+            check_skipped(step, metrics, step - self._window_start)
             self._window_start = step
             loss = metrics.get(self._training.task.loss_name)
-            look_for_a_jump(self._store.record.losses, step, loss, self._policy.guards, self._steps_per_loop)
+            check_loss(self._store.record.losses, step, loss, self._policy.guards, self._steps_per_loop)
             if steps and seconds:
                 metrics.setdefault("steps_per_second", round(steps / seconds, 2))
         self._publish("train", step, metrics)

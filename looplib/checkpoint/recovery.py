@@ -7,8 +7,9 @@ from absl import logging
 from looplib.checkpoint.run_directory import RunDirectory
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
-from looplib.errors import DivergenceError
-from looplib.health.guards import Guards, StateCheck, Trouble, listing
+from looplib.errors import DivergenceError, join_names
+from looplib.health.guards import Guards, Trouble
+from looplib.health.non_finite import StateCheck
 from looplib.task.state import variables_of
 
 
@@ -95,9 +96,9 @@ class Recovery:
 
     def _not_finite(self) -> list[str]:
         """Returns the names of the variables that are not finite here, or else on another worker."""
-        names = self._state_check.bad()
+        names = self._state_check.find()
         return names or (["a variable on another worker"] if self._workers.any_of(bool(names)) else [])
 
 
 def _say(names: list[str]) -> str:
-    return f"{listing(names)} {'is' if len(names) == 1 else 'are'} not finite"
+    return f"{join_names(names)} {'is' if len(names) == 1 else 'are'} not finite"

@@ -9,14 +9,13 @@ from absl import logging
 from looplib import _keras
 from looplib.checkpoint import commits
 from looplib.checkpoint.snapshot import assign_what_fits
-from looplib.errors import UsageError, gist
-from looplib.health.guards import listing
+from looplib.errors import UsageError, gist, join_names
 from looplib.task.state import variables_of
 
 
 def told(differences):
     """Says how a checkpoint and some objects differ: a dict from a title to names, as a phrase; empty for none."""
-    return "; ".join(f"{title}: {listing(sorted(names), most=4)}" for title, names in differences.items() if names)
+    return "; ".join(f"{title}: {join_names(sorted(names), most=4)}" for title, names in differences.items() if names)
 
 
 def take_what_fits(root, path):
