@@ -28,6 +28,10 @@ from looplib import _keras, source_locations
 from looplib.errors import UsageError, gist
 
 _FOLDER = os.path.dirname(tf.__file__) + os.sep
+_STRATEGIES = {
+    "_DefaultDistributionStrategy": "DefaultStrategy",
+    "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
+}
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 _noted = ""
@@ -111,6 +115,12 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
         f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the same "
         "command goes on from the newest checkpoint"
     )
+
+
+def name_of(strategy: tf.distribute.Strategy) -> str:
+    """Returns the public name of a strategy's class; TensorFlow 2.20 has other ones for two of them."""
+    name = type(strategy).__name__.removesuffix("V2")
+    return _STRATEGIES.get(name, name)
 
 
 def log_warnings_only() -> None:

@@ -12,7 +12,6 @@ from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint import commits
-from looplib.health.guards import spike
 from looplib.health.spikes import spike_score
 from looplib.report.records import read_jsonl
 

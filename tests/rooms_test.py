@@ -22,6 +22,7 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
+    {"run"},
     {"controller"},
     {"launch"},
 ]
