@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 import types
+from typing import Any
 
 _collects = gc.isenabled()
 gc.disable()
@@ -140,3 +141,54 @@ def is_note(record: python_logging.LogRecord) -> bool:
 
 
 watch()
+
+
+# The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
+OBJECT_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_VARIABLE, _PYTHON_STATE = "/.ATTRIBUTES/VARIABLE_VALUE", "/.ATTRIBUTES/py_state"
+
+
+def variable_key(name: str) -> str:
+    """Returns the key of a variable that a checkpoint holds under a name."""
+    return name + _VARIABLE
+
+
+def python_state_key(name: str) -> str:
+    """Returns the key of a `tf.train.experimental.PythonState` that a checkpoint holds under a name."""
+    return name + _PYTHON_STATE
+
+
+def is_variable_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a variable."""
+    return key.endswith(_VARIABLE)
+
+
+def is_python_state_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
+    return key.endswith(_PYTHON_STATE)
+
+
+def name_of_variable(key: str) -> str:
+    """Returns the name under which a checkpoint holds the variable of a key."""
+    return key.removesuffix(_VARIABLE)
+
+
+def object_graph(reader: Any) -> Any:
+    """Returns the structure of the objects that a checkpoint was written from, a protocol buffer.
+
+    Args:
+      reader: from `tf.train.load_checkpoint`.
+
+    Returns:
+      A `TrackableObjectGraph` with `nodes`; None where this version of TensorFlow keeps it in another way.
+
+    Raises:
+      ValueError, tf.errors.OpError: if the checkpoint cannot be read, or has no such structure.
+    """
+    try:
+        from tensorflow.core.protobuf import trackable_object_graph_pb2 as private  # it has no public name
+
+        parse = private.TrackableObjectGraph.FromString
+    except (ImportError, AttributeError):
+        return None
+    return parse(reader.get_tensor(OBJECT_GRAPH_KEY))

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.checkpoint.manager import Checkpoints, peek
+from looplib.checkpoint.manager import Checkpoints, RestoreMode, peek
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import RunDirectory
 from looplib.cluster.collectives import Workers
@@ -182,7 +182,9 @@ class Store:
             return None, None
         self._directory.check_intact(path)
         step, _ = peek(path)
-        self._checkpoints.restore(path, partial="both" if self._policy.partial else not self._directory.writes)
+        writes, partial = self._directory.writes, self._policy.partial
+        mode = RestoreMode.STRICT if writes else RestoreMode.SUBSET
+        self._checkpoints.restore(path, RestoreMode.INTERSECTION if partial else mode)
         if self._replica_state:
             self._replica_state.apply()
         if rollback:
