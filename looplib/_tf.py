@@ -10,6 +10,8 @@ is installed, and names what that version changed.
 """
 
 import gc
+import logging as python_logging
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -23,8 +25,15 @@ finally:
     if _collects:
         gc.enable()
 
+from absl import logging
+
 from looplib.errors import UsageError, gist
 
+_FOLDER = os.path.dirname(tf.__file__) + os.sep
+_STRATEGIES = {
+    "_DefaultDistributionStrategy": "DefaultStrategy",
+    "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
+}
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 # The start of TensorFlow's devices.
@@ -235,6 +244,28 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
         f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the same "
         "command goes on from the newest checkpoint"
     )
+
+
+def name_of(strategy: tf.distribute.Strategy) -> str:
+    """Returns the public name of a strategy's class; TensorFlow 2.20 has other ones for two of them."""
+    name = type(strategy).__name__.removesuffix("V2")
+    return _STRATEGIES.get(name, name)
+
+
+def log_warnings_only() -> None:
+    """Leaves TensorFlow's own notes out of the log; its warnings and errors stay."""
+    tf.get_logger().setLevel("WARNING")
+    logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
+
+
+def log_errors_only() -> None:
+    """Leaves TensorFlow's own warnings out of the log, too."""
+    tf.get_logger().setLevel("ERROR")
+
+
+def is_note(record: python_logging.LogRecord) -> bool:
+    """Whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
+    return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
 
 
 watch()

@@ -1,6 +1,7 @@
 """A run directory's checkpoints: when to save, what to keep, what proves them, and how a run starts from one.
 
 Names that other rooms may use, by file:
+    beginning: begin
     commits: SET_ASIDE, checkpoints, listing, place_of, verify
     lock: none
     manager: latest_checkpoint, peek
@@ -9,6 +10,6 @@ Names that other rooms may use, by file:
     recovery: Recovery
     run_directory: RunDirectory, resolve
     snapshot: none
-    store: Store
-    warm_start: continue_from, warm_start
+    store: Rollback, Store
+    warm_start: none
 """
