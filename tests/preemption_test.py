@@ -135,7 +135,7 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     controller = toy.controller(
         DEFAULT, trainer, Slow(trainer.model), model_dir=tmp_path, actions=[lambda e: records.append((e.split, e.step))]
     )
-    with signal_when(lambda: controller._progress()[1] >= 1) as sent:
+    with signal_when(lambda: controller._run.loops.progress()[1] >= 1) as sent:
         with pytest.raises(Preempted, match="at step 4, saved in"):
             controller.train_and_evaluate(8, eval_interval=4)
         assert time.monotonic() - sent[0] < 2

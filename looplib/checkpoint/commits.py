@@ -2,11 +2,12 @@
 
 A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
 `ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without a whole marker does not count,
-whatever else is there. What is proven damaged is set aside; what cannot be read now, or is of a newer looplib, is not.
+whatever other files it has. A checkpoint that is proven damaged is set aside; one that cannot be read now, or that a
+newer looplib wrote, is not.
 
-`ckpt-<step>.unfinished` stands beside files that are being written, moved or deleted, so that the next start knows a
-part of them for looplib's own. Files without it and without a marker are not known for looplib's: they stay, and are
-set aside only when a checkpoint of that very step is to be written.
+`ckpt-<step>.unfinished` stands beside files that are being written, moved or deleted, so that the next start knows that
+an incomplete set of files is looplib's own. Files with neither this file nor a marker belong to another program: they
+stay, and are set aside only when a checkpoint of that very step is to be written.
 """
 
 import contextlib
@@ -16,14 +17,13 @@ import os
 import re
 import sys
 import time
-from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from looplib import files
 from looplib.checkpoint import marker
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.marker import Commit, Measured
 from looplib.errors import UsageError, gist
 
 SET_ASIDE = "set_aside"
@@ -34,12 +34,12 @@ _BLOCK = 1 << 22
 
 
 class CannotReadError(UsageError):
-    """A file of a checkpoint could not be read, which does not say that it is damaged."""
+    """A file of a checkpoint could not be read, which does not prove that it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a directory holds of one step.
+    """The checkpoint of one step as a directory holds it.
 
     Attributes:
       step: the global step.
@@ -77,7 +77,7 @@ def commit(path: str, step: int) -> Commit:
     names = [name for name in tf.io.gfile.listdir(directory) if own.fullmatch(name)]
     if f"{prefix}.index" not in names or len(names) < 2:
         raise OSError(f"only {', '.join(sorted(names)) or 'nothing'} of the files of {prefix} was written")
-    tf.train.list_variables(path)  # what TensorFlow itself cannot open is not committed
+    tf.train.list_variables(path)  # a checkpoint that TensorFlow cannot open is not committed
     measured = {name: _measure(os.path.join(directory, name)) for name in sorted(names)}
     for name in names:
         files.make_durable(os.path.join(directory, name))
@@ -227,7 +227,7 @@ def verify(done: Commit, thorough: bool = True) -> str:
     return ""
 
 
-def _compare(path: str, expected: dict[str, Any], thorough: bool) -> str:
+def _compare(path: str, expected: Measured, thorough: bool) -> str:
     name = os.path.basename(path)
     try:
         found = _measure(path) if thorough else {"bytes": _size(path), "sha256": expected["sha256"]}
@@ -343,7 +343,7 @@ def _names(directory: str) -> list[str]:
     return tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
 
 
-def _measure(path: str) -> dict[str, Any]:
+def _measure(path: str) -> Measured:
     digest, size = hashlib.sha256(), 0
     with files.open_regular(path) as file:
         while block := file.read(_BLOCK):

@@ -1,16 +1,16 @@
-"""Time in which the process ran, without the time in which it was suspended."""
+"""The time that the process ran, without the time that it was suspended."""
 
 import time
 
 
 class RunningTime:
-    """Seconds in which this process ran: without those in which it, or its machine, was suspended (SIGSTOP, Ctrl-Z).
+    """The seconds that this process ran, without those that it or its machine was suspended (SIGSTOP, Ctrl-Z).
 
     Args:
-      interval: seconds after which the next look is meant to come. A longer gap than its double was a suspension.
+      interval: the planned seconds between two calls. More than twice as many were a suspension.
     """
 
-    def __init__(self, interval: float):
+    def __init__(self, interval: float) -> None:
         self._interval = interval
         self._seen = time.monotonic(), 0.0  # the last look, and the seconds suspended by then; replaced as one
 

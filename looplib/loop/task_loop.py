@@ -11,8 +11,7 @@ from absl import logging
 from looplib import runtime, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.data import pipelines, stream
-from looplib.errors import UsageError, whole_number
-from looplib.health import guards
+from looplib.errors import UsageError, join_names, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import engines, example_checksum
 from looplib.loop.batch_sizes import BatchSizes
@@ -237,7 +236,7 @@ class TaskLoop:
                 "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
                 "layers",
                 self.who,
-                guards.listing(random),
+                join_names(random),
             )
 
     def run(self, steps, phase, read=False, horizon=0):

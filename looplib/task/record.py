@@ -1,4 +1,4 @@
-"""The run record: what a run hands from one start to the next besides the state of its trainer and evaluators.
+"""The run record: the state of a run besides that of its trainer and evaluators, handed from one start to the next.
 
 Every checkpoint holds it as one JSON object, written whole. A field that this version does not know is kept and written
 again, so that an older looplib loses nothing that a newer one has added. A change that an older looplib would

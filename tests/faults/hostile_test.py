@@ -120,8 +120,8 @@ def test_a_marker_of_other_types_is_damage(changes, folder):
 
 def test_names_in_the_run_state_lead_nowhere(folder, victim):
     with start(folder) as controller:
-        controller._store.record.reported = {"train": 6, "../../victim/train": -1, "../victim": 0}
-        controller._store.record.actions = {"../victim": 1}
+        controller._run.store.record.reported = {"train": 6, "../../victim/train": -1, "../victim": 0}
+        controller._run.store.record.actions = {"../victim": 1}
         controller.train(7)
     assert train(folder, 10).global_step == 10
 
