@@ -259,11 +259,12 @@ class TaskLoop:
                     with self._clock.phase("compile"):
                         self._engine.trace(self._iterator)
             try:
-                before = self._clock.of(phase)
+                before, suspended = self._clock.of(phase), notice.suspended
                 ran = self._engine(self._iterator, steps, sure=max(0, self._sure), read=read, horizon=horizon)
                 self._sure -= ran.done
                 if ran.done:
-                    notice.step_seconds = max(ran.to_stop, (self._clock.of(phase) - before) / ran.done)
+                    seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
+                    notice.step_seconds = max(ran.to_stop, seconds / ran.done)
                 self._clock.move(ran.compiled, phase, "compile")
                 if phase == "train":
                     self._clock.move(ran.waited, phase, "input")

@@ -197,12 +197,13 @@ class EvaluatorLoop:
 
     def _results(self, steps):
         """Calls Orbit's object, and returns its metrics as a flat dict."""
-        started, self._running = time.perf_counter(), True
+        started, suspended, self._running = time.perf_counter(), notice.suspended, True
         try:
             results = self._call(tf.constant(steps, tf.int32))
         finally:
             self._running = False
-        notice.step_seconds = max(notice.step_seconds, time.perf_counter() - started)  # what a signal has to wait for
+        seconds = time.perf_counter() - started - (notice.suspended - suspended)
+        notice.step_seconds = max(notice.step_seconds, seconds)  # what a signal has to wait for
         return dict(_flat(self.who, {} if results is None else results))
 
     def read(self):
