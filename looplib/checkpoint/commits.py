@@ -5,9 +5,9 @@ A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`
 whatever other files it has. A checkpoint that is proven damaged is set aside; one that cannot be read now, or that a
 newer looplib wrote, is not.
 
-`ckpt-<step>.unfinished` stands beside files that are being written, moved or deleted, so that the next start knows that
-an incomplete set of files is looplib's own. Files with neither this file nor a marker belong to another program: they
-stay, and are set aside only when a checkpoint of that very step is to be written.
+`ckpt-<step>.unfinished` is beside files that are being written, moved or deleted. It shows the next start that a part
+of them is looplib's own. Files without it and without a marker may be another program's: they stay, and are set aside
+only when a checkpoint of their step is to be written.
 """
 
 import contextlib

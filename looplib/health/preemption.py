@@ -48,11 +48,11 @@ class Notice:
         self._busy: Callable[[], bool] = lambda: False
         self._owns_the_process = False
         self._received = self._handled = 0  # signals that the thread, and Python's handler, have counted
-        self._ran: RunningTime | None = None  # of the thread
+        self._ran: RunningTime | None = None  # of the thread that listens
 
     @property
     def suspended(self) -> float:
-        """Seconds in which the process was suspended since it listens; they are no part of a step's time."""
+        """Seconds that the process was suspended since it listens; they are no part of a step's time."""
         return self._ran.suspended if self._ran else 0.0
 
     @property

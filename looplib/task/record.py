@@ -58,7 +58,7 @@ class RunningTotals:
     totals: list[list[float]]
 
     def __post_init__(self) -> None:
-        if len({len(numbers) for numbers in self.totals}) != 1:
+        if len({len(numbers) for numbers in self.totals}) > 1:
             raise _MisfitError
 
 
