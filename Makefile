@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test bench lint bazel
+.PHONY: env demo test test-all bench lint bazel
 
 env: $(VENV)/installed
 
@@ -19,6 +19,10 @@ demo: env
 
 test: env
 	$(RUN) -m pytest
+
+# With all repetitions of what is random.
+test-all: env
+	LOOPLIB_MUTATIONS=2000 LOOPLIB_FAULTS=200 $(RUN) -m pytest
 
 bench: env $(VENV)/peers
 	$(RUN) -m benchmarks

@@ -65,7 +65,7 @@ def _add_launch(tools: Any) -> None:
         "them together. It is a convenience for trying a run of many workers on one machine, not a cluster manager: "
         "workers on many machines are started by Slurm or Kubernetes (docs/cluster.md). The processes share the "
         "machine's cores and GPUs; several GPUs of one are used better by one process with --strategy=mirrored.",
-        epilog="exit codes: 0 done; 75 ended by SIGTERM or SIGINT and saved, run again; 1 failed",
+        epilog="exit codes: 0 done; 75 ended by SIGTERM, SIGINT or SIGHUP and saved, run again; 1 failed",
     )
     parser.add_argument("--workers", type=int, required=True, help="how many workers")
     parser.add_argument(

@@ -6,6 +6,7 @@ import itertools
 import operator
 import re
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 # Exit codes of a binary: done; failed; ended by a signal and saved, run again; ended by the watchdog.
@@ -84,6 +85,11 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"{name} is {value!r}; expected a whole number {bounds}{', or -1 for all' * or_all}")
     return number
+
+
+def join_names(names: Sequence[str], most: int = 3) -> str:
+    """Returns names as a part of a sentence: the first ones, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -182,6 +182,17 @@ def is_at(descriptor: int, path: str) -> bool:
     return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
 
 
+def is_open_here(path: str) -> bool:
+    """Whether this process has a file open; False where there is no /proc to tell."""
+    with contextlib.suppress(OSError):
+        own = os.stat(path)
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(os.stat(f"/proc/self/fd/{number}"), own):
+                    return True
+    return False
+
+
 def make_durable(path: str) -> None:
     """Asks the operating system to write a local file or directory to the disk, so that it survives a power cut."""
     if is_remote(path):

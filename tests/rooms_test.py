@@ -24,6 +24,7 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
+    {"run"},
     {"controller"},
     {"launch"},
 ]

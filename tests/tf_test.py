@@ -23,7 +23,6 @@ TRIED_WITH = "2.20"
 ELSEWHERE = {
     "_keras.py": {"_random_generator", "_generator"},  # tf_keras's random layers
     "extras/tools/xla.py": {"tensorflow.compiler"},  # the file of this kind for what `check tpu` alone uses
-    "checkpoint/snapshot.py": {"tensorflow.core"},
     "loop/fused_optimizers.py": {"_momentums", "_velocities", "_get_variable_index", "_index_dict", "_var_key"},
     "loop/optimizers.py": {"_trainable_variables"},
 }
@@ -160,6 +159,13 @@ def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> Non
         iterator_state.save(mixed)
 
 
+def the_structure_of_a_checkpoint(folder: pathlib.Path) -> None:
+    path = tf.train.Checkpoint(v=tf.Variable(1.0)).write(str(folder / "ckpt"))
+    graph = _tf.object_graph(tf.train.load_checkpoint(path))
+    keys = {attribute.checkpoint_key for node in graph.nodes for attribute in node.attributes}
+    assert keys == {_tf.variable_key("v")}
+
+
 SERVE = """
 import sys, tensorflow as tf
 spec = tf.train.ClusterSpec({"worker": sys.argv[1:2], "ps": sys.argv[2:3]})
@@ -208,6 +214,7 @@ USES = [
     xlas_plan_of_memory,
     the_users_frames_in_a_message,
     the_stages_and_keys_in_the_state_of_an_iterator,
+    the_structure_of_a_checkpoint,
     the_loss_of_a_parameter_server,
 ]
 

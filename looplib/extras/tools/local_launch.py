@@ -98,15 +98,19 @@ def hold_ports(count: int) -> Iterator[list[int]]:
 
 
 class _Signals:
-    """Notes SIGTERM and SIGINT while the `with` block runs."""
+    """Notes SIGTERM, SIGINT and SIGHUP while the `with` block runs."""
 
     def __enter__(self) -> "_Signals":
         self.came: list[int] = []
-        self._before = {
-            number: signal.signal(number, lambda number, _: self.came.append(number))
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        heard = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            heard.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
+
+    def _note(self, number: int, _: object) -> None:
+        if number != signal.SIGHUP or not self.came:  # a closed terminal sends two, which is no second request
+            self.came.append(number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
