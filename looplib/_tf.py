@@ -221,9 +221,6 @@ def is_note(record: python_logging.LogRecord) -> bool:
     return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
 
 
-watch()
-
-
 # The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
 OBJECT_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _VARIABLE, _PYTHON_STATE = "/.ATTRIBUTES/VARIABLE_VALUE", "/.ATTRIBUTES/py_state"
@@ -273,3 +270,6 @@ def object_graph(reader: Any) -> Any:
     except (ImportError, AttributeError):
         return None
     return parse(reader.get_tensor(OBJECT_GRAPH_KEY))
+
+
+watch()

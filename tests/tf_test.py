@@ -141,13 +141,6 @@ def the_users_frames_in_a_message(folder: pathlib.Path) -> None:
         assert any(lines[line - 1].endswith("# here") for line in found), caught.value
 
 
-def the_structure_of_a_checkpoint(folder: pathlib.Path) -> None:
-    path = tf.train.Checkpoint(v=tf.Variable(1.0)).write(str(folder / "ckpt"))
-    graph = _tf.object_graph(tf.train.load_checkpoint(path))
-    keys = {attribute.checkpoint_key for node in graph.nodes for attribute in node.attributes}
-    assert keys == {_tf.variable_key("v")}
-
-
 def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> None:
     """By these, `data/iterator_state.py` refuses to save what TensorFlow restores wrongly."""
     (folder / "table.csv").write_text("1\n2\n")
@@ -164,6 +157,13 @@ def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> Non
         next(mixed)
     with pytest.raises(iterator_state.UnsavableError, match="mixes with others has ended"):
         iterator_state.save(mixed)
+
+
+def the_structure_of_a_checkpoint(folder: pathlib.Path) -> None:
+    path = tf.train.Checkpoint(v=tf.Variable(1.0)).write(str(folder / "ckpt"))
+    graph = _tf.object_graph(tf.train.load_checkpoint(path))
+    keys = {attribute.checkpoint_key for node in graph.nodes for attribute in node.attributes}
+    assert keys == {_tf.variable_key("v")}
 
 
 SERVE = """
@@ -213,8 +213,8 @@ USES = [
     the_sizes_that_depend_on_values,
     xlas_plan_of_memory,
     the_users_frames_in_a_message,
-    the_structure_of_a_checkpoint,
     the_stages_and_keys_in_the_state_of_an_iterator,
+    the_structure_of_a_checkpoint,
     the_loss_of_a_parameter_server,
 ]
 
