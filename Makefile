@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test bench lint bazel
+.PHONY: env demo test test-all bench lint bazel
 
 env: $(VENV)/installed
 
@@ -17,8 +17,17 @@ demo: env
 	rm -rf build/demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 
+# One process for each of two cores; what measures time or memory runs alone, after the rest.
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
+
 test: env
-	$(RUN) -m pytest
+	$(RUN) -m pytest $(TOGETHER)
+	$(RUN) -m pytest -m alone
+
+test-all: export LOOPLIB_MUTATIONS ?= 1000
+test-all: env
+	$(RUN) -m pytest --all $(TOGETHER)
+	$(RUN) -m pytest --all -m alone
 
 bench: env $(VENV)/peers
 	$(RUN) -m benchmarks

@@ -83,6 +83,7 @@ def fast_trials(monkeypatch):
     monkeypatch.setattr(engines, "_SECONDS", 0.002)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("loop", ["xla", "auto", "eager"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "normalized"])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):

@@ -42,7 +42,7 @@ class Launched:
         settings = {"workers": 2, "grace": 20.0, "backoff": 0.2, **settings}
         code = (
             f"import sys; sys.path[:0] = [{WORKERS!r}, {str(ROOT)!r}]; import without_tensorflow; "
-            "from looplib.local_launch import launch; "
+            "from looplib.extras.tools.local_launch import launch; "
             f"sys.exit(launch([sys.executable, {str(folder / 'script.py')!r}], **{settings!r}))"
         )
         self.process = subprocess.Popen(
@@ -226,7 +226,7 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
 
 
 WATCHED = """
-from looplib.peers import Peers
+from looplib.cluster.peers import Peers
 peers = Peers(me, silence_limit=3.0)
 peers.join()
 if lives == 0 and index == 1:
