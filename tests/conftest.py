@@ -27,6 +27,7 @@ _LONGEST = (
 )
 _made = {}
 _controllers = []
+_all = False
 
 
 def pytest_addoption(parser):
@@ -35,6 +36,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    global _all
+    _all = config.getoption("all")
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return  # the process that hands out the tests runs none
     import looplib  # noqa: I001  (it imports TensorFlow at less cost)
@@ -111,6 +114,11 @@ def close_controllers():
 def more(values):
     """Marks values of a parameter as repetitions."""
     return [pytest.param(value, marks=pytest.mark.repetition) for value in values]
+
+
+def repetitions(few, many):
+    """Returns how often something is to be done: the second with --all."""
+    return many if _all else few
 
 
 def make_strategy(name):
