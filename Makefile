@@ -24,9 +24,9 @@ test: env
 	$(RUN) -m pytest $(TOGETHER)
 	$(RUN) -m pytest -m alone
 
-test-all: export LOOPLIB_MUTATIONS ?= 1000
+# With all repetitions, of what is random too.
 test-all: env
-	$(RUN) -m pytest --all $(TOGETHER)
+	LOOPLIB_MUTATIONS=2000 LOOPLIB_FAULTS=200 $(RUN) -m pytest --all $(TOGETHER)
 	$(RUN) -m pytest --all -m alone
 
 bench: env $(VENV)/peers
@@ -45,5 +45,5 @@ lint: env
 
 # Debian: apt-get install bazel-bootstrap bazel-rules-java. Tests run with the environment's Python, found on the PATH.
 bazel: env
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build //...
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test //:tests/build_test //:tests/clock_test
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build --config=debian //...
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test --config=debian //tests:build_test //tests:clock_test

@@ -22,7 +22,7 @@ from looplib.loop import task_loop
 from looplib.loop.engines import ENGINES
 from looplib.report import run_json
 from looplib.report.clock import Clock
-from looplib.report.writers import make_writers
+from looplib.report.writers import Writers, make_writers
 from looplib.task import checks, perturbation
 from looplib.task.actions import ActionStates, Event
 from looplib.task.learning_rates import LearningRates
@@ -113,14 +113,15 @@ class Controller:
         self._continued_from, self._save_noted = None, False
         self._torn = False  # a step has failed, and nobody knows which variables it had updated by then
         self.restored_from = None
-        self._training, self._evaluations, self._writers = None, {}, []
+        self._training, self._evaluations, self._writers = None, {}, Writers([])
 
         if trainer:
             checkpoints.check(dict.fromkeys(evaluators), self._model_dir)
         self._store = Store(self._model_dir, checkpoints, trainer is not None, self._workers, self._give_up)
         self.report = self._make_report(config)
         self._store.check_nothing_is_lost(self.report.saved_step)
-        self._writers = make_writers(writers, self._store.writable and self._model_dir) if self.is_chief else []
+        if self.is_chief:
+            self._writers = make_writers(writers, self._model_dir if self._store.writable else None)
         self._build_loops(trainer, evaluators, loop, *self._store.peek())
         if trainer:
             checkpoints.check({name: loop.metric_names for name, loop in self._evaluations.items()}, self._model_dir)
@@ -132,7 +133,7 @@ class Controller:
         if self._training:
             self._training.warn_of_what_is_not_saved(objects)
         own = ReplicaState(self._strategy, differing_variables(self._strategy, trainer, objects)) if trainer else None
-        self._store.open(objects, self._global_step, own, self._sync)
+        self._store.open(objects, self._global_step, own, self._writers.sync)
         if self._store.start:
             self._restore_start(self._store.start.path)
         else:
@@ -147,7 +148,7 @@ class Controller:
         if self._policy.continue_from:
             self.restored_from, step = continue_from(objects, self._global_step, self._policy.continue_from)
             logging.info("goes on from step %d of %s, with the data from its start", step, self.restored_from)
-            self._store.values.update(input_offset=-step, reported={"train": step})
+            self._store.record.input_offset, self._store.record.reported = -step, {"train": step}
             self._window_start = step
         elif trainer:
             with self._strategy.scope():
@@ -159,8 +160,8 @@ class Controller:
         # What a run wrote that was killed before its first save is void.
         self._continued_from = step, step
 
-    def _build_loops(self, trainer, evaluators, engine, start_step, values):
-        chosen = values.get("engines", {})
+    def _build_loops(self, trainer, evaluators, engine, start_step, record):
+        chosen = record.engines
         settings = dict(
             strategy=self._strategy,
             engine=engine,
@@ -266,11 +267,14 @@ class Controller:
     @property
     def rollbacks(self):
         """How often the run went back to a checkpoint, over all its restarts."""
-        return self._store.values.get("rollbacks", 0)
+        return self._store.record.rollbacks
 
     @property
     def engines(self):
         """What `loop="auto"` has chosen so far: dict from split to `loop`, `chunk` and `seconds_per_step`."""
+        return {split: dataclasses.asdict(choice) for split, choice in self._chosen().items()}
+
+    def _chosen(self):
         return {split: loop.chosen for split, loop in self.loops.items() if loop.chosen}
 
     @property
@@ -420,20 +424,19 @@ class Controller:
     def _save(self, wait):
         """Saves, unless this step is saved; returns when it is committed, or at once if `wait` is not set."""
         with self.clock.phase("save"):
-            for writer in self._writers:
-                writer.flush()  # what the checkpoint calls reported is on disk before it is
-            self._store.save(self.global_step, self._own_state, wait)
+            self._writers.flush()  # what the checkpoint calls reported is on disk before it is
+            self._store.save(self.global_step, self._fill_in, wait)
 
-    def _own_state(self):
+    def _fill_in(self, record):
+        """Sets the fields of the `RunRecord` that are not kept up to date while the run trains."""
         self._store.input_state.position = self._training.position() or b""
-        return {
-            "running": self._training.reducer.state(),
-            "optimizers": self._optimizers,
-            "learning_rates": self._learning_rates.built,
-            "actions": self._action_states.save(),
-            "engines": self.engines,
-            **self._settings,
-        }
+        record.running = self._training.reducer.state()
+        record.optimizers = self._optimizers
+        record.learning_rates = self._learning_rates.built
+        record.actions = self._action_states.save()
+        record.engines = self._chosen()
+        record.seed, record.global_batch_size = self._settings["seed"], self._settings["global_batch_size"]
+        record.loop = self._settings["loop"]
 
     def restore_checkpoint(self, path=None):
         """Restores the whole state, the position in the data included; changes nothing in the run directory.
@@ -466,33 +469,32 @@ class Controller:
                     raise
                 path = newer
 
-    def _restore(self, path, changes=None):
+    def _restore(self, path, rollback=None):
         with self.clock.phase("restore"):
-            path, step = self._store.restore(path, changes)
+            path, step = self._store.restore(path, rollback)
         if path is None:
             return None
-        values = self._store.values
+        record = self._store.record
         if self._training:
             self._store.check_optimizers(path, self._optimizers)
             self._store.warn_of_changes(step, self._settings)
         self.restored_from, self._torn = path, False
         self._say(f"restored step {step} from {path}")
         if self._training:
-            self._learning_rates.after_restore(values.get("learning_rates", {}), step)
-            self._action_states.load(values.get("actions", {}))
+            self._learning_rates.after_restore(record.learning_rates, step)
+            self._action_states.load(record.actions)
             # After a rollback the data goes on elsewhere than where the checkpoint's position says.
-            position = None if changes else self._store.input_state.position or None
+            position = None if rollback else self._store.input_state.position or None
             self._training.rewind(step + self._store.input_offset, position)
-            self._training.reducer.load(values.get("running", {}))
+            self._training.reducer.load(record.running)
             self._window_start = step
-            self._continued_from = step, values.get("reported", {}).get("train", 0)
+            self._continued_from = step, record.reported.get("train", 0)
         return path
 
     def _say(self, sentence):
         """Tells the user something about the run, in the log and on the console."""
         logging.info("%s", sentence)
-        for writer in self._writers:
-            writer.note(sentence)
+        self._writers.note(sentence)
 
     def stop(self):
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
@@ -513,9 +515,8 @@ class Controller:
         self._closed = True
         with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
             stack.callback(self._store.close)
-            for part in (*self._writers, *self.loops.values()):
+            for part in (self._writers, *self.loops.values()):
                 stack.callback(part.close)
-            self._writers = []
 
     def _give_up(self):
         """Closes this controller, because another one of the process is being built for its directory."""
@@ -566,7 +567,8 @@ class Controller:
                     try:
                         return self._train_on(target, eval_interval, eval_steps)
                     except Trouble as trouble:
-                        self._restore(*self._store.go_back(trouble))
+                        rollback = self._store.go_back(trouble)
+                        self._restore(rollback.path, rollback)
         except BaseException as error:
             self._finish_save()
             if lost := lost_server(error):
@@ -583,7 +585,7 @@ class Controller:
             logging.error("%s", error)
 
     def _train_on(self, target, eval_interval, eval_steps):
-        step, reported = self.global_step, self._store.values.setdefault("reported", {})
+        step, reported = self.global_step, self._store.record.reported
         if step == target:
             self._say(f"already at step {step}, nothing to train")
         elif target == -1 or step < target:
@@ -632,8 +634,7 @@ class Controller:
                 self._leave(step)
             if eval_interval and step % eval_interval == 0 and done and step != target:
                 self._evaluate_saved(eval_steps)
-            for writer in self._writers:
-                writer.progress(step, None if target == -1 else target)
+            self._writers.progress(step, None if target == -1 else target)
             if ended:
                 self._training.note_end(step, target)
                 break
@@ -646,9 +647,8 @@ class Controller:
             self._report(step, mark)
         if evaluation_due(step):
             self._evaluate_saved(eval_steps)
-        for writer in self._writers:
-            writer.flush()
-        return self._store.values.get("train", {})
+        self._writers.flush()
+        return self._store.record.train
 
     def _check_count(self, step):
         if self.global_step != step:
@@ -656,10 +656,6 @@ class Controller:
                 f"the global step is {self.global_step} after step {step}: {self._training.who}.step_fn, its loop_end "
                 "or an action assigns global_step, which the controller counts itself; leave that out"
             )
-
-    def _sync(self):
-        for writer in self._writers:
-            writer.sync()
 
     def _drop_what_comes_after(self, eval_interval):
         """Moves later checkpoints and records of the run aside, once the training continues from an earlier step."""
@@ -669,11 +665,10 @@ class Controller:
         # An evaluation at the end of an earlier training is not one of a longer training's.
         evaluated = step if not eval_interval or step % eval_interval == 0 else step - 1
         self._store.set_newer_aside(step)
-        for writer in self._writers:
-            writer.resume(step, {"train": reported, **dict.fromkeys(self._evaluations, evaluated)})
+        self._writers.resume(step, {"train": reported, **dict.fromkeys(self._evaluations, evaluated)})
 
     def _standing(self):
-        trained = self._store.values.get("train") if self._training else None
+        trained = self._store.record.train if self._training else None
         return run_json.Standing(
             step=self.global_step,
             metrics={**({"train": trained} if trained else {}), **self._last_evaluation},
@@ -692,8 +687,7 @@ class Controller:
             raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
         if self._store:
             self._save(wait=True)
-        for writer in self._writers:
-            writer.flush()
+        self._writers.flush()
         kept = self._store.agreed_latest()
         saved = f"saved in {kept}; the same command goes on from there" if kept else "without a model_dir to save to"
         raise Preempted(f"ended by {signal} at step {step}, {saved}")
@@ -725,7 +719,7 @@ class Controller:
             look_for_nothing_but_skips(step, metrics, step - self._window_start)
             self._window_start = step
             loss = metrics.get(self._training.task.loss_name)
-            look_for_a_jump(self._store.values, step, loss, self._policy.guards, self._steps_per_loop)
+            look_for_a_jump(self._store.record.losses, step, loss, self._policy.guards, self._steps_per_loop)
             if steps and seconds:
                 metrics.setdefault("steps_per_second", round(steps / seconds, 2))
         self._publish("train", step, metrics)
@@ -733,11 +727,10 @@ class Controller:
     def _publish(self, split, step, metrics):
         with self.clock.phase("report"):
             self._store.check_lock()
-            for writer in self._writers:
-                writer.write(step, split, metrics)
-            self._store.values.setdefault("reported", {})[split] = step
+            self._writers.write(step, split, metrics)
+            self._store.record.reported[split] = step
             if split == "train":
-                self._store.values["train"] = metrics
+                self._store.record.train = metrics
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self))
         return metrics

@@ -10,6 +10,9 @@ from typing import Any
 
 # Exit codes of a binary: done; failed; ended by a signal and saved, run again; ended by the watchdog.
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
+# Exit codes of a tool besides EXIT_DONE: two runs differ, or something is not as it should be; the tool could not find
+# out, or was used wrongly; ended by Ctrl-C, as shells have it.
+EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
 
 _LAYERS = 20
 _WRAPPED = re.compile(r"in user code:|Exception encountered when calling")

@@ -12,7 +12,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint import store
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 DEFAULT = make_strategy("default")
 

@@ -13,7 +13,7 @@ from conftest import make_strategy
 import looplib
 from looplib.checkpoint import commits
 from looplib.health.guards import spike
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 BAD_STEP = 7
 

@@ -9,7 +9,7 @@ TESTS = {
     "data": ["feeds", "sources"],
     "extras": ["checks", "foreign", "local_launch", "preflight"],
     "health": ["debuggers", "guards", "preemption"],
-    "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime"],
+    "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
     "report": ["clock", "writers"],
     "task": ["batch_sizes", "evaluator", "inputs", "trainer"],

@@ -16,7 +16,9 @@ from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter
-from looplib.report.writers import _read_events, format_number, read_jsonl
+from looplib.report.console_writer import format_number
+from looplib.report.event_files import read_events
+from looplib.report.records import read_jsonl
 
 
 def scalars(folder):
@@ -203,7 +205,7 @@ def test_resume_takes_void_steps_out_of_tensorboard_and_leaves_other_files_alone
     after = contents(tmp_path / "train")
     assert len(after) == 3 and untouched.items() <= after.items()  # the third has the events that were taken out
     steps = {
-        split: [e.step for path in sorted((tmp_path / split).glob("*voided*")) for e in _read_events(str(path))[0]]
+        split: [e.step for path in sorted((tmp_path / split).glob("*voided*")) for e in read_events(str(path))[0]]
         for split in ("train", "eval", "eval/other_job")
     }
     assert steps == {"train": [12], "eval": [4, 8, 12], "eval/other_job": [12]}

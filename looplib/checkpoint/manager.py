@@ -1,7 +1,6 @@
 """Checkpoints of one run: saved in the background, pruned by the policy, restored strictly."""
 
 import dataclasses
-import json
 import os
 import tempfile
 import threading
@@ -18,6 +17,9 @@ from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.snapshot import Snapshots, host_device
 from looplib.checkpoint.warm_start import take_what_fits, told
 from looplib.errors import UsageError, gist
+from looplib.task.record import RunRecord
+
+_MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
 
 
 class Checkpoints:
@@ -283,27 +285,31 @@ def latest_checkpoint(directory):
     return done.path if done else None
 
 
-def peek(path):
-    """Reads the global step and the controller's own state without touching the model.
+def peek(path: str) -> tuple[int, RunRecord]:
+    """Reads the global step and the run record without touching the model.
 
     Args:
       path: a checkpoint's path.
 
-    Returns:
-      `(step, values)`: int and dict.
-
     Raises:
-      UsageError: if it is not a looplib checkpoint.
+      UsageError: if it is not a looplib checkpoint, or its run record cannot be read.
     """
     try:
         reader = tf.train.load_checkpoint(path)
         step = int(reader.get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
-        return step, json.loads(reader.get_tensor("run_state/.ATTRIBUTES/py_state"))
-    except (ValueError, IndexError, tf.errors.OpError) as error:
+        text = reader.get_tensor("run_state/.ATTRIBUTES/py_state")
+    except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
             "such as <model_dir>/checkpoints/ckpt-1000"
         ) from error
+    record = RunRecord.from_json(text, path)
+    if not 0 <= step + record.input_offset < _MOST_STEPS:
+        raise UsageError(
+            f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
+            f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
+        )
+    return step, record
 
 
 def _keys(path):

@@ -1,5 +1,6 @@
 """The store of a run: its directory, the lock on it, its checkpoints, and the controller's own state in them."""
 
+import dataclasses
 import math
 import os
 import time
@@ -18,9 +19,25 @@ from looplib.cluster.collectives import Workers
 from looplib.errors import DivergenceError, UsageError, gist
 from looplib.files import check_writable
 from looplib.health.guards import StateCheck, Trouble, listing
-from looplib.task.state import InputState, RunState, variables_of
+from looplib.task.record import RunRecord, RunState
+from looplib.task.state import InputState, variables_of
 
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollback:
+    """Where a run continues after a guard has found something.
+
+    Attributes:
+      path: the checkpoint to restore.
+      rollbacks: how often the run has gone back, this time included.
+      input_offset: global batches that rollbacks have left out, those of this one included.
+    """
+
+    path: str
+    rollbacks: int
+    input_offset: int
 
 
 class Store:
@@ -37,7 +54,7 @@ class Store:
       give_up: closes the controller, see `lock.RunLock`.
 
     Attributes:
-      values: dict of what JSON can hold: the controller's own state.
+      record: the `RunRecord`; another object after each restore.
       input_state: `InputState`.
       start: the `Commit` that a run goes on from, or None.
       saved_step: the step whose state was last saved or restored, or None.
@@ -125,16 +142,16 @@ class Store:
         )
 
     @property
-    def values(self):
-        """The controller's own state."""
-        return self._run_state.values
+    def record(self) -> RunRecord:
+        """The `RunRecord`; another object after each restore."""
+        return self._run_state.record
 
-    def peek(self):
-        """Returns (the global batches consumed, the controller's own state) of `start`; (0, {}) without one."""
+    def peek(self) -> tuple[int, RunRecord]:
+        """Returns the global batches consumed by `start` and its run record; 0 and an empty one without a `start`."""
         if not self.start:
-            return 0, {}
-        step, values = peek(self.start.path)
-        return step + values.get("input_offset", 0), values
+            return 0, RunRecord()
+        step, record = peek(self.start.path)
+        return step + record.input_offset, record
 
     def open(self, objects, global_step, replica_state, sync):
         """Takes the objects that make the state, once all variables exist.
@@ -177,12 +194,12 @@ class Store:
     def __bool__(self):
         return self._checkpoints is not None
 
-    def save(self, step, values, wait):
+    def save(self, step: int, fill_in: Callable[[RunRecord], None], wait: bool) -> None:
         """Saves the state, unless that of this step is saved.
 
         Args:
           step: the global step.
-          values: function without arguments that returns what to keep in the controller's own state.
+          fill_in: sets the fields of the run record that only the controller knows; called if something is saved.
           wait: returns only when the checkpoint is committed.
 
         Raises:
@@ -194,7 +211,7 @@ class Store:
                 logging.error("the checkpoint of step %d is left out: %s", step, _not_finite(names))
                 return
             self.check(step)
-            self.values.update(values())
+            fill_in(self.record)
             self._checkpoints.save(step, wait)
             self.saved_step = step
         elif wait:
@@ -259,12 +276,14 @@ class Store:
             }
             self._checkpoints.add_scores(step, scores)
 
-    def restore(self, path, changes=None):
+    def restore(
+        self, path: str | os.PathLike[str] | None, rollback: Rollback | None = None
+    ) -> tuple[str, int] | tuple[None, None]:
         """Restores the state.
 
         Args:
           path: the checkpoint; None takes the newest.
-          changes: dict of what to change in the controller's own state.
+          rollback: the `Rollback` for which it is restored, or None.
 
         Returns:
           `(path, step)`, or `(None, None)` if there is no checkpoint.
@@ -280,7 +299,8 @@ class Store:
         self._checkpoints.restore(path, partial="both" if self._policy.partial else not self.writes)
         if self._replica_state:
             self._replica_state.apply()
-        self.values.update(changes or {})
+        if rollback:
+            self.record.rollbacks, self.record.input_offset = rollback.rollbacks, rollback.input_offset
         self.saved_step = step if os.path.dirname(path) == self.directory else None
         self._checked_step = step
         return path, step
@@ -310,7 +330,7 @@ class Store:
 
     def check_optimizers(self, path, names):
         """Raises `UsageError` if the restored checkpoint was made with other optimizers, of which slots may fit."""
-        theirs = self.values.get("optimizers", names)
+        theirs = names if self.record.optimizers is None else self.record.optimizers
         if theirs != names and not self._policy.partial:
             raise UsageError(
                 f"the checkpoint {path} was made by another optimizer ({', '.join(theirs)}) than this run's "
@@ -325,9 +345,10 @@ class Store:
           step: the step that was restored.
           settings: dict of this run's.
         """
+        recorded = {name: getattr(self.record, name) for name in settings}
         for name, ours in settings.items():
-            theirs = self.values.get(name, ours)
-            if theirs != ours:
+            theirs = recorded[name]
+            if theirs is not None and theirs != ours:
                 logging.warning(
                     "the checkpoint was made with %s %s and this run has %s: from step %d on %s an uninterrupted run",
                     name, theirs, ours, step,
@@ -341,12 +362,12 @@ class Store:
           trouble: `guards.Trouble`.
 
         Returns:
-          `(path, changes)` for `restore`: the newest good checkpoint, and the data past the bad steps.
+          A `Rollback` to the newest good checkpoint, and to the data past the bad steps.
 
         Raises:
           DivergenceError: if the policy is to halt, or the run may not or cannot go back.
         """
-        kept, done = self.latest, self.values.get("rollbacks", 0)
+        kept, done = self.latest, self.record.rollbacks
         advice = f"the newest checkpoint, {kept}, is good" if kept else "nothing was saved"
         if trouble.policy == "halt":
             raise DivergenceError(
@@ -365,12 +386,12 @@ class Store:
             trouble.what, target.step, trouble.resume_after, done + 1, self._guards.rollbacks
         )  # fmt: skip
         offset = trouble.resume_after + self.input_offset - target.step
-        return target.path, {"rollbacks": done + 1, "input_offset": offset}
+        return Rollback(target.path, done + 1, offset)
 
     @property
     def input_offset(self):
         """Global batches that rollbacks have left out: the position in the data is the step plus these."""
-        return self.values.get("input_offset", 0)
+        return self.record.input_offset
 
     @property
     def latest(self):

@@ -176,11 +176,11 @@ def spike(history, loss, guards):
     return score if score > guards.spike_score else None
 
 
-def look_for_a_jump(values, step, loss, guards, steps_per_loop):
+def look_for_a_jump(losses, step, loss, guards, steps_per_loop):
     """Raises `Trouble` if the loss of a report jumps, or is above the limit; keeps the last losses.
 
     Args:
-      values: the controller's own state, where they are kept.
+      losses: the losses reported before, of the run's record.
       step: the global step of the report.
       loss: float, the reported loss; None if there is none.
       guards: `Guards`.
@@ -194,13 +194,12 @@ def look_for_a_jump(values, step, loss, guards, steps_per_loop):
         raise Trouble(f"{where} above the limit of {guards.loss_limit:.4g}", **trouble)
     if not guards.spike_score:
         return
-    history = values.setdefault("losses", [])
-    score = spike(history, loss, guards)
+    score = spike(losses, loss, guards)
     if score is not None:
-        what = f"{where} {score:.1f} robust standard deviations above the last {len(history)}"
+        what = f"{where} {score:.1f} robust standard deviations above the last {len(losses)}"
         raise Trouble(what, **trouble)
-    history.append(loss)
-    del history[: -guards.spike_window]
+    losses.append(loss)
+    del losses[: -guards.spike_window]
 
 
 def look_for_nothing_but_skips(step, metrics, steps):

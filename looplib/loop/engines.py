@@ -11,6 +11,7 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
 from looplib.loop.inner_loops import GraphLoop, Ran
+from looplib.task.record import EngineChoice
 
 ENGINES = ("auto", "graph", "xla", "eager")
 
@@ -100,8 +101,7 @@ class AutoLoop:
       chosen: see `make`.
 
     Attributes:
-      record: dict of what JSON can hold, once it is decided: `loop`, `chunk`, and `seconds_per_step` of each candidate;
-        None before.
+      record: the `EngineChoice`, once it is decided; None before.
     """
 
     def __init__(self, step, steps_per_loop, clock, tracing, chosen=None):
@@ -114,8 +114,9 @@ class AutoLoop:
         self._iterator = None
         self._lasted = self._horizon = self._misfits = 0
         self._trials = self._request = None
-        if chosen and (chosen["loop"] == "graph" or step.strategy.num_replicas_in_sync == 1):
-            self._chosen = self._used = Plan(chosen["loop"], chosen["chunk"]).build(step)
+        fits = chosen and 1 <= chosen.chunk <= _LONGEST_CHUNK  # it comes from a checkpoint, whose values may be any
+        if fits and (chosen.loop == "graph" or step.strategy.num_replicas_in_sync == 1):
+            self._chosen = self._used = Plan(chosen.loop, chosen.chunk).build(step)
         else:
             self._trials = self._try_all()
             self._request = next(self._trials)
@@ -193,10 +194,8 @@ class AutoLoop:
         best = min(medians, key=medians.get)
         if medians[Plan()] < _GAIN * medians[best]:
             best = Plan()
-        self.record = {
-            **dataclasses.asdict(best),
-            "seconds_per_step": {str(plan): round(value, 9) for plan, value in medians.items() if math.isfinite(value)},
-        }
+        seconds = {str(plan): round(value, 9) for plan, value in medians.items() if math.isfinite(value)}
+        self.record = EngineChoice(best.loop, best.chunk, seconds)
         found = ", ".join(f"{plan} {1e3 * value:.3g}" for plan, value in medians.items())
         logging.info("the loop goes on with the engine %s (milliseconds a step: %s)", best, found)
         return loops[best]

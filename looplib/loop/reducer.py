@@ -5,8 +5,6 @@ over replicas reads all of them at the end of a loop. A mean is kept as a weight
 does not depend on how examples fall on steps, replicas and workers.
 """
 
-from typing import Any
-
 import numpy as np
 import tensorflow as tf
 
@@ -14,6 +12,7 @@ from looplib import _keras
 from looplib.cluster.collectives import Workers
 from looplib.health import guards
 from looplib.loop.packing import Packer, batch_size
+from looplib.task.record import RunningTotals
 
 
 class Reducer:
@@ -243,14 +242,12 @@ class Reducer:
         """What has been accumulated since the last `read`, for a checkpoint.
 
         Returns:
-          dict of what JSON can hold: `names`, and `totals`, a list for each replica.
+          `RunningTotals`; before the first step, what `load` was given.
         """
         if not self.created:
-            return self._pending or {}
-        return {
-            "names": self.packer.names,
-            "totals": [totals[: self.packer.size].tolist() for totals in self._of_all_replicas()],
-        }
+            return self._pending or RunningTotals([], [])
+        totals = [totals[: self.packer.size].tolist() for totals in self._of_all_replicas()]
+        return RunningTotals(self.packer.names, totals)
 
     def load(self, state):
         """Continues from a `state()`; from nothing if that has other metrics, which belong to an earlier program.
@@ -268,14 +265,16 @@ class Reducer:
         for part, values in zip(local, totals[workers.index * len(local) :]):
             part.assign(np.pad(values, [0, int(part.shape[0]) - self.packer.size]))
 
-    def _totals_of(self, state: dict[str, Any]) -> np.ndarray:
+    def _totals_of(self, state: RunningTotals | dict[str, float]) -> np.ndarray:
         """The totals of a `state()` in the order of the metrics here, float64 `[replicas, n]`; zeros if they differ."""
         sizes = {slot.name: slot.size for slot in self.packer.slots}
-        earlier = {name: sizes.get(name, 1) for name in state.get("names", ())}
-        totals = np.asarray(state.get("totals", np.zeros([1, 0])), np.float64)
+        state = state if isinstance(state, RunningTotals) else RunningTotals([], [])  # not that of an Orbit trainer
+        earlier = {name: sizes.get(name, 1) for name in state.names}
         others = (earlier.keys() ^ sizes.keys()) - {"skipped_steps"}
-        if not earlier or not sizes or others or totals.shape[1] != sum(earlier.values()):
+        lengths = {len(totals) for totals in state.totals}
+        if not earlier or not sizes or others or lengths != {sum(earlier.values())}:
             return np.zeros([1, self.packer.size])
+        totals = np.asarray(state.totals, np.float64)
         parts = dict(zip(earlier, np.split(totals, np.cumsum([*earlier.values()])[:-1], axis=1)))
         return np.concatenate([parts.get(name, np.zeros([len(totals), 1])) for name in sizes], axis=1)
 

@@ -160,13 +160,13 @@ class TaskLoop:
 
     @property
     def chosen(self):
-        """What an engine has chosen for itself, as a dict for JSON, or None."""
+        """The `EngineChoice` of an engine that chooses, or None."""
         return getattr(self._engine, "record", None)
 
     def position(self):
         """The place in the data after the last `run`, as bytes for `rewind`; None where `start_step` has to do."""
         if self._sizes and self.reducer.created:
-            self._sizes.look(self.reducer.packer, self.reducer.state()["totals"])
+            self._sizes.look(self.reducer.packer, self.reducer.state().totals)
         return self._stream.position(self._iterator) if self._iterator is not None else self._position
 
     def rewind(self, start_step=0, position=None):

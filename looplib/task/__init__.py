@@ -7,7 +7,8 @@ Names that other rooms may use, by file:
     input_context: InputContext
     learning_rates: LearningRates
     perturbation: VARIABLE, nudge, requested
+    record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, each, last, mean, total
-    state: InputState, ReplicaState, RunState, differing_variables, state_of, variables_below, variables_of
+    state: InputState, ReplicaState, differing_variables, state_of, variables_below, variables_of
     trainer: Trainer
 """

@@ -1,7 +1,6 @@
 """What the state of a run is: the objects that a checkpoint holds."""
 
 import io
-import json
 import zlib
 
 import numpy as np
@@ -9,26 +8,6 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
-
-
-class RunState(tf.train.experimental.PythonState):
-    """The controller's own state, kept in the checkpoint as JSON.
-
-    Attributes:
-      values: dict of what JSON can hold.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.values = {}
-
-    def serialize(self):
-        """Returns the JSON text to save."""
-        return json.dumps(self.values)
-
-    def deserialize(self, string_value):
-        """Takes the JSON text that was saved."""
-        self.values = json.loads(string_value)
 
 
 class InputState(tf.train.experimental.PythonState):

@@ -21,7 +21,8 @@ from looplib import files
 from looplib.__main__ import main as cli
 from looplib.checkpoint import commits, marker
 from looplib.errors import UsageError
-from looplib.report.writers import JsonlWriter, read_jsonl
+from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.records import read_jsonl
 
 
 def start(folder, keep=2, **policy):
@@ -123,8 +124,8 @@ def test_a_marker_of_other_types_is_damage(changes, folder):
 
 def test_names_in_the_run_state_lead_nowhere(folder, victim):
     with start(folder) as controller:
-        controller._store.values["reported"] = {"train": 6, "../../victim/train": -1, "../victim": 0}
-        controller._store.values["actions"] = {"../victim": 1}
+        controller._store.record.reported = {"train": 6, "../../victim/train": -1, "../victim": 0}
+        controller._store.record.actions = {"../victim": 1}
         controller.train(7)
     assert train(folder, 10).global_step == 10
 
@@ -478,7 +479,7 @@ MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", "100"))
 def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anything_else(stopped, victim, tmp_path):
     """What a start does with them, without the training: list, verify, tidy, read records and reports, inspect."""
     from looplib.report import run_json
-    from looplib.report.writers import TensorBoardWriter
+    from looplib.report.tensorboard_writer import TensorBoardWriter
 
     chance = random.Random(1)
     kinds = ["checkpoints/ckpt-6.commit", "checkpoints/ckpt-4.commit", "metrics.jsonl", "run.json", "lock"]

@@ -18,7 +18,7 @@ from conftest import more
 
 from looplib.checkpoint import commits
 from looplib.extras.tools.compare import compare
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 STEPS = 60
 COMMON = [

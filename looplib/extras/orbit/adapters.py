@@ -19,6 +19,7 @@ from looplib.loop.inner_loops import Ran
 from looplib.loop.optimizers import TrainingOptimizers
 from looplib.loop.task_loop import as_numbers
 from looplib.task.evaluator import Evaluator
+from looplib.task.record import RunningTotals
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
@@ -366,6 +367,7 @@ class Results:
 
     def load(self, state):
         """Goes on from a `state()`, or anew from that of another kind of trainer."""
+        state = {} if isinstance(state, RunningTotals) else state
         numbers = {name: np.asarray(value) for name, value in state.items()}
         self._metrics = {name: value for name, value in numbers.items() if value.ndim == 0 and _is_number(value)}
         self._steps = 0

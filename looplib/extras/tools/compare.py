@@ -12,7 +12,7 @@ import tensorflow as tf
 from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.errors import UsageError
 from looplib.loop import example_checksum
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 # Bit by bit, that is: the state of the run is JSON, and compared value by value.
 _NOT_COMPARED = (
@@ -152,10 +152,10 @@ def _numbers(folder, replicas_differ):
         ):
             numbers[split, f"step {step} {split} {name}"] = record[name]
     run = _report(folder)
-    _, state = peek(final_checkpoint(folder))
+    _, record = peek(final_checkpoint(folder))
+    state = dataclasses.asdict(record)
     if replicas_differ:  # what each replica has added up so far is compared as a sum
-        running = state.get("running", {})
-        running["totals"] = np.sum(running.get("totals", []), axis=0).tolist()
+        state["running"]["totals"] = np.sum(state["running"].get("totals", []), axis=0).tolist()
     for title, tree in (
         ("run.json", {key: run.get(key) for key in ("status", "step", "metrics")}),
         ("run_state of the final checkpoint", state),

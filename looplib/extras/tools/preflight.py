@@ -15,13 +15,14 @@ import dataclasses
 import json
 import math
 import os
-import re
+from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras, source_locations
+from looplib import _keras, _tf, source_locations
 from looplib.errors import gist
 from looplib.extras.tools import pure_function
+from looplib.extras.tools.variable_ops import NotAVariableError
 from looplib.task.state import state_of, variables_of
 
 VARIABLE = "LOOPLIB_PREFLIGHT"
@@ -119,7 +120,7 @@ class _Look:
         lowered, traced = False, None
         if spec is not None:
             traced = self._function.get_concrete_function(spec)
-            self._ops = source_locations.Ops(traced)
+            self._ops = _tf.Ops(traced)
             lowered = self._lower(traced)
             self._look_at_dtypes()
         return {
@@ -197,23 +198,24 @@ class _Look:
         target, specs, names = _target(self._platform), [], {}
         for _ in range(_MOST):
             try:
-                program, specs, names = pure_function.lift(traced, replaced)
-                text = program.experimental_get_compiler_ir(*specs)(stage="hlo", platform_name=target)
-            except pure_function.CannotLift as error:
-                op = self._ops.in_function(error.function, error.node)
+                pure = pure_function.make(traced, replaced)
+                specs, names = pure.specs, pure.names
+                text = pure.program.experimental_get_compiler_ir(*specs)(stage="hlo", platform_name=target)
+            except NotAVariableError as error:
+                op = self._ops.in_function(*error.place)
                 if op is None:
                     self._tell_error(error, None)
                     return False
                 ops = [op]
             except Exception as error:  # XLA's have many types
                 op = self._ops.named_in(str(error), names)
-                if "unsupported operations" not in str(error) or op is None:
+                if not _tf.lacks_a_kernel(error) or op is None:
                     if not found and not any(part.dtype == tf.string for part in specs):
                         self._tell_error(error, op)
                     return False
                 ops = [other for other in self._ops if other.type == op.type]
             else:
-                self._look_at_shapes(text, names)
+                self._look_at_sizes(text)
                 return not found
             for op in ops:
                 if target == self._platform or op.type not in _ONLY_ON_TPUS:
@@ -226,7 +228,7 @@ class _Look:
         """The ops on strings, which no device but a CPU has; XLA leaves out assertions and their messages."""
         for op in self._ops:
             strings = any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs))
-            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(source_locations.called(op)):
+            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(_tf.called(op)):
                 self._find("unsupported op", self._unsupported(op), source_locations.line_of(op))
                 yield op
 
@@ -242,24 +244,22 @@ class _Look:
     def _tell_error(self, error, op):
         text = gist(error).removeprefix("Failed getting HLO text: ").strip("'")
         line = source_locations.line_of(op) if op is not None else ""
-        if re.search(r"compile-time constant|static(ally)? (input )?shape|dynamic|bounded", str(error)):
+        if _tf.needs_a_constant(error):
             self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", line)
         else:
             self._find("unsupported op", text, line)
 
-    def _look_at_shapes(self, text, names):
-        """Finds the ops that give a size which depends on values."""
-        for line in text.splitlines():
-            if re.search(r"= \S*<=\S* set-dimension-size\(", line):
-                op = self._ops.named(re.search(r'op_name="([^"]*)"', line), names)
-                kind = re.search(r'op_type="([^"]*)"', line)
-                self._find(
-                    "dynamic shape",
-                    f"the size of what {kind[1] if kind else 'an op'} gives depends on values, so XLA computes with "
-                    "its largest; keep the size and use a mask, as in looplib.mean(value, weight)",
-                    source_locations.line_of(op) if op is not None else "",
-                    fault=self._platform == "TPU" and not (op is not None and source_locations.is_of_keras(op)),
-                )
+    def _look_at_sizes(self, hlo: str) -> None:
+        """Finds the ops whose output has a size that depends on values."""
+        for path, kind in _tf.dynamic_sizes(hlo):
+            op = self._ops.named(path)
+            self._find(
+                "dynamic shape",
+                f"the size of what {kind or 'an op'} gives depends on values, so XLA computes with its largest; keep "
+                "the size and use a mask, as in looplib.mean(value, weight)",
+                source_locations.line_of(op) if op is not None else "",
+                fault=self._platform == "TPU" and not (op is not None and source_locations.is_of_keras(op)),
+            )
 
     def _look_at_dtypes(self):
         for op in self._ops:
@@ -325,21 +325,11 @@ def _bytes(tensor):
     return math.prod(tensor.shape.as_list()) * tensor.dtype.size
 
 
-def _temporary_bytes(function, spec):
-    """What XLA, compiling for a CPU, sets aside for values inside of the step; None where it cannot say.
+def _temporary_bytes(function: tf.types.experimental.PolymorphicFunction, spec: Any) -> int | None:
+    """Returns the bytes that XLA, compiling for a CPU, reserves for values inside of the step; None if it cannot say.
 
-    The plan of a real compiler for the same program and batch, but for another device: a TPU fuses other ops together,
-    and pads the last two dimensions to multiples of 8 and 128.
+    It is the plan of a real compiler for this program and batch, but for another device: a TPU fuses other ops
+    together, and pads the last two dimensions to multiples of 8 and 128.
     """
-    try:
-        from tensorflow.compiler.xla.service import hlo_pb2  # TensorFlow has no public reader for it
-
-        compiled = tf.function(function.python_function, jit_compile=True)
-        batch = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), spec)
-        stage = "optimized_hlo_proto_serialized"
-        program = hlo_pb2.HloProto.FromString(compiled.experimental_get_compiler_ir(batch)(stage=stage))
-        allocations = program.buffer_assignment.buffer_allocations
-    except Exception:  # XLA's have many types, and what cannot be compiled is told elsewhere
-        return None
-    kept = ("is_thread_local", "is_entry_computation_parameter", "is_constant", "maybe_live_out")
-    return sum(part.size for part in allocations if not any(getattr(part, name) for name in kept))
+    compiled = tf.function(function.python_function, jit_compile=True)
+    return _tf.temporary_bytes(compiled, spec)
