@@ -10,6 +10,8 @@ is installed, and names what that version changed.
 """
 
 import gc
+import logging as python_logging
+import os
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -23,8 +25,15 @@ finally:
     if _collects:
         gc.enable()
 
+from absl import logging
+
 from looplib.errors import UsageError, gist
 
+_FOLDER = os.path.dirname(tf.__file__) + os.sep
+_STRATEGIES = {
+    "_DefaultDistributionStrategy": "DefaultStrategy",
+    "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
+}
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
 # The start of TensorFlow's devices.
@@ -237,4 +246,77 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
     )
 
 
+def name_of(strategy: tf.distribute.Strategy) -> str:
+    """Returns the public name of a strategy's class; TensorFlow 2.20 has other ones for two of them."""
+    name = type(strategy).__name__.removesuffix("V2")
+    return _STRATEGIES.get(name, name)
+
+
+def log_warnings_only() -> None:
+    """Leaves TensorFlow's own notes out of the log; its warnings and errors stay."""
+    tf.get_logger().setLevel("WARNING")
+    logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
+
+
+def log_errors_only() -> None:
+    """Leaves TensorFlow's own warnings out of the log, too."""
+    tf.get_logger().setLevel("ERROR")
+
+
+def is_note(record: python_logging.LogRecord) -> bool:
+    """Whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
+    return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
+
+
 watch()
+
+
+# The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
+OBJECT_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_VARIABLE, _PYTHON_STATE = "/.ATTRIBUTES/VARIABLE_VALUE", "/.ATTRIBUTES/py_state"
+
+
+def variable_key(name: str) -> str:
+    """Returns the key of a variable that a checkpoint holds under a name."""
+    return name + _VARIABLE
+
+
+def python_state_key(name: str) -> str:
+    """Returns the key of a `tf.train.experimental.PythonState` that a checkpoint holds under a name."""
+    return name + _PYTHON_STATE
+
+
+def is_variable_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a variable."""
+    return key.endswith(_VARIABLE)
+
+
+def is_python_state_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
+    return key.endswith(_PYTHON_STATE)
+
+
+def name_of_variable(key: str) -> str:
+    """Returns the name under which a checkpoint holds the variable of a key."""
+    return key.removesuffix(_VARIABLE)
+
+
+def object_graph(reader: Any) -> Any:
+    """Returns the structure of the objects that a checkpoint was written from, a protocol buffer.
+
+    Args:
+      reader: from `tf.train.load_checkpoint`.
+
+    Returns:
+      A `TrackableObjectGraph` with `nodes`; None where this version of TensorFlow keeps it in another way.
+
+    Raises:
+      ValueError, tf.errors.OpError: if the checkpoint cannot be read, or has no such structure.
+    """
+    try:
+        from tensorflow.core.protobuf import trackable_object_graph_pb2 as private  # it has no public name
+
+        parse = private.TrackableObjectGraph.FromString
+    except (ImportError, AttributeError):
+        return None
+    return parse(reader.get_tensor(OBJECT_GRAPH_KEY))

@@ -1,6 +1,7 @@
 """The machine: strategy, virtual devices, precision, seeds and determinism."""
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -25,17 +27,26 @@ _is_set_up = False
 
 
 def setup(
-    strategy="auto", *, tpu=None, num_virtual_devices=1, seed=0, deterministic=False, mixed_precision="float32",
-    tpu_cores_per_replica=1, tpu_spmd=False, join_limit=60.0,
-):  # fmt: skip
+    strategy: str = "auto",
+    *,
+    tpu: str | None = None,
+    num_virtual_devices: int = 1,
+    seed: int = 0,
+    deterministic: bool = False,
+    mixed_precision: str = "float32",
+    tpu_cores_per_replica: int = 1,
+    tpu_spmd: bool = False,
+    join_limit: float = 60.0,
+) -> tf.distribute.Strategy:
     """Sets the process up and makes its strategy; call it once, before anything runs on a device.
 
     Args:
       strategy: "auto" takes a TPU if one is found, else all GPUs, else the CPU, and logs what it chose;
         "one_device" the first GPU or the CPU; "mirrored" all GPUs, or all virtual CPU devices; "multi_worker" this
-        process's devices together with those of the other workers, whom `cluster.resolve` finds ("auto" is this where
-        TF_CONFIG names several workers); "parameter_server" the cluster of TF_CONFIG, where a worker or parameter
-        server serves in here until the coordinator is gone, and ends by `errors.CoordinatorGone`, a `SystemExit`.
+        process's devices together with those of the other workers, which `cluster.environment.resolve` finds ("auto"
+        does the same where TF_CONFIG names several workers); "parameter_server" the cluster of TF_CONFIG. There a
+        worker or parameter server serves in here until the coordinator is gone, and ends by `errors.CoordinatorGone`,
+        a `SystemExit`.
       tpu: name or address of a TPU; see `tpu.connect`.
       num_virtual_devices: makes this many replicas on one CPU; without GPUs only.
       seed: seeds Python, numpy, TensorFlow and the Keras families that are loaded.
@@ -49,26 +60,12 @@ def setup(
       `tf.distribute.Strategy`.
 
     Raises:
-      UsageError: for a value that cannot be had on this machine.
+      UsageError: for a value that this machine does not support.
     """
     seed = whole_number("seed", seed, least=0, most=2**32 - 1)
     num_virtual_devices = whole_number("num_virtual_devices", num_virtual_devices)
-    if strategy not in STRATEGIES:
-        raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
-    if mixed_precision not in PRECISIONS:
-        raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
-    if strategy == "one_device" and num_virtual_devices > 1:
-        raise UsageError(
-            f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
-            "auto"
-        )
-    if strategy == "parameter_server":
-        _check_asynchronous(num_virtual_devices, deterministic)
-    if tpu and strategy not in ("auto", "tpu"):
-        raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")
-    on_tpu = strategy == "tpu" or tpu or (strategy == "auto" and tpus.is_here())
-    if mixed_precision == "mixed_float16" and on_tpu:
-        raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
+    on_tpu = strategy == "tpu" or bool(tpu) or (strategy == "auto" and tpus.is_here())
+    _check(strategy, tpu, num_virtual_devices, deterministic, mixed_precision, on_tpu)
     _warn_of_an_early_start()
     _seed_everything(seed)
     if deterministic:
@@ -91,6 +88,27 @@ def setup(
     return chosen
 
 
+def _check(
+    strategy: str, tpu: str | None, num_virtual_devices: int, deterministic: bool, mixed_precision: str, on_tpu: bool
+) -> None:
+    """Raises `UsageError` for arguments of `setup` that do not go together."""
+    if strategy not in STRATEGIES:
+        raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    if mixed_precision not in PRECISIONS:
+        raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
+    if strategy == "one_device" and num_virtual_devices > 1:
+        raise UsageError(
+            f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
+            "auto"
+        )
+    if strategy == "parameter_server":
+        _check_asynchronous(num_virtual_devices, deterministic)
+    if tpu and strategy not in ("auto", "tpu"):
+        raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")
+    if mixed_precision == "mixed_float16" and on_tpu:
+        raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
+
+
 def coordinator() -> types.ModuleType:
     """Returns the module that runs steps on the workers of a parameter server strategy, imported when it is used."""
     from looplib.extras.parameter_server import coordinator
@@ -98,20 +116,18 @@ def coordinator() -> types.ModuleType:
     return coordinator
 
 
-def describe(strategy):
-    """Names a strategy for logs and `run.json`, as "MirroredStrategy, 2 replicas"."""
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """Names a strategy for logs and `run.json`, such as "MirroredStrategy, 2 replicas"."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         from looplib.extras.parameter_server import processes
 
         workers, parameter_servers = processes.counts()
         return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
     replicas = strategy.num_replicas_in_sync
-    kind = type(strategy).__name__.replace("_DefaultDistributionStrategy", "DefaultStrategy").removesuffix("V2")
-    kind = kind.replace("CollectiveAllReduceStrategy", "MultiWorkerMirroredStrategy")  # TensorFlow's name for it
-    return f"{kind}, {replicas} replica{'s' if replicas > 1 else ''}"
+    return f"{_tf.name_of(strategy)}, {replicas} replica{'s' if replicas > 1 else ''}"
 
 
-def _check_asynchronous(num_virtual_devices, deterministic):
+def _check_asynchronous(num_virtual_devices: int, deterministic: bool) -> None:
     if deterministic:
         raise UsageError(
             "deterministic is asked for, and with the strategy parameter_server workers update the weights in no fixed "
@@ -124,7 +140,7 @@ def _check_asynchronous(num_virtual_devices, deterministic):
         )
 
 
-def _prepare_devices(num_virtual_devices):
+def _prepare_devices(num_virtual_devices: int) -> list[tf.config.PhysicalDevice]:
     gpus = tf.config.list_physical_devices("GPU")
     if num_virtual_devices > 1:
         if gpus:
@@ -156,7 +172,7 @@ def _too_late(setting: str) -> UsageError:
     )
 
 
-def _choose(strategy, gpus):
+def _choose(strategy: str, gpus: list[tf.config.PhysicalDevice]) -> tuple[tf.distribute.Strategy, str]:
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     names = [device.name for device in devices]
     kind = f"{len(devices)} {devices[0].device_type}{'s' if len(devices) > 1 else ''} found"
@@ -169,14 +185,14 @@ def _choose(strategy, gpus):
     return tf.distribute.get_strategy(), f"auto, {'one GPU' if gpus else 'no TPU and no GPU, one CPU'} found"
 
 
-def _has_other_workers():
+def _has_other_workers() -> bool:
     if "TF_CONFIG" not in os.environ:  # Slurm's variables are also there in a shell of one process
         return False
     found = environment.resolve(os.environ)
     return found is not None and len(found.workers) > 1 and not found.parameter_servers
 
 
-def _multi_worker(join_limit, num_virtual_devices):
+def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distribute.Strategy, str]:
     found = environment.resolve(os.environ)
     if found is None:
         raise UsageError(
@@ -195,12 +211,12 @@ def _multi_worker(join_limit, num_virtual_devices):
     peers.current.join()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:  # TensorFlow's server has put its own handler of SIGTERM in the place of Python's
+        for number in SIGNALS:  # TensorFlow's server has replaced Python's handler of SIGTERM
             signal.signal(number, signal.getsignal(number) or signal.SIG_DFL)
     return strategy, f"worker {found.index} of {len(found.workers)}, by {found.source}"
 
 
-def _set_up_keras(module, seed, mixed_precision):
+def _set_up_keras(module: types.ModuleType, seed: int, mixed_precision: str) -> None:
     module.utils.set_random_seed(seed)  # each family keeps generators of its own
     if module.__name__ == "tf_keras":  # so that dropout keeps its state in a variable, which a checkpoint holds
         module.backend.experimental.enable_tf_random_generator()
@@ -208,14 +224,16 @@ def _set_up_keras(module, seed, mixed_precision):
         module.mixed_precision.set_global_policy(mixed_precision)
 
 
-def _when_imported(name, function):
+def _when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
     """Calls a function of a module now, or right after it is imported: a `build` may import its Keras family late."""
     if name in sys.modules:
         function(sys.modules[name])
         return
 
     class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, fullname, path, target=None):
+        def find_spec(
+            self, fullname: str, path: object, target: object = None
+        ) -> importlib.machinery.ModuleSpec | None:
             if fullname != name:
                 return None
             sys.meta_path.remove(self)
@@ -223,7 +241,7 @@ def _when_imported(name, function):
             if spec is not None and spec.loader is not None:
                 execute = spec.loader.exec_module
 
-                def execute_and_call(module):
+                def execute_and_call(module: types.ModuleType) -> None:
                     execute(module)
                     function(module)
 
@@ -245,7 +263,7 @@ def _warn_of_an_early_start() -> None:
     _is_set_up = True
 
 
-def _seed_everything(seed):
+def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)

@@ -385,7 +385,7 @@ def test_the_longest_chunk_can_be_traced(monkeypatch):
     """TensorFlow takes more than some 30 calls of next() in a trace for a mistake, where AutoGraph is off."""
     monkeypatch.setattr(engines, "_PINNED_CHUNK", engines._LONGEST_CHUNK)
     controller, trainer = train("xla", 100, steps_per_loop=50)
-    assert controller._training._engine.chunk == 50
+    assert controller.loops["train"]._engine.chunk == 50
     np.testing.assert_allclose(trainer.losses, train("graph", 100, steps_per_loop=50)[1].losses, rtol=2e-4)
 
 

@@ -252,7 +252,7 @@ def test_batches_padded_to_their_longest_example_are_found_and_the_step_lowers_a
 
     result = look(step, lambda context: rows.padded_batch(8, drop_remainder=True).repeat())
     (text,) = [finding["text"] for finding in result["findings"] if finding["fault"]]
-    assert text.startswith("Trainer.dataset has batches of shape (8, None); a TPU compiles anew for each, so fix it")
+    assert text.startswith("Trainer.dataset has batches of shape (8, None); a TPU compiles again for each, so fix it")
     assert result["steps"]["train"]["lowered"] and result["steps"]["train"]["memory"]["batch"] == 8 * 4 * 4
 
 

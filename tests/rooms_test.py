@@ -25,6 +25,7 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
+    {"run"},
     {"controller"},
     {"launch"},
 ]

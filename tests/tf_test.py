@@ -20,7 +20,6 @@ TRIED_WITH = "2.20"
 # Uses that are not in _tf.py, by file: a list to shorten, not to lengthen.
 ELSEWHERE = {
     "_keras.py": {"_random_generator", "_generator"},  # tf_keras's random layers
-    "checkpoint/snapshot.py": {"tensorflow.core"},
     "loop/fused_optimizers.py": {"_momentums", "_velocities", "_get_variable_index", "_index_dict", "_var_key"},
     "loop/optimizers.py": {"_trainable_variables"},
 }
@@ -139,6 +138,13 @@ def the_users_frames_in_a_message(folder: pathlib.Path) -> None:
         assert any(lines[line - 1].endswith("# here") for line in found), caught.value
 
 
+def the_structure_of_a_checkpoint(folder: pathlib.Path) -> None:
+    path = tf.train.Checkpoint(v=tf.Variable(1.0)).write(str(folder / "ckpt"))
+    graph = _tf.object_graph(tf.train.load_checkpoint(path))
+    keys = {attribute.checkpoint_key for node in graph.nodes for attribute in node.attributes}
+    assert keys == {_tf.variable_key("v")}
+
+
 SERVE = """
 import sys, tensorflow as tf
 spec = tf.train.ClusterSpec({"worker": sys.argv[1:2], "ps": sys.argv[2:3]})
@@ -186,6 +192,7 @@ USES = [
     the_sizes_that_depend_on_values,
     xlas_plan_of_memory,
     the_users_frames_in_a_message,
+    the_structure_of_a_checkpoint,
     the_loss_of_a_parameter_server,
 ]
 

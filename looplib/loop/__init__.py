@@ -6,9 +6,13 @@ Names that other rooms may use, by file:
     example_checksum: METRIC, VARIABLE
     fused_optimizers: none
     inner_loops: Ran, timed
+    loops: LoopSettings, Loops
     optimizers: TrainingOptimizers
     packing: none
+    recorded: RecordedParts
     reducer: Reducer
+    schedule: Boundary, Schedule
     step: none
-    task_loop: as_numbers, check_evaluation, make_loop
+    task_loop: TaskLoop, as_numbers, check_evaluation
+    window: Window
 """

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
-from looplib.health import guards
+from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
 from looplib.task.record import RunningTotals
 
@@ -59,7 +59,7 @@ class Reducer:
         """
         batch = batch_size(inputs)
         if self._guarded:
-            return self._watch(*guards.watched(step_fn, inputs), inputs)
+            return self._watch(*non_finite.run_watched(step_fn, inputs), inputs)
         if not may_be_empty or batch is None:
             return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
         return tf.cond(

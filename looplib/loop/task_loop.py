@@ -11,8 +11,7 @@ from absl import logging
 from looplib import runtime, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.data import pipelines, stream
-from looplib.errors import UsageError, whole_number
-from looplib.health import guards
+from looplib.errors import UsageError, join_names, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import engines, example_checksum
 from looplib.loop.batch_sizes import BatchSizes
@@ -237,7 +236,7 @@ class TaskLoop:
                 "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
                 "layers",
                 self.who,
-                guards.listing(random),
+                join_names(random),
             )
 
     def run(self, steps, phase, read=False, horizon=0):
@@ -260,11 +259,12 @@ class TaskLoop:
                     with self._clock.phase("compile"):
                         self._engine.trace(self._iterator)
             try:
-                before = self._clock.of(phase)
+                before, suspended = self._clock.of(phase), notice.suspended
                 ran = self._engine(self._iterator, steps, sure=max(0, self._sure), read=read, horizon=horizon)
                 self._sure -= ran.done
                 if ran.done:
-                    notice.step_seconds = max(ran.to_stop, (self._clock.of(phase) - before) / ran.done)
+                    seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
+                    notice.step_seconds = max(ran.to_stop, seconds / ran.done)
                 self._clock.move(ran.compiled, phase, "compile")
                 if phase == "train":
                     self._clock.move(ran.waited, phase, "input")

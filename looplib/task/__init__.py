@@ -9,6 +9,6 @@ Names that other rooms may use, by file:
     perturbation: VARIABLE, nudge, requested
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, each, last, mean, total
-    state: InputState, ReplicaState, differing_variables, state_of, variables_below, variables_of
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, variables_below, variables_of
     trainer: Trainer
 """

@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import runpy
 import selectors
 import signal
@@ -106,7 +107,8 @@ def become(order, streams, own_paths):
     Args:
       order: dict: `arguments`, what follows `python` on the command line, `folder`, its working directory, and
         `environment`, all of its variables; maybe `ignored`, signals that it ignores, `namespace`, of a network,
-        `console`, a file to print to, `closed`, to have no standard output, and `encoding`, of what it prints.
+        `console`, a file to print to (of `streams`, 1 and 2), `closed`, to have no standard output, `encoding`, of what it
+        prints, `most_bytes`, of a file, and `user`, a number.
       streams: file descriptors of standard input, output and error.
       own_paths: where Python looks for modules, without what the environment adds.
     """
@@ -120,7 +122,7 @@ def become(order, streams, own_paths):
         signal.signal(number, signal.SIG_IGN)
     if order.get("console"):
         console = os.open(order["console"], os.O_WRONLY)
-        for target in (1, 2):
+        for target in order.get("streams", (1, 2)):
             os.dup2(console, target)
     if order.get("closed"):
         for target in (1, 2):
@@ -135,6 +137,12 @@ def become(order, streams, own_paths):
         with open(f"/run/netns/{order['namespace']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
+    if "most_bytes" in order:  # of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["most_bytes"],) * 2)
+    if "user" in order:
+        os.setgroups([])
+        os.setresgid(*[order["user"]] * 3)
+        os.setresuid(*[order["user"]] * 3)
     sys.path[:] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path] + own_paths
     random.seed()
     if "numpy" in sys.modules:

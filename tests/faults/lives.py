@@ -41,6 +41,7 @@ class Nursery:
         self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
         self.address = str(self.folder / "socket")
+        self.folder.chmod(0o711)  # for lives of another user
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults", ROOT / "tests" / "workers"]
         self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
@@ -123,6 +124,7 @@ class Life:
     """
 
     def __init__(self, nursery, arguments, order):
+        self._nursery, self._arguments, self._order = nursery, arguments, dict(order)
         number = nursery.number()
         # Not beside the run, whose disk may be full.
         self.log = pathlib.Path(order.pop("log", nursery.folder / f"{number}.log"))
@@ -131,16 +133,22 @@ class Life:
         if binary == "faulty":
             notes = nursery.folder / f"{number}.notes"
             notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
+            notes.chmod(0o666)
             self._notes = open(notes, "rb", buffering=0)
             arguments = [*arguments, f"--config.notes={notes}"]
         environment = {**nursery.environment, **order.pop("environment", {})}
         with open(os.devnull) as nothing, open(self.log, "ab") as log:
             self._answers = fork_client.connect(
                 nursery.address, [nothing.fileno(), log.fileno(), log.fileno()],
-                arguments=["-m", binary, *arguments], folder=str(ROOT), environment=environment, **order,
+                arguments=["-m", binary, *arguments], folder=str(order.pop("directory", ROOT)), environment=environment, **order,
             )  # fmt: skip
         self.pid = int(self._answers.readline())
         self._handle = os.pidfd_open(self.pid)
+
+    def another(self, *arguments):
+        """Starts the same once more beside it, with more arguments, on a good console; returns its `Life`."""
+        order = {key: self._order[key] for key in ("binary", "directory", "environment") if key in self._order}
+        return Life(self._nursery, [*self._arguments, *arguments], order)
 
     def note(self):
         """What it does: (number, what)."""

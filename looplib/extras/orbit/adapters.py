@@ -11,9 +11,8 @@ from absl import logging
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
-from looplib.errors import UsageError
+from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
-from looplib.health import guards
 from looplib.health.preemption import notice
 from looplib.loop.inner_loops import Ran
 from looplib.loop.optimizers import TrainingOptimizers
@@ -198,12 +197,13 @@ class EvaluatorLoop:
 
     def _results(self, steps):
         """Calls Orbit's object, and returns its metrics as a flat dict."""
-        started, self._running = time.perf_counter(), True
+        started, suspended, self._running = time.perf_counter(), notice.suspended, True
         try:
             results = self._call(tf.constant(steps, tf.int32))
         finally:
             self._running = False
-        notice.step_seconds = max(notice.step_seconds, time.perf_counter() - started)  # what a signal has to wait for
+        seconds = time.perf_counter() - started - (notice.suspended - suspended)
+        notice.step_seconds = max(notice.step_seconds, seconds)  # what a signal has to wait for
         return dict(_flat(self.who, {} if results is None else results))
 
     def read(self):
@@ -266,7 +266,7 @@ class TrainerLoop(EvaluatorLoop):
             late = [name for name, variable in variables_of(self._objects) if id(variable) not in self._known]
             if late:
                 raise UsageError(
-                    f"{self.who}.train has made variables ({guards.listing(late)}) that a resumed run would not have "
+                    f"{self.who}.train has made variables ({join_names(late)}) that a resumed run would not have "
                     "when it restores them; make them in __init__, as optimizer.build(model.trainable_variables) does"
                 )
             self._known = None
