@@ -19,6 +19,7 @@ from looplib.health.guards import Trouble, look_for_a_jump, look_for_nothing_but
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
 from looplib.loop import task_loop
+from looplib.loop.base import Request, Specification
 from looplib.loop.engines import ENGINES
 from looplib.report import run_json
 from looplib.report.clock import Clock
@@ -161,38 +162,39 @@ class Controller:
 
     def _build_loops(self, trainer, evaluators, engine, start_step, values):
         chosen = values.get("engines", {})
-        settings = dict(
-            strategy=self._strategy,
-            engine=engine,
-            seed=self._settings["seed"],
-            clock=self.clock,
-            steps_per_loop=self._steps_per_loop,
-        )
-        self._training, batch = None, self._settings["global_batch_size"]
+        batch = self._settings["global_batch_size"]
         self._own(*filter(None, [trainer, *evaluators.values()]))
+        self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
+
+        def make_loop(split, task, **settings):
+            return task_loop.make_loop(
+                Specification(
+                    split=split,
+                    task=task,
+                    strategy=self._strategy,
+                    clock=self.clock,
+                    engine=engine,
+                    seed=self._settings["seed"],
+                    steps_per_loop=self._steps_per_loop,
+                    chosen=chosen.get(split),
+                    **settings,
+                )
+            )
+
+        self._training = None
         if trainer:
             self._warn_of_another_controller(trainer)
             checks.build_optimizers(trainer, self._strategy)
-            self._training = task_loop.make_loop(
+            self._training = make_loop(
                 "train",
                 trainer,
                 global_batch_size=batch,
                 start_step=start_step,
                 counter=self._global_step,
                 non_finite=self._policy.guards.non_finite,
-                chosen=chosen.get("train"),
-                **settings,
             )
-        self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
         self._evaluations = {
-            name: task_loop.make_loop(
-                name,
-                task,
-                global_batch_size=task.global_batch_size or batch,
-                counter=self._evaluated,
-                chosen=chosen.get(name),
-                **settings,
-            )
+            name: make_loop(name, task, global_batch_size=task.global_batch_size or batch, counter=self._evaluated)
             for name, task in evaluators.items()
         }
 
@@ -234,7 +236,7 @@ class Controller:
         )
 
     def _progress(self):
-        own = [loop.progress() for loop in self.loops.values() if hasattr(loop, "progress")]
+        own = [loop.progress() for loop in self.loops.values()]
         return int(self._global_step), int(self._evaluated), own
 
     # What a user calls.
@@ -275,7 +277,7 @@ class Controller:
 
     @property
     def loops(self):
-        """The inner loops: dict from "train" and the names of evaluators to `task_loop.TaskLoop`."""
+        """The inner loops: dict from "train" and the names of evaluators to `loop.base.Loop`."""
         return {**({"train": self._training} if self._training else {}), **self._evaluations}
 
     def train(self, steps):
@@ -344,7 +346,7 @@ class Controller:
         self._own(evaluation.task)
         with evaluation.task.evaluating():
             evaluation.rewind()
-            ran = evaluation.run(steps, phase="evaluate", read=True)
+            ran = evaluation.run(Request(steps, read=True), "evaluate")
             if ran.done and not ran.stopped:
                 with self.clock.phase("report"):
                     return evaluation.read()
@@ -609,7 +611,7 @@ class Controller:
             reported_there = boundary % self._steps_per_loop == 0
             horizon = boundary if target == -1 else target
             try:
-                ran = self._training.run(boundary - step, "train", reported_there, horizon - step)
+                ran = self._training.run(Request(boundary - step, read=reported_there, horizon=horizon - step), "train")
             except BaseException as error:
                 self._torn = not self._training.left_whole(error)
                 raise

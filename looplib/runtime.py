@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import threading
-import types
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -21,6 +21,7 @@ from looplib.health.preemption import SIGNALS
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+_Backend = TypeVar("_Backend")
 _is_set_up = False
 
 
@@ -91,11 +92,17 @@ def setup(
     return chosen
 
 
-def coordinator() -> types.ModuleType:
-    """Returns the module that runs steps on the workers of a parameter server strategy, imported when it is used."""
+def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
+    """Returns the class that runs steps on the workers of a parameter server strategy, imported when it is used.
+
+    Args:
+      contract: the abstract class that it implements, `loop.backend.Backend`, of a room above this file.
+    """
     from looplib.extras.parameter_server import coordinator
 
-    return coordinator
+    backend = coordinator.ParameterServers
+    assert issubclass(backend, contract)
+    return backend
 
 
 def describe(strategy):

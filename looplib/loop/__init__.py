@@ -1,14 +1,21 @@
 """Steps on the device: the step, the inner loops that run many of it, and the reduction of its metrics.
 
 Names that other rooms may use, by file:
+    auto: none
+    backend: Backend, Decorator
+    base: InnerLoop, Loop, Metrics, Ran, Request, Specification, TrainingLoop
     batch_sizes: none
+    chunks: none
+    eager: none
     engines: ENGINES
     example_checksum: METRIC, VARIABLE
     fused_optimizers: none
-    inner_loops: Ran, timed
+    graph: none
     optimizers: TrainingOptimizers
     packing: none
-    reducer: Reducer
-    step: none
+    reducer: Accumulator, Reducer, State
+    step: Step, StepFn
+    stepwise: none
     task_loop: as_numbers, check_evaluation, make_loop
+    timing: timed
 """

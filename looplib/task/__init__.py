@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     evaluator: Evaluator
     input_context: InputContext
     learning_rates: LearningRates
+    own_loop: OwnLoop
     perturbation: VARIABLE, nudge, requested
     reductions: Reduction, each, last, mean, total
     state: InputState, ReplicaState, RunState, differing_variables, state_of, variables_below, variables_of

@@ -7,6 +7,7 @@ import tensorflow as tf
 from looplib import _keras
 from looplib.errors import UsageError
 from looplib.task.evaluator import Evaluator
+from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of
 from looplib.task.trainer import Trainer
 
@@ -75,7 +76,7 @@ def check_together(trainer, evaluators, strategy, engine):
             "a TPU runs compiled programs only, and the eager loop none; debug on the host, with --strategy=one_device "
             "--loop=eager"
         )
-    may_wait = {id(value) for task in tasks if hasattr(task, "make_loop") for value in vars(task).values()}
+    may_wait = {id(value) for task in tasks if isinstance(task, OwnLoop) for value in vars(task).values()}
     for what, value in held.items():
         if _keras.is_model(value) and not value.built and id(value) in may_wait:
             continue  # for a loop that is not looplib's
