@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
+from looplib import _tf, source_locations
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
 from looplib.errors import UsageError, whole_number
@@ -159,13 +159,22 @@ def _prepare_devices(num_virtual_devices: int) -> list[tf.config.PhysicalDevice]
                 cpu, [tf.config.LogicalDeviceConfiguration()] * num_virtual_devices
             )
         except RuntimeError as error:
-            raise _tf.refusal(f"num_virtual_devices={num_virtual_devices}") from error
+            raise _too_late(f"num_virtual_devices={num_virtual_devices}") from error
     try:
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
-        raise _tf.refusal("that GPU memory grows as it is needed") from error
+        raise _too_late("that GPU memory grows as it is needed") from error
     return gpus
+
+
+def _too_late(setting: str) -> UsageError:
+    """Returns the error for a setting, the subject of its sentence, that comes after the start of the devices."""
+    return UsageError(
+        f"{setting} has to be set before TensorFlow starts its devices, and they were started before by "
+        f"{source_locations.place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
+        "looplib.runtime.setup before any tensor is made)"
+    )
 
 
 def _choose(strategy: str, gpus: list[tf.config.PhysicalDevice]) -> tuple[tf.distribute.Strategy, str]:
@@ -201,7 +210,7 @@ def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distr
     if num_virtual_devices > 1:
         raise UsageError(f"num_virtual_devices is {num_virtual_devices}, and a worker has one CPU; start more workers")
     if _tf.started():  # TensorFlow has no collective ops then
-        raise _tf.refusal("the strategy multi_worker")
+        raise _too_late("the strategy multi_worker")
     os.environ["TF_CONFIG"] = found.tf_config  # where TensorFlow looks
     peers.current = peers.Peers(found, join_limit=join_limit)
     peers.current.join()
@@ -254,7 +263,7 @@ def _warn_of_an_early_start() -> None:
         logging.warning(
             "TensorFlow's devices were started before looplib.runtime.setup, by %s; random values and Keras objects "
             "made there have neither the run's seed nor its precision: make them in `build`",
-            _tf.place(),
+            source_locations.place_of_start(),
         )
     _is_set_up = True
 

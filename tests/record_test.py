@@ -61,6 +61,11 @@ def test_a_record_of_before_formats_is_read_and_lacks_nothing():
     assert RunRecord.from_json("{}") == RunRecord()
 
 
+def test_metrics_of_no_step_are_a_record_too():
+    record = RunRecord(running=RunningTotals([], []))
+    assert RunRecord.from_json(record.to_json()) == record
+
+
 def test_the_running_metrics_of_an_orbit_trainer_are_numbers_by_name():
     record = RunRecord.from_json('{"running": {"loss": 0.5, "names": 1}}')
     assert record.running == {"loss": 0.5, "names": 1}

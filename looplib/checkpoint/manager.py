@@ -101,7 +101,9 @@ class Checkpoints:
         self._check()
         tf.io.gfile.makedirs(self.directory)
         self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
+        commits.make_way(self.directory, step)
         if not self._policy.in_background or self._snapshots is None:
+            commits.begin(path)
             self._checkpoint.write(path, self._options)
             self._commit(path, step)
             self._learn_from(path)
@@ -110,6 +112,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
+                commits.begin(path)
                 self._snapshots.write(path, snapshot)
                 snapshot.clear()
                 self._commit(path, step)
@@ -154,6 +157,8 @@ class Checkpoints:
         self._check()
         commits.commit(path, step)
         self._prune()
+        if commits.list_is_foreign(self.directory):
+            return
         # TensorFlow's text file that lists the checkpoints, for tf.train.latest_checkpoint and other tools.
         names = [os.path.basename(done.path) for done in reversed(commits.committed(self.directory))]
         lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
@@ -301,11 +306,13 @@ def peek(path: str) -> tuple[int, RunRecord]:
     try:
         reader = tf.train.load_checkpoint(path)
         step = int(reader.get_tensor(_tf.variable_key("global_step")))
+        if os.path.basename(path) != f"ckpt-{step}":
+            raise ValueError(f"the step in it is {step}")
         text = reader.get_tensor(_tf.python_state_key("run_state"))
     except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
-            "such as <model_dir>/checkpoints/ckpt-1000"
+            "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
         ) from error
     record = RunRecord.from_json(text, path)
     if not 0 <= step + record.input_offset < _MOST_STEPS:

@@ -48,6 +48,12 @@ class Notice:
         self._busy: Callable[[], bool] = lambda: False
         self._owns_the_process = False
         self._received = self._handled = 0  # signals that the thread, and Python's handler, have counted
+        self._ran: RunningTime | None = None  # of the thread that listens
+
+    @property
+    def suspended(self) -> float:
+        """Seconds that the process was suspended since it listens; they are no part of a step's time."""
+        return self._ran.suspended if self._ran else 0.0
 
     @property
     def flag(self) -> tf.Variable:
@@ -113,6 +119,7 @@ class Notice:
         os.set_blocking(self._write, False)
         heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
         self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
+        self._ran = RunningTime(_TICK)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
         self._thread.start()
@@ -124,6 +131,7 @@ class Notice:
         os.close(self._write)  # the thread reads the end of the pipe
         self._thread.join()
         os.close(self._read)
+        self._ran = None
         if not to_the_end:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
@@ -148,13 +156,12 @@ class Notice:
 
     def _listen(self) -> None:
         left = math.inf  # seconds that the current step has to end
-        ran = RunningTime(_TICK)
         while True:
-            ready = select.select([self._read], [], [], None if left == math.inf else _TICK)[0]
+            ready = select.select([self._read], [], [], _TICK)[0]
             received = os.read(self._read, 64) if ready else None
             if received == b"":
                 return  # closed by _end
-            left -= ran.since_last()
+            left -= self._ran.since_last()
             for signum in received or b"":
                 if self._count(signum):
                     left = max(GRACE_SECONDS, 3 * self.step_seconds)

@@ -155,12 +155,13 @@ class TaskLoop(TrainingLoop):
                 self._inner.trace(self._iterator)
 
     def _run(self, request: Request, phase: str) -> Ran:
-        before = self._clock.of(phase)
+        before, suspended = self._clock.of(phase), notice.suspended
         sure = max(0, self._sure)
         ran = self._inner.run(self._iterator, Request(request.steps, sure, request.read, request.horizon))
         self._sure -= ran.done
         if ran.done:
-            notice.step_seconds = max(ran.to_stop, (self._clock.of(phase) - before) / ran.done)
+            seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
+            notice.step_seconds = max(ran.to_stop, seconds / ran.done)
         self._clock.move(ran.compiled, phase, "compile")
         if phase == "train":
             self._clock.move(ran.waited, phase, "input")

@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     event_files: none
     jsonl_writer: JsonlWriter
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
+    ownership: none
     records: read_jsonl
     run_json: RunReport, Standing, path_of, read
     tensorboard_writer: TensorBoardWriter

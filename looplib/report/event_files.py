@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl import logging
 from google.protobuf.message import DecodeError
 
+from looplib import files
 from looplib.errors import gist
 
 Event = tf.compat.v1.Event
@@ -101,4 +102,6 @@ def rewrite(path: str, events: Iterable[Event]) -> None:
     with tf.io.TFRecordWriter(new) as writer:
         for event in events:
             writer.write(event.SerializeToString())
+    files.make_durable(new)
     tf.io.gfile.rename(new, path, overwrite=True)
+    files.make_durable(os.path.dirname(path))

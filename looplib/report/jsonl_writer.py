@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 
+import tensorflow as tf
 from absl import logging
 
 from looplib import files
@@ -27,7 +28,8 @@ class JsonlWriter(Writer):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._written = {key(record) for record in read_jsonl(path)}
+        self._written: set[tuple[int, str]] = set()  # the records in the file, and its size when they were read
+        self._size = -1
         if cut_short(path):
             self._keep(lambda record: True)
 
@@ -40,15 +42,24 @@ class JsonlWriter(Writer):
         """Appends one line."""
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         record = {"step": step, "split": split, **numbers}
-        if (step, split) in self._written:
+        while not self._append(record):
             if record in read_jsonl(self._path):
                 return
-            self._keep(lambda record: key(record) != (step, split))
-        if cut_short(self._path):  # by a crash of another job, or by a full disk that the caller has survived
-            self._keep(lambda record: True)
-        with files.appending(self._path) as file:
-            file.write(f"{json.dumps(record)}\n".encode())
-        self._written.add((step, split))
+            self._keep(lambda other: key(other) != (step, split))
+
+    def _append(self, record: Record) -> bool:
+        """Appends a record; returns False if its key is taken, or a crash or a full disk has cut the file short."""
+        line = f"{json.dumps(record)}\n".encode()
+        with files.appending(self._path) as file:  # alone, so that no other job writes this record at the same time
+            size = tf.io.gfile.stat(self._path).length if tf.io.gfile.exists(self._path) else 0
+            if size != self._size:
+                self._written = {key(other) for other in read_jsonl(self._path)}
+            if key(record) in self._written or cut_short(self._path):
+                return False
+            file.write(line)
+        self._size = size + len(line)
+        self._written.add(key(record))
+        return True
 
     def sync(self) -> None:
         """See `Writer`."""
@@ -66,6 +77,7 @@ class JsonlWriter(Writer):
                 lines = "".join(json.dumps(record) + "\n" for record in void if record not in known)
                 with files.appending(aside) as file:
                     file.write(lines.encode())
+                files.make_durable(aside)
                 logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
             files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in records))
-        self._written = {key(record) for record in records}
+        self._size = -1

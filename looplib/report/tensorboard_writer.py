@@ -5,6 +5,8 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 
+from absl import logging
+
 from looplib import files
 from looplib.report.event_files import (
     Event,
@@ -16,6 +18,7 @@ from looplib.report.event_files import (
     rewrite,
     same_record,
 )
+from looplib.report.ownership import event_files
 from looplib.report.records import divided
 from looplib.report.writer import Writer
 
@@ -26,7 +29,8 @@ class TensorBoardWriter(Writer):
     Each (step, split) is one event and stands once in all event files together: a record written again with other
     numbers replaces the first one. A record cut short by a crash is cut off; outside `train/` only in files of this
     host, because another host's job may be about to complete it. Events that are taken out of a file are kept beside
-    it, in a file with "voided" in place of "tfevents" in its name.
+    it, in a file with "voided" in place of "tfevents" in its name. Event files of other programs stay as they are, see
+    `ownership`.
 
     Args:
       directory: the run directory.
@@ -82,9 +86,7 @@ class TensorBoardWriter(Writer):
 
     def _paths(self, split: str) -> list[str]:
         folder = self._folder(split)
-        paths = [
-            os.path.join(folder, name) for name in sorted(names_in(folder)) if "tfevents" in name
-        ]  # as TensorBoard
+        paths = [os.path.join(folder, name) for name in event_files(self._directory, names_in(folder))]
         return [path for path in paths if files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))]
 
     def _keep(self, split: str, condition: Callable[[Event], bool]) -> None:
@@ -97,8 +99,13 @@ class TensorBoardWriter(Writer):
             if len(kept) < len(events) or (ours and not whole):
                 if split in self._files and self._files[split].path == path:
                     self._files.pop(split).close()
+                elif files.is_open_here(path):  # by `tf.summary`, whose next events would be lost with the old file
+                    logging.warning("%s is open in this process, so %d void events stay in it", path, len(void))
+                    continue
                 if void:
                     keep_void_events(path, void)
                 rewrite(path, kept)
+            else:
+                files.make_durable(path)  # of an earlier process, or closed here since the last `sync`
             steps.update(event.step for event in kept if event.HasField("summary"))
         self._steps[split] = steps

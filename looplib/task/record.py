@@ -22,6 +22,10 @@ from looplib.errors import UsageError
 FORMAT = 1
 
 
+class _MisfitError(ValueError):
+    """A JSON value is not of the type that is expected."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineChoice:
     """The engine that `loop="auto"` has chosen for one split.
@@ -36,6 +40,10 @@ class EngineChoice:
     chunk: int
     seconds_per_step: dict[str, float]
 
+    def __post_init__(self) -> None:
+        if self.loop not in ("graph", "xla") or self.chunk < 1:
+            raise _MisfitError
+
 
 @dataclasses.dataclass(frozen=True)
 class RunningTotals:
@@ -48,6 +56,10 @@ class RunningTotals:
 
     names: list[str]
     totals: list[list[float]]
+
+    def __post_init__(self) -> None:
+        if len({len(numbers) for numbers in self.totals}) > 1:
+            raise _MisfitError
 
 
 @dataclasses.dataclass
@@ -154,10 +166,6 @@ def _unreadable(path: str, what: str) -> UsageError:
         f"the run record in {path} cannot be read: {what}; name another checkpoint, or move this one out of "
         "the run directory and run the same command again"
     )
-
-
-class _MisfitError(ValueError):
-    """A JSON value is not of the type that is expected."""
 
 
 def _parsed(value: Any, kind: Any) -> Any:

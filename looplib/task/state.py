@@ -104,7 +104,8 @@ class ReplicaState(tf.train.experimental.PythonState):
                     raise ValueError(f"its array {number} is of another type")
         except (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UsageError(
-                f"the values of each replica in the checkpoint cannot be read ({gist(error)}); name another checkpoint"
+                f"the values of each replica in the checkpoint cannot be read ({gist(error)}); name another "
+                "checkpoint, or move this one away"
             ) from error
         return found
 

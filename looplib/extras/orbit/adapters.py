@@ -180,13 +180,13 @@ class _OrbitLoop(Loop):
 
     def _results(self, steps: int) -> dict[str, np.ndarray]:
         """Calls Orbit's object, and returns its metrics as a flat dict."""
-        started, self._running = time.perf_counter(), True
+        started, suspended, self._running = time.perf_counter(), notice.suspended, True
         try:
             results = self._call(tf.constant(steps, tf.int32))
         finally:
             self._running = False
-        # A signal has to wait for the end of the call.
-        notice.step_seconds = max(notice.step_seconds, time.perf_counter() - started)
+        seconds = time.perf_counter() - started - (notice.suspended - suspended)
+        notice.step_seconds = max(notice.step_seconds, seconds)  # what a signal has to wait for
         return dict(_flat(self.who, {} if results is None else results))
 
 
