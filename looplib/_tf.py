@@ -38,6 +38,9 @@ _STRATEGIES = {
 }
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
+# Names of ops in the messages of errors that a data set raised (TensorFlow 2.20).
+_OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
+
 # The start of TensorFlow's devices.
 
 _stack_at_start: list[traceback.FrameSummary] = []
@@ -219,6 +222,101 @@ def log_errors_only() -> None:
 def is_note(record: python_logging.LogRecord) -> bool:
     """Whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
     return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
+
+
+def is_of_the_input(error: BaseException) -> bool:
+    """Whether an error was raised by the ops of a data set, as far as TensorFlow's message says; else False."""
+    return bool(_OF_THE_INPUT.search(str(error)))
+
+
+def is_late_variable(error: BaseException) -> bool:
+    """Whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
+    return type(error).__name__ == "UnliftableError"  # TensorFlow 2.20 has no public name for it
+
+
+def wrapped_by_coordinator(error: Exception) -> BaseException:
+    """Returns the error of a call that TensorFlow's ClusterCoordinator has wrapped; any other error as it is."""
+    return getattr(error, "original_exception", error)  # of a type without a public name (TensorFlow 2.20)
+
+
+def shorten_messages_about_workers() -> None:
+    """Makes TensorFlow log one line when a worker is lost or comes back, in place of dozens with stack traces."""
+    logger = tf.get_logger()
+    if not any(isinstance(notes, _WorkerMessages) for notes in logger.filters):
+        logger.addFilter(_WorkerMessages(logger.getEffectiveLevel()))
+        logger.setLevel(python_logging.INFO)  # TensorFlow logs the return of a worker as information
+
+
+class _WorkerMessages(python_logging.Filter):
+    """Recognizes the messages of TensorFlow 2.20's ClusterCoordinator; those of other versions pass as they are."""
+
+    _NOISE = (
+        "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
+        "A `tf.distribute.experimental.ParameterServerStrategy` method is",
+    )  # fmt: skip
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self._level = level
+        self._gone: set[str] = set()
+
+    def filter(self, record: python_logging.LogRecord) -> bool:
+        """Returns whether TensorFlow's record is shown."""
+        message, worker = str(record.msg), str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+        if message.startswith("Worker %s failed with"):
+            if worker not in self._gone:
+                self._gone.add(worker)
+                logging.warning("%s is gone; the others do its steps until it is back", worker)
+            return False
+        if message.startswith("Worker %s has been recovered") and worker in self._gone:
+            self._gone.remove(worker)
+            logging.warning("%s is back", worker)
+        return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)
+
+
+# How TensorFlow 2.20 writes the state of an iterator as text. If another version has none of these names, no stage is
+# found, and `data.iterator_state` saves nothing.
+
+
+def keys_of_iterator_state(texts: list[bytes]) -> list[bytes]:
+    """Returns the keys in each part of an iterator's state, which name its stages and buffers; b"" without any."""
+    found = (re.search(rb"metadata: (\S*)", text) for text in texts)
+    return [match[1] if match else b"" for match in found]
+
+
+def stages_of_iterator_state(texts: list[bytes]) -> set[str]:
+    """Returns the names of the stages in an iterator's state, those made inside of functions included."""
+    keys = keys_of_iterator_state(texts)
+    return {stage.decode() for key in keys for stage in re.findall(rb"::([A-Z][A-Za-z0-9]*)", key)}
+
+
+def why_restored_wrongly(texts: list[bytes]) -> str:
+    """Returns why TensorFlow 2.20 would restore an iterator's state wrongly, as a clause; "" if no reason is known."""
+    stages = stages_of_iterator_state(texts)
+    if "CSV" in stages:
+        return "it reads CSV files, whose saved place TensorFlow restores at the end of what was buffered"
+    if "FileCache" in stages:  # if the files are gone, the restore ends the process
+        return "it caches in files"
+    for text in texts:
+        # Of `sample_from_datasets` and the like. TensorFlow forgets how many sources have ended, so that the restored
+        # iterator looks for an element of them for ever at the end of its data.
+        if b"DirectedInterleave:data_input_impl_empty" in text and b"values: 1>" in text:
+            return "a data set that it mixes with others has ended, which TensorFlow does not restore"
+    keys = b"\n".join(keys_of_iterator_state(texts))
+    for cache in set(re.findall(rb"(\S+::MemoryCache)@@cache_completed", keys)):
+        # One iterator has filled a cache while another one is still filling it; TensorFlow restores the other one at
+        # the beginning of the cache.
+        if cache + b"Impl::" in keys:
+            return "two of its parts share a cache, which one of them is still filling"
+    return ""
+
+
+def message_without_op(error: tf.errors.OpError) -> str:
+    """Returns the message of an error without the op's name, which TensorFlow 2.20 puts before and after it."""
+    return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
+
+
+watch()
 
 
 # The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.

@@ -17,9 +17,9 @@ from looplib.errors import DivergenceError, UsageError, whole_number
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.loop import task_loop
+from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
 from looplib.loop.schedule import Schedule
-from looplib.loop.task_loop import TaskLoop
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
@@ -145,8 +145,8 @@ class Controller:
         return {split: dataclasses.asdict(choice) for split, choice in self._run.loops.engines.items()}
 
     @property
-    def loops(self) -> dict[str, TaskLoop]:
-        """The inner loops: dict from "train" and the names of evaluators to `task_loop.TaskLoop`."""
+    def loops(self) -> dict[str, Loop]:
+        """The inner loops: dict from "train" and the names of evaluators to `loop.base.Loop`."""
         return self._run.loops.by_name
 
     def train(self, steps: int) -> Metrics:

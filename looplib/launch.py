@@ -182,8 +182,7 @@ class _Session:
     controller: Controller | None = None
     earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for kinds, outcome_of in _OUTCOMES:
@@ -326,11 +325,11 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     """Closes and reports what is open, tells the other workers, prints the last line, and ends the process."""
     from looplib.extras.parameter_server import processes
 
-    failed = how.code == EXIT_FAILED
+    failed, controller = how.code == EXIT_FAILED, session.controller
     if how.code != EXIT_DONE:
         session.close(how.status, how.sentence if failed else "")
-    if session.controller and session.controller.is_chief and not failed:
-        print(*session.controller.clock.summary(), sep="\n")
+    if controller and controller.is_chief and not failed:
+        print(*controller.clock.summary(), sep="\n")
     sys.stdout.flush()
     if failed:
         _tf.log_errors_only()  # warnings as objects are deleted would come after the last line

@@ -21,7 +21,7 @@ from looplib.errors import Preempted, UsageError
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
-from looplib.loop.inner_loops import Ran
+from looplib.loop.base import Ran
 from looplib.loop.loops import Loops, LoopSettings
 from looplib.loop.recorded import RecordedParts
 from looplib.loop.schedule import Boundary

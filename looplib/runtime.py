@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +24,7 @@ from looplib.health.preemption import SIGNALS
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+_Backend = TypeVar("_Backend")
 _is_set_up = False
 
 
@@ -55,9 +57,6 @@ def setup(
       tpu_cores_per_replica: cores of a TPU that one replica has for itself.
       tpu_spmd: divides one program over them by the shardings of its tensors.
       join_limit: seconds to wait for the other workers.
-
-    Returns:
-      `tf.distribute.Strategy`.
 
     Raises:
       UsageError: for a value that this machine does not support.
@@ -109,11 +108,17 @@ def _check(
         raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
 
 
-def coordinator() -> types.ModuleType:
-    """Returns the module that runs steps on the workers of a parameter server strategy, imported when it is used."""
+def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
+    """Returns the class that runs steps on the workers of a parameter server strategy, imported when it is used.
+
+    Args:
+      contract: the abstract class that it implements, `loop.backend.Backend`, of a room above this file.
+    """
     from looplib.extras.parameter_server import coordinator
 
-    return coordinator
+    backend = coordinator.ParameterServers
+    assert issubclass(backend, contract)
+    return backend
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:

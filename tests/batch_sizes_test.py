@@ -7,7 +7,7 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib.data import stream
+from looplib.data import host_stream
 
 GLOBAL_BATCH = 8
 X = np.random.RandomState(0).randn(96, 4).astype("float32")
@@ -56,7 +56,7 @@ SMALL = lambda n: ids(960).repeat().batch(n - 1)
 @pytest.fixture(params=[False, True], ids=["host", "tf.distribute"])
 def distributed(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(stream, "runs_on_host", lambda strategy: False)
+        monkeypatch.setattr(host_stream, "runs_on_host", lambda strategy: False)
 
 
 @pytest.mark.parametrize("make, found", [(LARGE, "larger"), (SMALL, "smaller")])

@@ -10,8 +10,9 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.loop import engines
-from looplib.loop.engines import Plan
+from looplib.loop import auto, chunks, engines
+from looplib.loop.auto import Plan
+from looplib.loop.chunks import XlaProgram
 
 RNG = np.random.default_rng(0)
 IMAGES, LABELS = RNG.normal(size=(50, 8, 8, 1)).astype("float32"), RNG.integers(0, 3, 50)
@@ -79,8 +80,8 @@ def train(loop, steps=200, trainer=None, steps_per_loop=10, **settings):
 @pytest.fixture
 def fast_trials(monkeypatch):
     """Auto's trials at once and short, whether they pay or not."""
-    monkeypatch.setattr(engines, "_PAYS_BACK", 0)
-    monkeypatch.setattr(engines, "_SECONDS", 0.002)
+    monkeypatch.setattr(auto, "_PAYS_BACK", 0)
+    monkeypatch.setattr(auto, "_SECONDS", 0.002)
 
 
 @pytest.mark.pairs
@@ -204,7 +205,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
     controller, _ = train("auto", 200, model_dir=tmp_path)
     chosen = controller.engines["train"]
     assert chosen["seconds_per_step"].keys() >= {"graph", "graph x4", "xla x10", "xla x1"}
-    monkeypatch.setattr(engines.AutoLoop, "_try_all", lambda self: pytest.fail("it was tried again"))
+    monkeypatch.setattr(auto.AutoLoop, "_try_all", lambda self: pytest.fail("it was tried again"))
     resumed, _ = train("auto", 300, model_dir=tmp_path)
     assert resumed.engines["train"] == chosen and resumed.global_step == 300
 
@@ -219,11 +220,11 @@ def test_the_fastest_candidate_wins_and_graph_stays_where_none_is_faster_by_3_pe
     plans = dict(zip([Plan(), Plan("graph", 4), Plan("xla", 10), Plan("xla", 1)], milliseconds))
 
     def measured(self, loop):
-        yield loop, loop.chunk
-        plan = Plan("xla" if loop._compiled else "graph", loop.chunk)
+        yield loop, loop.round_size
+        plan = Plan("xla" if isinstance(loop.chunk, XlaProgram) else "graph", loop.round_size)
         return plans[plan] / 1e3
 
-    monkeypatch.setattr(engines.AutoLoop, "_measure", measured)
+    monkeypatch.setattr(auto.AutoLoop, "_measure", measured)
     record = train("auto", 300)[0].engines["train"]
     assert str(Plan(record["loop"], record["chunk"])) == expected
     assert record["seconds_per_step"] == pytest.approx({str(plan): value / 1e3 for plan, value in plans.items()})
@@ -383,9 +384,9 @@ def test_what_tensorflow_does_in_the_first_call_is_no_training(loop):
 
 def test_the_longest_chunk_can_be_traced(monkeypatch):
     """TensorFlow takes more than some 30 calls of next() in a trace for a mistake, where AutoGraph is off."""
-    monkeypatch.setattr(engines, "_PINNED_CHUNK", engines._LONGEST_CHUNK)
+    monkeypatch.setattr(engines, "_PINNED_CHUNK", chunks.LONGEST)
     controller, trainer = train("xla", 100, steps_per_loop=50)
-    assert controller.loops["train"]._engine.chunk == 50
+    assert controller.loops["train"]._inner.round_size == 50
     np.testing.assert_allclose(trainer.losses, train("graph", 100, steps_per_loop=50)[1].losses, rtol=2e-4)
 
 
@@ -417,7 +418,7 @@ def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
 )
 def test_calls_that_are_too_short_for_a_chunk_do_not_hold_the_trial_up(steps_per_loop, interval, tried, monkeypatch):
     for name, value in {"_PAYS_BACK": 0, "_SECONDS": 0.0005, "_MISFITS": 2}.items():
-        monkeypatch.setattr(engines, name, value)
+        monkeypatch.setattr(auto, name, value)
     policy = looplib.CheckpointPolicy(interval)
     controller, _ = train("auto", 1000, steps_per_loop=steps_per_loop, checkpoints=policy)
     assert set(controller.engines["train"]["seconds_per_step"]) == tried

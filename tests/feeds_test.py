@@ -11,9 +11,10 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import iterator_state, pipelines
-from looplib.data import stream as streams
+from looplib.data import host_stream, iterator_state, pipelines
+from looplib.data.stream import Stream
 from looplib.loop import task_loop
+from looplib.loop.base import Request, Specification
 from looplib.report.clock import Clock
 from looplib.task import checks
 
@@ -265,13 +266,13 @@ def loop_of(strategy, make, **settings):
         trainer = Pipeline()
     trainer.global_batch_size = GLOBAL_BATCH
     checks.build_optimizers(trainer, strategy)
-    settings = dict(engine="graph", steps_per_loop=1, global_batch_size=GLOBAL_BATCH, seed=3, clock=Clock(), **settings)
-    return task_loop.TaskLoop("train", trainer, strategy=strategy, **settings)
+    settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, **settings)
+    return task_loop.TaskLoop(Specification("train", trainer, strategy, Clock(), **settings))
 
 
 def order(loop, steps):
     for _ in range(steps):
-        loop.run(1, phase="train")
+        loop.run(Request(1), "train")
         loop.read()
     taken = np.stack(loop.task.order)
     loop.task.order.clear()
@@ -305,13 +306,13 @@ def test_a_training_rewinds_to_a_position(strategy):
 
 @pytest.fixture
 def distributed(monkeypatch):
-    monkeypatch.setattr(streams, "runs_on_host", lambda strategy: False)
+    monkeypatch.setattr(host_stream, "runs_on_host", lambda strategy: False)
 
 
 def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     loop = loop_of(strategy, shuffled)
-    assert type(loop._stream) is streams.Stream
+    assert type(loop._stream) is Stream
     whole = order(loop, 12)
     assert loop.position() is None and loop.traces == 1
     make = lambda context: shuffled(context)

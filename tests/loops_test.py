@@ -10,6 +10,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
+from looplib.loop.base import Request
 
 
 def resident_bytes():
@@ -47,12 +48,12 @@ def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory
 
 def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
     controller = toy.controller(None, None, toy.RegressionEvaluator(toy.build(make_strategy("default"))[0].model))
-    engine = controller.loops["eval"]._engine
+    engine = controller.loops["eval"]._inner
     shapes = [
         tf.data.Dataset.from_tensor_slices((toy.X, toy.Y)).batch(8, drop_remainder=drop) for drop in (True, False)
     ]
     for dataset in shapes:
-        engine(iter(dataset), -1)
+        engine.run(iter(dataset), Request(-1))
     assert engine.traces == 2 and "traced again" in caplog.text and "shapes of its input" in caplog.text
 
 

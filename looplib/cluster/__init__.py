@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     collectives: Workers
-    environment: EXPECTED, resolve
+    environment: Cluster, EXPECTED, resolve
     links: none
     peers: Peers, current
     rendezvous: none

@@ -1,7 +1,9 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
+    host_stream: HostStream, runs_on_host
     iterator_state: none
     pipelines: distribute
-    stream: HostStream, RemoteStream, tables
+    remote_stream: Place, RemoteStream
+    stream: Stream
 """

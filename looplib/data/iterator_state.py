@@ -1,9 +1,10 @@
-"""The state of a `tf.data` iterator as bytes, restored from them, and what TensorFlow restores wrongly."""
+"""The state of a `tf.data` iterator as bytes, restored from them if TensorFlow does that exactly."""
 
 import hashlib
-import re
 
 import tensorflow as tf
+
+from looplib import _tf
 
 # The most bytes of a saved state. TensorFlow 2.20 ends the process on a serialized tensor of 2 GB.
 _MOST_BYTES = 256 * 2**20
@@ -11,7 +12,7 @@ _MOST_BYTES = 256 * 2**20
 _PIECES = 4
 _DIGEST_BYTES = 16
 _FAIL = 2  # the op's policy: refuse what has state outside of the iterator
-# What restores exactly with TensorFlow 2.20, by the names in its states: tests/sources_test.py tries each.
+# Stages that TensorFlow 2.20 restores exactly, by their names in its states: tests/sources_test.py tries each.
 TRIED = frozenset(
     """
     AssertCardinality BatchV2 Concatenate DenseToSparseBatch DirectedInterleave Filter FiniteRepeat FiniteSkip
@@ -22,10 +23,6 @@ TRIED = frozenset(
     SnapshotWriter TFRecord TakeWhile TensorSlice TextLine Unbatch Unique Window WriterIterator Zip
     """.split()
 )
-_WRONG = {
-    "CSV": "it reads CSV files, whose saved place TensorFlow restores at the end of what was buffered",
-    "FileCache": "it caches in files",  # restoring it ends the process if they are gone (TensorFlow 2.20)
-}
 
 
 class UnsavableError(Exception):
@@ -43,7 +40,7 @@ def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
     Raises:
       UnsavableError: if the iterator's state cannot be saved.
     """
-    keys = [_keys(text) for text in _texts(_state(iterator))]
+    keys = _tf.keys_of_iterator_state(_texts(_state(iterator)))
     return hashlib.sha256(repr((*kind, keys)).encode()).digest()[:_DIGEST_BYTES]
 
 
@@ -55,11 +52,11 @@ def save(iterator: tf.data.Iterator) -> tuple[bytes, set[str]]:
     """
     state = _state(iterator)
     texts = _texts(state)
-    found = _stages(texts)
-    if wrong := sorted(found & _WRONG.keys()):
-        raise UnsavableError(_WRONG[wrong[0]])
-    _check_mixtures(texts)
-    _check_caches(texts)
+    found = _tf.stages_of_iterator_state(texts)
+    if not found:
+        raise UnsavableError("TensorFlow saves it in a form that looplib does not know")
+    if why := _tf.why_restored_wrongly(texts):
+        raise UnsavableError(why)
     pieces, size = _pack(state, _MOST_BYTES)
     if size > _MOST_BYTES:
         raise UnsavableError(f"its buffers take more than {_MOST_BYTES // 2**20} MB")
@@ -72,7 +69,7 @@ def stages(iterator: tf.data.Iterator) -> set[str]:
     Raises:
       UnsavableError: if it cannot be saved.
     """
-    return _stages(_texts(_state(iterator)))
+    return _tf.stages_of_iterator_state(_texts(_state(iterator)))
 
 
 def restore(iterator: tf.data.Iterator, packed: bytes) -> None:
@@ -126,43 +123,12 @@ def _state(iterator: tf.data.Iterator) -> tf.Tensor:
     try:
         return tf.raw_ops.SerializeIterator(resource_handle=handle(iterator), external_state_policy=_FAIL)
     except tf.errors.OpError as error:
-        raise UnsavableError(error.message.partition("}} ")[2].partition(" [Op")[0] or error.message) from error
+        raise UnsavableError(_tf.message_without_op(error)) from error
 
 
 def _texts(state: tf.Tensor) -> list[bytes]:
-    """Each part of a state as text: the keys of its values, then the values, of tensors the first few numbers."""
+    """Each part of a state as text: the keys of its values, then the values; of tensors, the first few numbers."""
     return tf.strings.as_string(state).numpy().tolist()
-
-
-def _stages(texts: list[bytes]) -> set[str]:
-    return {stage.decode() for text in texts for stage in re.findall(rb"::([A-Z][A-Za-z0-9]*)", _keys(text))}
-
-
-def _keys(text: bytes) -> bytes:
-    found = re.search(rb"metadata: (\S*)", text)
-    return found[1] if found else b""
-
-
-def _check_mixtures(texts: list[bytes]) -> None:
-    """Refuses `sample_from_datasets` and its like if a source has ended.
-
-    TensorFlow 2.20 forgets how many have, so that the restored iterator looks for an element of them for ever at the
-    end of its data.
-    """
-    for text in texts:
-        if b"DirectedInterleave:data_input_impl_empty" in text and b"values: 1>" in text:
-            raise UnsavableError("a data set that it mixes with others has ended, which TensorFlow does not restore")
-
-
-def _check_caches(texts: list[bytes]) -> None:
-    """Refuses a cache in memory that one iterator has filled while another one was still filling it.
-
-    TensorFlow 2.20 restores the other one at the beginning of the cache.
-    """
-    keys = b"\n".join(_keys(text) for text in texts)
-    for cache in set(re.findall(rb"(\S+::MemoryCache)@@cache_completed", keys)):
-        if cache + b"Impl::" in keys:
-            raise UnsavableError("two of its parts share a cache, which one of them is still filling")
 
 
 @tf.function(input_signature=[tf.TensorSpec([None], tf.variant), tf.TensorSpec([], tf.int64)])

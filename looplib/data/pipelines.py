@@ -1,43 +1,60 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its place."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import stream
+from looplib.data import host_stream
+from looplib.data.host_stream import HostStream
+from looplib.data.remote_stream import RemoteStream
+from looplib.data.stream import Stream
 from looplib.errors import UsageError
+from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
+from looplib.task.trainer import Trainer
 
 _ENDLESS = 2**62
 
 
-def distribute(strategy, task, *, global_batch_size, seed, training, start_step=0):
+def distribute(
+    strategy: tf.distribute.Strategy,
+    task: Trainer | Evaluator,
+    *,
+    global_batch_size: int,
+    seed: int,
+    training: bool,
+    start_step: int = 0,
+) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy.
 
     Args:
-      strategy: `tf.distribute.Strategy`.
-      task: a `Trainer` or `Evaluator`.
+      strategy: the strategy of the replicas.
+      task: the trainer or evaluator.
       global_batch_size: examples of a step over all replicas.
       seed: the run's seed.
       training: whether this is training data.
       start_step: global batches that the run has consumed.
-
-    Returns:
-      A `feeds.Stream`.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    on_host = remote or stream.runs_on_host(strategy)
+    on_host = remote or host_stream.runs_on_host(strategy)
     settings = dict(global_batch_size=global_batch_size, num_replicas=replicas, seed=seed, training=training)
     pipelines = _Pipelines(task, settings, start_step, workers, on_host)
 
-    def make():
-        if on_host:
-            return pipelines.build(tf.distribute.InputContext(workers.count, workers.index, replicas))
-        return strategy.distribute_datasets_from_function(pipelines.build)
+    def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
+        if remote:  # each worker builds its own; the coordinator looks at one
+            return pipelines.build(tf.distribute.InputContext())
+        distributed = strategy.distribute_datasets_from_function(pipelines.build)
+        # The default strategy hands back the pipeline itself. Of the others, CPUs read the one pipeline that the call
+        # has built for this process by a plain iterator: see `HostStream`.
+        return pipelines.newest if on_host else distributed
 
     dataset = make()
     cardinalities, context = pipelines.cardinalities, pipelines.contexts[0]
@@ -50,7 +67,13 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
             "does not drop the only batch"
         )
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    attributes = dict(
+    kind: Callable[..., Stream] = HostStream if on_host else Stream
+    if remote:
+        by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
+        kind = functools.partial(
+            RemoteStream, make=pipelines.build_on_worker, by_number=context.positioned and by_number
+        )
+    return kind(
         strategy=strategy,
         dataset=dataset,
         renew=make if training else None,
@@ -66,37 +89,40 @@ def distribute(strategy, task, *, global_batch_size, seed, training, start_step=
         batch_size=context.per_replica_batch_size,
         sized=pipelines.sized,
     )
-    if remote:
-        by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
-        return stream.RemoteStream(pipelines.build_on_worker, context.positioned and by_number, **attributes)
-    return stream.HostStream(**attributes) if on_host else stream.Stream(**attributes)
 
 
 class _Pipelines:
-    """Builds the pipelines of one task, and notes what each is like.
+    """Builds the pipelines of one task, and notes the properties of each.
 
     Args:
-      task: a `Trainer` or `Evaluator`.
-      settings: dict of those arguments of `InputContext` that all pipelines share.
+      task: the trainer or evaluator.
+      settings: the arguments of `InputContext` that all pipelines share.
       start_step: global batches that the run has consumed.
-      workers: `Workers`.
+      workers: the workers of the strategy.
       on_host: whether the batches go through no iterator of tf.distribute.
 
     Attributes:
       who: the class name of the task, for messages.
+      newest: the pipeline that was built last.
       contexts: the `InputContext` of each that was built.
       cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
       sure: steps that each is certain to have.
       sized: whether the size of its batches need not be checked in each step.
     """
 
-    def __init__(self, task, settings, start_step, workers, on_host):
+    def __init__(
+        self, task: Trainer | Evaluator, settings: dict[str, Any], start_step: int, workers: Workers, on_host: bool
+    ) -> None:
         self.who = type(task).__name__
         self._task, self._settings, self._start_step = task, settings, start_step
         self._workers, self._on_host = workers, on_host
-        self.contexts, self.cardinalities, self.sure, self.sized = [], [], [], True
+        self.newest: tf.data.Dataset | None = None
+        self.contexts: list[InputContext] = []
+        self.cardinalities: list[int] = []
+        self.sure: list[int] = []
+        self.sized = True
 
-    def build(self, tf_context):
+    def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
         context, dataset = self._build(tf_context, self._start_step)
         if self._workers.count > 1 and not context.asked_for_its_part:
@@ -123,9 +149,10 @@ class _Pipelines:
         if several and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training else dataset
+        self.newest = dataset
         return dataset
 
-    def _build(self, tf_context, start_step):
+    def _build(self, tf_context: tf.distribute.InputContext, start_step: int) -> tuple[InputContext, tf.data.Dataset]:
         context = InputContext(
             pipeline_index=tf_context.input_pipeline_id,
             num_pipelines=tf_context.num_input_pipelines,
@@ -143,7 +170,9 @@ class _Pipelines:
             return self._build(tf_context, 0)
         return context, dataset
 
-    def build_on_worker(self, pipeline_index=0, num_pipelines=1, numbers=None):
+    def build_on_worker(
+        self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None
+    ) -> tf.data.Dataset:
         """Builds the pipeline of a worker that reads by itself; for the arguments see `InputContext`."""
         return self._task.dataset(
             InputContext(
@@ -173,7 +202,7 @@ def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool
     return bool(sizes)
 
 
-def _check_resident(who, context, dataset):
+def _check_resident(who: str, context: InputContext, dataset: tf.data.Dataset) -> None:
     spec = dataset.element_spec
     if context.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
         raise UsageError(
@@ -182,32 +211,32 @@ def _check_resident(who, context, dataset):
         )
 
 
-def _drop_incomplete_steps(dataset, replicas):
+def _drop_incomplete_steps(dataset: tf.data.Dataset, replicas: int) -> tf.data.Dataset:
     """Leaves out the last batches if they do not reach all replicas of a pipeline.
 
     A replica that trains on no example has a batch normalization of NaN, which the other replicas would share.
     """
 
-    def zip_again(*windows):
+    def zip_again(*windows: Any) -> tf.data.Dataset:
         windows = windows if isinstance(dataset.element_spec, tuple) else windows[0]
         return tf.data.Dataset.zip(windows) if tf.nest.is_nested(windows) else windows
 
     return dataset.window(replicas, drop_remainder=True).flat_map(zip_again)
 
 
-def _forget_batch_size(dataset):
+def _forget_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Makes the first dimension of every tensor unknown.
 
     tf.distribute hands out the last, uneven batches of data that ends only where it sees that sizes may differ; with a
     static batch size it drops what does not fill all replicas.
     """
 
-    def forget(tensor):
+    def forget(tensor: Any) -> Any:
         if not isinstance(tensor, tf.Tensor) or not tensor.shape.rank:
             return tensor
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
-    def forget_all(*element):  # tf.data unpacks tuples, and only those
+    def forget_all(*element: Any) -> Any:  # tf.data unpacks tuples, and only those
         element = element if isinstance(dataset.element_spec, tuple) else element[0]
         return tf.nest.map_structure(forget, element)
 

@@ -1,49 +1,37 @@
-"""How batches come to the replicas step by step, and how the place in the data is saved and found again."""
+"""How batches come to the replicas step by step, and how a place in the data is saved and found again."""
 
-import collections.abc
 import dataclasses
-import functools
-import threading
-import time
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.cluster.collectives import Workers
-from looplib.data import iterator_state
-from looplib.errors import UsageError
 
-# What makes an exact repetition of skipped batches a matter of the user's program, by TensorFlow's names of ops.
-_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
-_RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
-_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class Stream:
     """The batches of a task, step by step: as tf.distribute hands them out, prefetched to GPUs and TPUs.
 
     Attributes:
-      strategy: `tf.distribute.Strategy`.
-      dataset: what `strategy.distribute_datasets_from_function` returned.
-      renew: makes `dataset` anew; None if it may be iterated again, as an evaluation does.
+      strategy: the strategy of the replicas.
+      dataset: the data set, as `strategy.distribute_datasets_from_function` returned it.
+      renew: makes `dataset` again, for training; None if it may be iterated again, as an evaluation does.
       who: the class name of the user's trainer or evaluator, for messages.
       infinite: whether it is known never to end.
-      unknown: whether it is not known how long it is.
+      unknown: whether its length is not known.
       may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
       start_step: global batches that were consumed before.
       positioned: whether the pipeline starts at `start_step` by itself.
-      skipped: batches that each pipeline leaves out to come there, if not.
+      skipped: batches that each pipeline otherwise leaves out to start there.
       arrays: structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself.
-      sure: how many steps there certainly are, from the first on, with a batch of full size for each replica.
+      sure: number of steps, from the first on, that certainly have a batch of full size for each replica.
       batch_size: examples of a batch of full size.
       sized: whether batches need no check of their size: it is static, or it may vary.
     """
 
     strategy: tf.distribute.Strategy
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
-    renew: collections.abc.Callable | None
+    renew: Callable[[], tf.data.Dataset | tf.distribute.DistributedDataset] | None
     who: str
     infinite: bool
     unknown: bool
@@ -51,22 +39,22 @@ class Stream:
     start_step: int
     positioned: bool
     skipped: int
-    arrays: object
+    arrays: Any
     sure: int
     batch_size: int
     sized: bool = True
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property
-    def element_spec(self):
-        """The `tf.TypeSpec`s of what `next` returns."""
+    def element_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of what `next` returns."""
         return self.dataset.element_spec
 
     @property
-    def full_spec(self):
-        """The same of batches of full size, where their size is not in the spec."""
+    def full_spec(self) -> Any:
+        """The `element_spec` of batches of full size, where their size is not in the spec."""
 
-        def full(spec):
+        def full(spec: tf.TypeSpec) -> tf.TypeSpec:
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
                 return spec
             sizes = spec.shape.as_list()
@@ -74,11 +62,11 @@ class Stream:
 
         return tf.nest.map_structure(full, self.element_spec)
 
-    def iterate(self, position=None):
+    def iterate(self, position: bytes | None = None) -> Any:
         """Starts to read.
 
         Args:
-          position: bytes from `position`, to go on from there; None goes on at `start_step`.
+          position: bytes from `position`, to continue there; None continues at `start_step`.
 
         Returns:
           An iterator for the other methods.
@@ -88,354 +76,48 @@ class Stream:
             self._note(f"goes on after step {self.start_step} by {how}")
         return self._iter()
 
-    def _iter(self):
+    def _iter(self) -> Any:
         if self._iterated and self.renew:
-            self.dataset = self.renew()  # the shuffles of one that was iterated go on with the order of a next epoch
+            self.dataset = self.renew()  # a second iterator of one data set would shuffle as in a next epoch
         self._iterated = True
         return iter(self.dataset)
 
-    def end(self, iterator):
-        """Lets go of an iterator that nobody will read any more."""
+    def end(self, iterator: Any) -> None:
+        """Releases an iterator that nobody will read again."""
 
-    def next(self, iterator):
-        """The next step's batches of all replicas, to give to `strategy.run`; in a `tf.function` or not."""
+    def next(self, iterator: Any) -> Any:
+        """Returns the next step's batches of all replicas, for `strategy.run`; in a `tf.function` or not."""
         return next(iterator)
 
     @tf.autograph.experimental.do_not_convert
-    def next_as_optional(self, iterator):
-        """The same for data that ends, for `has_value` and `get_value`."""
+    def next_as_optional(self, iterator: Any) -> Any:
+        """Returns the next step's batches, if there are any, for `has_value` and `get_value`."""
         return iterator.get_next_as_optional()
 
     @tf.autograph.experimental.do_not_convert
-    def has_value(self, optional):
-        """Whether there is a next step, a boolean tensor."""
+    def has_value(self, optional: Any) -> tf.Tensor:
+        """Returns whether there is a next step, a boolean tensor."""
         return optional.has_value()
 
     @tf.autograph.experimental.do_not_convert
-    def get_value(self, optional):
-        """The batches of all replicas, to give to `strategy.run`."""
+    def get_value(self, optional: Any) -> Any:
+        """Returns the batches of all replicas, for `strategy.run`."""
         return optional.get_value()
 
-    def position(self, iterator):
-        """The place after the last batch read, as bytes for `iterate`; None where that cannot be saved."""
+    def position(self, iterator: Any) -> bytes | None:
+        """Returns the place after the last batch read, for `iterate`; None where that cannot be saved."""
         return None
 
-    def left_out(self, read):
-        """Once the data has ended, says what nobody trains on as the shares of several workers differ; waits for them.
+    def left_out(self, read: int) -> str:
+        """Describes the batches that nobody trains on as the shares of several workers differ; waits for the others.
 
         Args:
           read: how many batches this worker's share gave, those that were skipped among them.
 
         Returns:
-          A clause, the same on all workers; "" if there is nothing, or it is not known.
+          A clause, equal on all workers, once the data has ended; "" if no batch is left out, or it is not known.
         """
         return ""
 
-    def _note(self, sentence):
+    def _note(self, sentence: str) -> None:
         logging.info("%s.dataset %s", self.who, sentence)
-
-
-class HostStream(Stream):
-    """The same from one ordinary iterator a process, for replicas on its CPUs.
-
-    `dataset` is the pipeline itself, without any skip. Against tf.distribute's iterator, steps are up to three times as
-    fast, an iterator is made in a millisecond, and its state can be saved.
-    """
-
-    def __init__(self, **attributes):
-        super().__init__(**attributes)
-        self._workers = Workers(self.strategy)
-        self._local_replicas = self.strategy.num_replicas_in_sync // self._workers.count
-        self._savable = self.renew is not None and not self.positioned and self._workers.count == 1
-        self._digest = None
-        self._unsavable = ""  # why, once it is known
-        self._trusted = False  # whether stages that are not known were tried out
-        self._spec = None
-        self._had_batch = None
-        if self.may_be_empty and self._workers.count > 1:
-            self._empty()  # what cannot be made is refused before the first step
-        if self.renew and not self.infinite and self._workers.count > 1:
-            self._had_batch = tf.Variable(False, trainable=False)  # in the step that was looked for last
-
-    @property
-    def element_spec(self):
-        """See `Stream`."""
-        if self._spec is None:
-
-            def read(iterator):
-                batches = self.get_value(self.next_as_optional(iterator))
-                self._spec = tf.nest.map_structure(tf.type_spec_from_value, batches)
-
-            tf.function(read, autograph=False).get_concrete_function(tf.data.IteratorSpec(self.dataset.element_spec))
-        return self._spec
-
-    def iterate(self, position=None):
-        """See `Stream`."""
-        start = time.perf_counter()
-        iterator = self._iter()
-        if self._savable:
-            kind = (self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality()))
-            try:
-                self._digest = iterator_state.digest(iterator, *kind)
-            except iterator_state.UnsavableError as error:
-                self._give_up(str(error))
-        if position is not None and self._savable:
-            try:
-                self._restore(iterator, position)
-                ms = 1000 * (time.perf_counter() - start)
-                size = len(position)
-                self._note(f"goes on after step {self.start_step} by its saved state ({size} bytes, {ms:.0f} ms)")
-                return iterator
-            except (tf.errors.OpError, ValueError) as error:
-                logging.warning(
-                    "%s.dataset is not the pipeline whose state was saved (%s); the batches up to step %d are read "
-                    "again and skipped",
-                    self.who,
-                    str(error).partition("\n")[0][:200],
-                    self.start_step,
-                )
-                iterator = self._iter()
-        if self.skipped:
-            self._warn_of_what_skipping_cannot_repeat()
-            self._skip(iterator)
-            seconds = time.perf_counter() - start
-            self._note(f"goes on after step {self.start_step} by skipping {self.skipped} batches ({seconds:.1f} s)")
-        elif self.start_step:
-            self._note(f"goes on after step {self.start_step} by its position")
-        return iterator
-
-    def end(self, iterator):
-        """See `Stream`; does not wait.
-
-        The end of an iterator that tunes itself takes a while now and then, up to as long as it has lived and at most
-        60 s: TensorFlow 2.20 wakes its tuning thread before it notes that the thread is to end, so that one which looks
-        at once sleeps on for its whole period. A thread of its own waits for that, here in an op, as a Python object's
-        end would hold Python up.
-        """
-        nothing = self.dataset.take(0)
-
-        def replace():
-            with tf.device("/cpu:0"):
-                tf.raw_ops.MakeIterator(
-                    dataset=tf.data.experimental.to_variant(nothing), iterator=iterator_state.handle(iterator)
-                )
-
-        threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
-
-    def _skip(self, iterator):
-        # By reading, as `Dataset.skip` would be part of the pipeline whose state is saved.
-        @tf.function
-        def skip(iterator, count):
-            for _ in tf.range(count):
-                next(iterator)
-
-        try:
-            skip(iterator, tf.constant(self.skipped, tf.int64))
-        except tf.errors.OutOfRangeError:
-            pass  # the data ends before; so does the training
-
-    def next(self, iterator):
-        """See `Stream`."""
-        return self._to_replicas([next(iterator) for _ in range(self._local_replicas)])
-
-    @tf.autograph.experimental.do_not_convert
-    def next_as_optional(self, iterator):
-        """See `Stream`."""
-        optionals = tuple(iterator.get_next_as_optional() for _ in range(self._local_replicas))
-        # A replica that trains on no example has a batch normalization of NaN, which the other replicas would share.
-        needed = optionals[:1] if self.may_be_empty else optionals
-        more = functools.reduce(tf.logical_and, [optional.has_value() for optional in needed])
-        if self.may_be_empty:
-            more = self._workers.any(more)
-        else:
-            if self._had_batch is not None:
-                self._had_batch.assign(more)
-            more = tf.logical_not(self._workers.any(tf.logical_not(more)))
-        return optionals, more
-
-    @tf.autograph.experimental.do_not_convert
-    def has_value(self, optional):
-        """See `Stream`."""
-        return optional[1]
-
-    @tf.autograph.experimental.do_not_convert
-    def get_value(self, optional):
-        """See `Stream`."""
-        first, *others = optional[0]
-        if not self.may_be_empty:
-            return self._to_replicas([part.get_value() for part in optional[0]])
-        # Another worker may have data where this one has none; in a process, the first replica gets what there is.
-        empty = self._empty if self._workers.count > 1 else None
-        first = tf.cond(first.has_value(), first.get_value, empty) if empty else first.get_value()
-        empty = empty or (lambda: tf.nest.map_structure(_without_rows, first))
-        return self._to_replicas([first, *(tf.cond(part.has_value(), part.get_value, empty) for part in others)])
-
-    def left_out(self, read):
-        """See `Stream`."""
-        if self._had_batch is None:
-            return ""
-        count = int(self.dataset.cardinality())
-        left = (max(1, count - read) if count >= 0 else -1) if self._had_batch.numpy() else 0
-        shares = list(enumerate(self._workers.gather(np.int64(left))))
-        others = [f"{'an unknown number' if left < 0 else left} of worker {index}" for index, left in shares if left]
-        ended = " and ".join(f"worker {index}" for index, left in shares if not left)
-        return f"the share of {ended} has ended, and batches of others are left out: {', '.join(others)}" * bool(others)
-
-    def _empty(self):
-        """A batch without examples."""
-        return tf.nest.map_structure(lambda spec: _no_rows(self.who, spec), self.dataset.element_spec)
-
-    def _to_replicas(self, batches):
-        batches = iter(batches)
-        return self.strategy.experimental_distribute_values_from_function(lambda _: next(batches))
-
-    def position(self, iterator: tf.data.Iterator) -> bytes | None:
-        """See `Stream`."""
-        if not self._savable:
-            return None
-        try:
-            packed, untried = iterator_state.save(iterator)
-            if untried and not self._trusted:
-                self._try_out(sorted(untried))
-                self._trusted = True
-            return self._digest + packed
-        except iterator_state.UnsavableError as error:
-            return self._give_up(str(error))
-
-    def _try_out(self, stages: list[str]) -> None:
-        """Saves and restores iterators of pipelines made for this; raises `UnsavableError` if that is not exact."""
-        first, second = self.renew(), self.renew()
-        named = ", ".join(stages)
-        if first is self.dataset:  # whose shuffles would go on with the order of a next epoch
-            raise iterator_state.UnsavableError(f"it is not known whether TensorFlow restores {named} exactly")
-        if not iterator_state.restores_exactly(first, second, self._local_replicas):
-            raise iterator_state.UnsavableError(f"in a trial, TensorFlow did not restore {named} exactly")
-
-    def _give_up(self, why: str) -> None:
-        """Says so once, and does not try again, as each try may take seconds."""
-        self._savable, self._unsavable = False, why
-        self._note(f"has no position that can be saved, and a resumed run will skip what it has seen: {why}")
-
-    def _restore(self, iterator: tf.data.Iterator, position: bytes) -> None:
-        size = len(self._digest)
-        if position[:size] != self._digest:
-            raise ValueError("its stages, buffers, elements, batch size or length changed")
-        iterator_state.restore(iterator, position[size:])
-
-    def _warn_of_what_skipping_cannot_repeat(self) -> None:
-        """Warns where batches that are read again may be others, as far as TensorFlow names what keeps state."""
-        op = self._unsavable.partition(" ")[0]
-        if op.startswith(_PYTHON):
-            doubt = "Python code in it must give what it gave before: nothing may depend on time or on earlier runs"
-        elif op.startswith(_RANDOM):
-            doubt = "random ops in it must have seeds and run one after another, without num_parallel_calls"
-        elif any(name in op for name in _RESOURCES):
-            doubt = "a variable or tf.random.Generator in it must have the value that it had when the run started"
-        else:
-            return
-        logging.warning(
-            "%s.dataset has no position that can be saved (%s), so what was seen is read again and skipped; for the "
-            "rest of the data to be exact, %s",
-            self.who,
-            self._unsavable,
-            doubt,
-        )
-
-
-@dataclasses.dataclass
-class Place:
-    """Where a training, or an evaluation, is in the data of a `RemoteStream`.
-
-    Attributes:
-      step: steps before.
-    """
-
-    step: int
-
-
-class RemoteStream(Stream):
-    """The same for workers that read by themselves, each its own batches.
-
-    `dataset` was made on the coordinator, which only looks at what it is like. An iterator is a `Place`.
-
-    Args:
-      make: function `(pipeline_index=0, num_pipelines=1, numbers=None)` that makes the pipeline, in a `tf.function` on
-        a worker; see `inputs.InputContext`.
-      by_number: whether it makes a batch for each of the `numbers`.
-      **attributes: of `Stream`.
-    """
-
-    def __init__(self, make, by_number, **attributes):
-        super().__init__(**attributes)
-        self.make = make
-        self.by_number = by_number
-
-    @property
-    def training(self):
-        """Whether this is training data."""
-        return self.renew is not None
-
-    @property
-    def element_spec(self):
-        """A training step is given (its batch, its number: int64 scalar, the steps before it)."""
-        spec = self.dataset.element_spec
-        return (spec, tf.TensorSpec([], tf.int64)) if self.training else spec
-
-    def iterate(self, position=None):
-        """See `Stream`."""
-        if self.start_step:
-            others = "a new pipeline on each worker, which skips its share of the batches"
-            self._note(f"goes on after step {self.start_step} by {'its position' if self.by_number else others}")
-        return Place(self.start_step)
-
-    def next_as_optional(self, iterator):
-        """See `Stream`; on the coordinator, always the first."""
-        return iter(self.dataset).get_next_as_optional()
-
-
-def tables(strategy, arrays):
-    """Puts arrays where the replicas can gather rows from them.
-
-    Returns:
-      The same structure of tensors or variables; of arrays for remote workers, as a part of the program sent to them.
-    """
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return tf.nest.map_structure(np.asarray, arrays)
-    if runs_on_host(strategy):
-        return tf.nest.map_structure(tf.constant, arrays)
-    with strategy.scope():
-        return tf.nest.map_structure(lambda array: tf.Variable(array, trainable=False), arrays)
-
-
-def runs_on_host(strategy):
-    """Whether each process's replicas are its CPUs; always so for the default strategy, which places as it goes."""
-    with strategy.scope():
-        if not tf.distribute.has_strategy():
-            return True
-    kinds = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if not isinstance(strategy, kinds):
-        return False
-    devices = [tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices]
-    return all(device.device_type == "CPU" for device in devices) and len({device.task for device in devices}) == 1
-
-
-def _without_rows(leaf):
-    """A batch's tensor of any kind, without its examples."""
-    if isinstance(leaf, tf.SparseTensor):
-        shape = leaf.dense_shape
-        return tf.sparse.slice(leaf, tf.zeros_like(shape), tf.concat([[0], shape[1:]], axis=0))
-    return leaf[:0] if leaf.shape.rank != 0 else leaf
-
-
-def _no_rows(who, spec):
-    """A tensor of a spec `[b, ...]` with no row."""
-    if isinstance(spec, tf.SparseTensorSpec):
-        shape = [size or 0 for size in spec.shape.as_list()]
-        values = tf.zeros([0], spec.dtype)
-        return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), values, [0, *shape[1:]])
-    if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None:
-        return tf.zeros([0, *(size or 0 for size in spec.shape.as_list()[1:])] if spec.shape.rank else [], spec.dtype)
-    raise UsageError(
-        f"{who}.dataset has elements {spec}; several workers can evaluate dense tensors of known rank and sparse ones, "
-        "as a worker whose share has ended goes on with batches without examples"
-    )

@@ -1,18 +1,25 @@
 """Steps on the device: the step, the inner loops that run many of it, and the reduction of its metrics.
 
 Names that other rooms may use, by file:
+    auto: none
+    backend: Backend, Decorator
+    base: InnerLoop, Loop, Metrics, Ran, Request, Specification, TrainingLoop
     batch_sizes: none
+    chunks: none
+    eager: none
     engines: ENGINES
     example_checksum: METRIC, VARIABLE
     fused_optimizers: none
-    inner_loops: Ran, timed
+    graph: none
     loops: LoopSettings, Loops
     optimizers: TrainingOptimizers
     packing: none
     recorded: RecordedParts
-    reducer: Reducer
+    reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
-    step: none
+    step: Step, StepFn
+    stepwise: none
     task_loop: TaskLoop, as_numbers, check_evaluation
+    timing: timed
     window: Window
 """

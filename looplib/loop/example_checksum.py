@@ -1,6 +1,8 @@
-"""What a training step was fed, as a number: how `looplib.checks` sees that two runs trained on the same examples."""
+"""A checksum of the examples of a training step, by which `check` sees that two runs trained on the same examples."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,12 +13,12 @@ METRIC = "examples_checksum"
 _BITS = 24  # so that float64 sums them exactly over 2**29 examples, more than any window of a report has
 
 
-def enabled():
+def enabled() -> bool:
     """Whether the environment asks for checksums."""
     return os.environ.get(VARIABLE) == "1"
 
 
-def add_to(step_fn, step):
+def add_to(step_fn: Callable[[Any], Any], step: Callable[[], tf.Tensor]) -> Callable[[Any], Any]:
     """Wraps a training step, so that its metrics have the checksum of its examples.
 
     Args:
@@ -27,7 +29,7 @@ def add_to(step_fn, step):
       A function of the same inputs.
     """
 
-    def checked(inputs):
+    def checked(inputs: Any) -> Any:
         checksum = examples_checksum(inputs, step())
         outputs = step_fn(inputs)
         if checksum is None or not isinstance(outputs, dict):
@@ -37,13 +39,13 @@ def add_to(step_fn, step):
     return checked
 
 
-def examples_checksum(inputs, step):
-    """Sums a hash of every example's content and the step; any division of the batch over replicas gives one sum.
+def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
+    """Sums a hash of every example's content and the step; the sum does not depend on the division over replicas.
 
     Args:
-      inputs: one batch of one replica. What has no batch dimension, or another than the first tensor has, is left out,
-        and so are zeros and "" in tensors whose static shape leaves a dimension open, as a padded batch has them: how
-        long a row is there depends on the rows beside it. Padding by another value cannot be told from content.
+      inputs: one batch of one replica. Tensors without a batch dimension, or with another one than the first tensor,
+        are left out. So are zeros and "" in tensors whose static shape leaves a dimension open, because in a padded
+        batch the length of a row depends on the rows beside it. Padding by another value looks like content.
       step: int64 scalar.
 
     Returns:
@@ -59,14 +61,14 @@ def examples_checksum(inputs, step):
     return tf.reduce_sum(tf.bitwise.bitwise_and(_hash(tf.stack([first, *others, steps], axis=1)), 2**_BITS - 1))
 
 
-def _has_rows(leaf):
+def _has_rows(leaf: Any) -> bool:
     if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)):
         return False
     return bool(leaf.shape.rank) and leaf.dtype not in (tf.variant, tf.resource)
 
 
-def _fingerprints(leaf):
-    """int64 [rows], by the content of each row alone: not by how many rows, or how long ones, are beside it."""
+def _fingerprints(leaf: Any) -> tf.Tensor:
+    """A hash of the content of each row alone, whatever the number and length of the other rows: int64 `[rows]`."""
     if isinstance(leaf, tf.RaggedTensor):
         row = leaf.value_rowids()
         position = tf.range(tf.size(row, row.dtype), dtype=row.dtype) - tf.gather(leaf.row_starts(), row)
@@ -82,5 +84,5 @@ def _fingerprints(leaf):
     return _hash(leaf)
 
 
-def _hash(rows):
+def _hash(rows: tf.Tensor) -> tf.Tensor:
     return tf.bitcast(tf.fingerprint(rows), tf.int64)

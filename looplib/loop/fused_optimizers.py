@@ -15,6 +15,7 @@ from looplib import _keras
 
 # Elements below which Keras's ops, which then run without another thread's help, are faster than a kernel.
 _LEAST = 8192
+Kernel = Callable[[tf.Tensor], Any]
 _MODULES = ("keras.src.optimizers.", "tf_keras.src.optimizers.")
 
 
@@ -33,13 +34,13 @@ def update_step(optimizer: Any) -> Callable[[Callable], Callable] | None:
     find = {"Adam": _adam, "AdamW": _adam, "SGD": _sgd}.get(type(optimizer).__name__)
     if not find or not type(optimizer).__module__.startswith(_MODULES) or getattr(optimizer, "amsgrad", False):
         return None
-    if not hasattr(optimizer, "update_step"):  # of tf_keras.optimizers.legacy, which has fused kernels itself
+    if getattr(optimizer, "update_step", None) is None:  # tf_keras.optimizers.legacy has fused kernels itself
         return None
     return functools.partial(_updating, optimizer, find)
 
 
 def _updating(optimizer: Any, find: Callable, plain: Callable) -> Callable:
-    def update(gradient, variable, *learning_rate):
+    def update(gradient: Any, variable: Any, *learning_rate: Any) -> Any:
         kernel = None
         if isinstance(gradient, tf.Tensor) and gradient.dtype == variable.dtype == tf.float32:
             if (variable.shape.num_elements() or 0) >= _LEAST:
@@ -51,8 +52,8 @@ def _updating(optimizer: Any, find: Callable, plain: Callable) -> Callable:
     return update
 
 
-def _kernel(find, optimizer, variable, learning_rate):
-    """A function of the gradient that updates the variable; None where Keras keeps its slots in another way."""
+def _kernel(find: Callable, optimizer: Any, variable: Any, learning_rate: tuple) -> Kernel | None:
+    """Finds the function of the gradient that updates the variable; None if Keras keeps its slots in another way."""
     rate = learning_rate[0] if learning_rate else optimizer.learning_rate
     try:
         return find(optimizer, _handle(variable), variable, tf.cast(rate, tf.float32))
@@ -60,7 +61,7 @@ def _kernel(find, optimizer, variable, learning_rate):
         return None
 
 
-def _adam(optimizer, handle, variable, rate):
+def _adam(optimizer: Any, handle: tf.Tensor, variable: Any, rate: tf.Tensor) -> Kernel:
     step = tf.cast(_tf_variable(optimizer.iterations) + 1, tf.float32)
     arguments = dict(
         var=handle,
@@ -76,7 +77,7 @@ def _adam(optimizer, handle, variable, rate):
     return lambda gradient: tf.raw_ops.ResourceApplyAdam(grad=gradient, **arguments)
 
 
-def _sgd(optimizer, handle, variable, rate):
+def _sgd(optimizer: Any, handle: tf.Tensor, variable: Any, rate: tf.Tensor) -> Kernel:
     if not optimizer.momentum and _keras.family(optimizer) == "keras":  # tf_keras has the slot in any case
         return lambda gradient: tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=gradient)
     arguments = dict(var=handle, lr=rate, momentum=optimizer.momentum, use_nesterov=optimizer.nesterov)
@@ -84,17 +85,17 @@ def _sgd(optimizer, handle, variable, rate):
     return lambda gradient: tf.raw_ops.ResourceApplyKerasMomentum(accum=accum, grad=gradient, **arguments)
 
 
-def _slot(optimizer, slots, variable):
+def _slot(optimizer: Any, slots: list, variable: Any) -> tf.Tensor:
     if _keras.family(optimizer) == "keras":
         return _handle(slots[optimizer._get_variable_index(variable)])
     return _handle(slots[optimizer._index_dict[optimizer._var_key(variable)]])
 
 
-def _handle(variable):
+def _handle(variable: Any) -> tf.Tensor:
     variable = _tf_variable(variable)
     variable.read_value()  # unused, but it tells the trace that the variable is one of the step's; a handle does not
     return variable.handle
 
 
-def _tf_variable(variable):
+def _tf_variable(variable: Any) -> tf.Variable:
     return variable.value if _keras.is_variable(variable) else variable

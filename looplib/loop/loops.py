@@ -11,10 +11,9 @@ from absl import logging
 
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
+from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.engines import ENGINES
-from looplib.loop.inner_loops import Ran
 from looplib.loop.schedule import Boundary
-from looplib.loop.task_loop import TaskLoop
 from looplib.report.clock import Clock
 from looplib.task import checks
 from looplib.task.evaluator import Evaluator
@@ -80,8 +79,8 @@ class Loops:
         self._clock = clock
         self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
-        self.training: TaskLoop | None = None
-        self.evaluations: dict[str, TaskLoop] = {}
+        self.training: TrainingLoop | None = None
+        self.evaluations: dict[str, Loop] = {}
         self.closed = self.torn = False
 
     def build(
@@ -103,17 +102,19 @@ class Loops:
         """
         settings = self.settings
 
-        def make_loop(split: str, task: Trainer | Evaluator, **others: Any) -> TaskLoop:
+        def make_loop(split: str, task: Trainer | Evaluator, **others: Any) -> Loop:
             return task_loop.make_loop(
-                split,
-                task,
-                strategy=settings.strategy,
-                clock=self._clock,
-                engine=settings.loop,
-                seed=settings.seed,
-                steps_per_loop=settings.steps_per_loop,
-                chosen=record.engines.get(split),
-                **others,
+                Specification(
+                    split=split,
+                    task=task,
+                    strategy=settings.strategy,
+                    clock=self._clock,
+                    engine=settings.loop,
+                    seed=settings.seed,
+                    steps_per_loop=settings.steps_per_loop,
+                    chosen=record.engines.get(split),
+                    **others,
+                )
             )
 
         for task in filter(None, (trainer, *evaluators.values())):
@@ -150,7 +151,7 @@ class Loops:
         _newest[id(trainer)] = self
 
     @property
-    def by_name(self) -> dict[str, TaskLoop]:
+    def by_name(self) -> dict[str, Loop]:
         """All loops, by "train" and the names of the evaluators."""
         return {**({"train": self.training} if self.training else {}), **self.evaluations}
 
@@ -171,7 +172,8 @@ class Loops:
           UsageError: if the user's program counts the steps too.
         """
         try:
-            ran = self.training.run(boundary.step - step, "train", boundary.report, horizon - step)
+            request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step)
+            ran = self.training.run(request, "train")
         except BaseException as error:
             self.torn = not self.training.left_whole(error)
             raise
@@ -209,7 +211,7 @@ class Loops:
         return (
             int(self.global_step),
             int(self._evaluated),
-            [loop.progress() for loop in self.by_name.values() if hasattr(loop, "progress")],
+            [loop.progress() for loop in self.by_name.values()],
         )
 
     def evaluate(self, name: str, steps: int) -> dict[str, float] | None:
@@ -226,7 +228,7 @@ class Loops:
         self.own(loop.task)
         with loop.task.evaluating():
             loop.rewind()
-            ran = loop.run(steps, phase="evaluate", read=True)
+            ran = loop.run(Request(steps, read=True), "evaluate")
             if ran.done and not ran.stopped:
                 with self._clock.phase("report"):
                     return loop.read()

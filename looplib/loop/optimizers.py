@@ -126,7 +126,7 @@ class TrainingOptimizers:
                 self._replace(optimizer, name, lambda _, plain=plain: plain)
 
     def _applying(self, optimizer: Any, noted: bool, plain: Callable) -> Callable:
-        def apply(grads, trainable_variables=None, **kwargs):
+        def apply(grads: Iterable, trainable_variables: Any = None, **kwargs: Any) -> Any:
             grads = list(grads)
             if trainable_variables is not None:
                 trainable_variables = list(trainable_variables)
@@ -178,7 +178,7 @@ class TrainingOptimizers:
         skip = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}
         skip = {name: value for name, value in skip.items() if name in parameters}
 
-        def apply_gradients(grads_and_vars, *args, **kwargs):
+        def apply_gradients(grads_and_vars: Iterable, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
             if noted:
@@ -292,7 +292,7 @@ def _adapter(optimizer: Any) -> type:
 
 
 def _noting(apply: Callable) -> Callable:
-    def noting(grads, trainable_variables=None, **kwargs):
+    def noting(grads: Iterable, trainable_variables: Any = None, **kwargs: Any) -> Any:
         grads = list(grads)
         non_finite.note_gradients(grads, trainable_variables)
         return apply(grads, trainable_variables, **kwargs)

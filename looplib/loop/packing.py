@@ -1,7 +1,8 @@
-"""What a step returned, packed into one vector that sums, and unpacked into metrics again."""
+"""Packs the outputs of a step into one vector that sums, and unpacks the sums into metrics."""
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -9,6 +10,8 @@ import tensorflow as tf
 from looplib import _keras
 from looplib.errors import UsageError
 from looplib.task.reductions import Reduction, total
+
+BatchSize = tuple[set[int], tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +25,12 @@ class _Slot:
     start: int
 
     @property
-    def size(self):
+    def size(self) -> int:
         return 2 if self.kind == "mean" else math.prod(self.shape)
 
 
 class Packer:
-    """Packs what one `step_fn` returns, of which it learns the structure as it is first traced or called.
+    """Packs the outputs of one `step_fn`. It learns their structure when the step is first traced or called.
 
     Args:
       who: the class name of the user's trainer or evaluator, for messages.
@@ -39,44 +42,44 @@ class Packer:
       keras: dict from name to the Keras metric objects among the outputs, which keep their own sums.
     """
 
-    def __init__(self, who, count_examples, skips):
+    def __init__(self, who: str, count_examples: bool, skips: bool) -> None:
         self._who, self._count_examples, self._skips = who, count_examples, skips
         self.slots = None
         self.keras = {}
 
     @property
-    def size(self):
+    def size(self) -> int:
         """Elements of a contribution."""
         return sum(slot.size for slot in self.slots)
 
     @property
-    def names(self):
+    def names(self) -> list[str]:
         """The metrics in a contribution, in their order."""
         return [slot.name for slot in self.slots]
 
-    def start_of(self, name):
-        """Where the value of a metric begins in a contribution."""
+    def start_of(self, name: str) -> int:
+        """Returns where the value of a metric begins in a contribution."""
         return next(slot.start for slot in self.slots if slot.name == name)
 
-    def losses(self):
+    def losses(self) -> list[_Slot]:
         """Returns the slots of the metrics that are losses by their names."""
         return [slot for slot in self.slots if "loss" in slot.name.lower() and slot.kind != "last"]
 
-    def replaced(self):
+    def replaced(self) -> list[bool]:
         """Returns for each element whether a step's value takes the place of the one before, a list of bool."""
         return [slot.kind == "last" for slot in self.slots for _ in range(slot.size)]
 
     @tf.autograph.experimental.do_not_convert
-    def pack(self, outputs, inputs):
+    def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Any]]:
         """Packs one step's outputs; in replica context.
 
         Args:
-          outputs: what `step_fn` returned.
-          inputs: what it was given, for the number of examples.
+          outputs: the dict that `step_fn` returned.
+          inputs: its batch, for the number of examples.
 
         Returns:
-          `(contribution, collected)`: float64 tensor `[n]`, n fixed by the structure of `outputs`, and a dict of what
-          is not summed, the values of `looplib.each`.
+          `(contribution, collected)`: float64 tensor `[n]`, n fixed by the structure of `outputs`, and a dict of the
+          values of `looplib.each`, which are not summed.
 
         Raises:
           UsageError: for an output that does not say how it reduces, or a structure that changes between steps.
@@ -119,7 +122,9 @@ class Packer:
             )
         return tf.concat([tf.reshape(part, [-1]) for part in parts] or [tf.zeros([0], tf.float64)], axis=0), collected
 
-    def _pack(self, name, value, batch, start):
+    def _pack(
+        self, name: str, value: Any, batch: BatchSize | None, start: int
+    ) -> tuple[_Slot, tf.Tensor | list[tf.Tensor]]:
         where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
         if not isinstance(value, Reduction):
             value = self._per_example(where, value, batch)
@@ -147,7 +152,7 @@ class Packer:
             data = tf.where(tf.equal(first, 0), data, tf.zeros_like(data))
         return slot, data
 
-    def _per_example(self, where, value, batch):
+    def _per_example(self, where: str, value: Any, batch: BatchSize | None) -> Reduction:
         try:
             value = tf.convert_to_tensor(value)
         except (TypeError, ValueError):
@@ -171,8 +176,8 @@ class Packer:
             value = tf.reduce_mean(value, axis=tf.range(1, tf.rank(value)))
         return Reduction("mean", value)
 
-    def unpack(self, totals, results):
-        """Turns what `Reducer.read` returned into metrics.
+    def unpack(self, totals: tf.Tensor | np.ndarray, results: dict[str, Any]) -> dict[str, Any]:
+        """Turns the sums of `Reducer.read` into metrics.
 
         Args:
           totals: float64 `[n]`.
@@ -198,15 +203,15 @@ class Packer:
         return metrics
 
 
-def check_metric_name(who, name):
+def check_metric_name(who: str, name: object) -> None:
     """Raises `UsageError` for a name that is no string, or that a record of `metrics.jsonl` needs itself."""
     if not isinstance(name, str) or not name or name in ("step", "split"):
         raise UsageError(f"{who} has a metric named {name!r}; expected a string other than '', 'step' and 'split'")
 
 
 @tf.autograph.experimental.do_not_convert
-def batch_size(inputs):
-    """The batch's (known first dimensions of the inputs, size by the first of them as a tensor), or None."""
+def batch_size(inputs: Any) -> BatchSize | None:
+    """Returns the known first dimensions of a batch's tensors, and the size of the first of them; None without any."""
     known, size = set(), None
     for leaf in tf.nest.flatten(inputs):
         if isinstance(leaf, (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)) and leaf.shape.rank != 0:
@@ -217,7 +222,7 @@ def batch_size(inputs):
     return None if size is None else (known, size)
 
 
-def _rows(leaf):
+def _rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int64)
     if isinstance(leaf, tf.SparseTensor):
@@ -225,22 +230,22 @@ def _rows(leaf):
     return tf.shape(leaf, tf.int64)[0]
 
 
-def _number(value):
+def _number(value: Any) -> Any:
     value = np.asarray(value)
     return value.item() if value.shape == () else value
 
 
-def _is_number(tensor):
+def _is_number(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer or tensor.dtype.is_bool
 
 
-def _names(slots, metrics):
+def _names(slots: list[_Slot], metrics: dict[str, Any]) -> list[str]:
     return sorted(
         [f"{slot.name} ({slot.kind} {list(slot.shape)})" for slot in slots] + [f"{m} (Keras)" for m in metrics]
     )
 
 
-def _describe(value):
+def _describe(value: object) -> str:
     if isinstance(value, Reduction):
         return f"looplib.{value.kind} of {_describe(value.value)}"
     if isinstance(value, (tf.Tensor, tf.Variable)):

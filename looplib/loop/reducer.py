@@ -1,9 +1,13 @@
-"""How a step's outputs are reduced, exactly, over steps, replicas and workers.
+"""Reduces the outputs of steps, exactly, over steps, replicas and workers.
 
 Each step adds one packed float64 vector, its contribution, to a variable that every replica keeps for itself; one sum
 over replicas reads all of them at the end of a loop. A mean is kept as a weighted sum and a sum of weights, so that it
-does not depend on how examples fall on steps, replicas and workers.
+does not depend on how examples are divided over steps, replicas and workers.
 """
+
+import abc
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,43 +18,73 @@ from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
 from looplib.task.record import RunningTotals
 
+State = RunningTotals | dict[str, float]  # an accumulator's own, as the run record holds it
 
-class Reducer:
-    """Accumulates and reduces what one `step_fn` returns.
 
-    `run_step` runs in the replica and learns the structure when it is first traced or called; then `create` makes the
-    variable, `add` runs once a step and `read` once a loop, both across replicas.
+class Accumulator(abc.ABC):
+    """What the steps since the last report have added up, as a checkpoint saves it and a guard looks at it."""
+
+    @abc.abstractmethod
+    def state(self) -> State:
+        """Returns the sums since the last report, as JSON can hold them."""
+
+    @abc.abstractmethod
+    def load(self, state: State) -> None:
+        """Continues from a `state()`, or from zero if that is of another program."""
+
+    @abc.abstractmethod
+    def first_bad(self) -> tuple[int, list[str]]:
+        """Returns which step was the first with a value that was not finite.
+
+        Returns:
+          `(steps, names)`: the step, counted from the last report or `load`; and the names of the losses and gradients
+          that were not finite in it.
+        """
+
+
+class Reducer(Accumulator):
+    """Accumulates and reduces the outputs of one `step_fn`.
+
+    `run_step` runs in the replica and learns the structure when it is first traced or called. Then `create` makes the
+    variable, `add` runs once per step and `read` once per loop, both across replicas.
 
     Args:
       strategy: the `tf.distribute.Strategy`.
       who: the class name of the user's trainer or evaluator, for messages.
       count_examples: adds the total `examples`, from the first dimension of the inputs.
-      guarded: watches losses and gradients for values that are not finite. From the first such step on nothing more is
-        added, so that what stands there tells which step and which value it was.
+      guarded: watches losses and gradients for values that are not finite. Accumulation stops at the first such step,
+        so that the totals identify the failing step and value.
       skips: counts steps that were undone, as `skipped_steps`.
 
     Attributes:
-      packer: `Packer` of the step's outputs; its `unpack` makes metrics of what `read` and `take` return.
-      collects: the `tf.TypeSpec`s of what the step returns as `looplib.each`, once it is traced; None for nothing.
+      packer: `Packer` of the step's outputs; its `unpack` makes metrics from the results of `read` and `take`.
+      collects: the `tf.TypeSpec`s of the step's `looplib.each` outputs, once it is traced; None for no outputs.
     """
 
-    def __init__(self, strategy, who, count_examples, guarded=False, skips=False):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        who: str,
+        count_examples: bool,
+        guarded: bool = False,
+        skips: bool = False,
+    ) -> None:
         self._strategy = strategy
         self._who = who
         self.packer = Packer(who, count_examples, skips)
         self._guarded = guarded
-        self._watched = []  # names of what is watched
+        self._watched: list[str] = []  # names of the watched values
         self._totals = None
         self._pending = None
         self.collects = None
 
-    def run_step(self, step_fn, inputs, may_be_empty):
+    def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
         """Runs one step on one replica and packs its outputs; in replica context.
 
         Args:
           step_fn: the user's step.
           inputs: one batch of this replica.
-          may_be_empty: leaves the step out where the batch has no example. Means of nothing are NaN, and TensorFlow
+          may_be_empty: leaves the step out where the batch has no example. Means of no example are NaN, and TensorFlow
             2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
 
         Returns:
@@ -69,27 +103,27 @@ class Reducer:
         )
 
     @tf.autograph.experimental.do_not_convert
-    def _with_collected(self, contribution, values):
+    def _with_collected(self, contribution: tf.Tensor, values: dict[str, Any]) -> Any:
         if not values:
             return contribution
         self.collects = tf.nest.map_structure(tf.type_spec_from_value, values)
         return contribution, (tf.constant(True), values)
 
     @tf.autograph.experimental.do_not_convert
-    def _nothing(self):
-        """What a replica without examples returns; the step has been traced before."""
+    def _nothing(self) -> Any:
+        """Makes the outputs of a replica without examples; the step has been traced before."""
         contribution = tf.zeros([self.packer.size], tf.float64)
         if not self.collects:
             return contribution
 
-        def empty(spec):
+        def empty(spec: tf.TensorSpec) -> tf.Tensor:
             return tf.zeros([size or 0 for size in spec.shape.as_list()] if spec.shape.rank else [], spec.dtype)
 
         return contribution, (tf.constant(False), tf.nest.map_structure(empty, self.collects))
 
     @tf.autograph.experimental.do_not_convert
-    def _watch(self, outputs, norms, inputs):
-        """Adds to a contribution [1 (steps), the sum of all that is watched, each of it]."""
+    def _watch(self, outputs: Any, norms: list[tuple[str, tf.Tensor]], inputs: Any) -> tf.Tensor:
+        """Adds to a contribution [1 (steps), the sum of all watched values, each of them]."""
         contribution, _ = self.packer.pack(outputs, inputs)
         losses = self.packer.losses()
         self._watched = [slot.name for slot in losses] + [name for name, _ in norms]
@@ -102,11 +136,11 @@ class Reducer:
         return tf.concat([contribution, tf.ones([1], tf.float64), total_watched, *parts], axis=0)
 
     @property
-    def created(self):
+    def created(self) -> bool:
         """Whether the structure is known and the variable exists."""
         return self._totals is not None
 
-    def create(self):
+    def create(self) -> None:
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self.packer.keras.items():
             _keras.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
@@ -117,7 +151,7 @@ class Reducer:
         if self._pending is not None:
             self.load(self._pending)
 
-    def _make_totals(self, size):
+    def _make_totals(self, size: int) -> tf.Variable:
         with self._strategy.scope():
             return tf.Variable(
                 tf.zeros([size], tf.float64),
@@ -128,60 +162,54 @@ class Reducer:
             )
 
     @tf.autograph.experimental.do_not_convert
-    def add(self, contributions):
+    def add(self, contributions: Any) -> None:
         """Adds one step's contributions of all replicas; across replicas."""
         self._strategy.run(self._add_local, args=(contributions,))
 
-    def _add_local(self, contribution):
+    def _add_local(self, contribution: tf.Tensor) -> None:
         if self._watched or self._replaced is not None:
             self._totals.assign(self.joined(self._totals.read_value(), contribution))
         else:
             self._totals.assign_add(contribution)
 
     @tf.autograph.experimental.do_not_convert
-    def joined(self, totals, contribution):
-        """What `totals` float64 `[n]` come to with a contribution `[n]` of the step, or steps, that follow."""
+    def joined(self, totals: tf.Tensor, contribution: tf.Tensor) -> tf.Tensor:
+        """Returns totals, float64 `[n]`, with the contribution `[n]` of the step, or steps, that follow."""
         kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
         if not self._watched:
             return kept + contribution
         return tf.where(tf.math.is_finite(totals[self.packer.size + 1]), kept + contribution, totals)
 
     @tf.autograph.experimental.do_not_convert
-    def finite(self):
-        """Whether all that is watched was finite on all replicas so far: boolean scalar; across replicas."""
+    def finite(self) -> tf.Tensor:
+        """Returns whether all watched values were finite on all replicas so far: boolean scalar; across replicas."""
         if not self._watched:
             return tf.constant(True)
         local = self._strategy.run(lambda: self._totals.read_value()[self.packer.size + 1])
         return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
 
     @tf.autograph.experimental.do_not_convert
-    def all_finite(self, contributions):
-        """Whether all that is watched is finite in one step's contributions of all replicas; across replicas."""
+    def all_finite(self, contributions: Any) -> tf.Tensor:
+        """Returns contributions unchanged, or one `skipped_steps` and nothing more; across replicas."""
         if not self._watched:
             return tf.constant(True)
         local = self._strategy.run(lambda part: part[self.packer.size + 1], args=(contributions,))
         return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
 
     @tf.autograph.experimental.do_not_convert
-    def skip_unless(self, counted, contributions):
-        """Leaves contributions as they are, or makes them one `skipped_steps` and nothing else; across replicas."""
+    def skip_unless(self, counted: tf.Tensor, contributions: Any) -> Any:
+        """Returns contributions unchanged, or else one `skipped_steps` and nothing more; across replicas."""
         skipped = np.zeros([self._totals.shape[0]])
         skipped[self.packer.start_of("skipped_steps")] = 1
 
-        def on_replica(part):
+        def on_replica(part: tf.Tensor) -> tf.Tensor:
             first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
             return tf.where(counted, part, tf.where(first, skipped, tf.zeros_like(part)))
 
         return self._strategy.run(on_replica, args=(contributions,))
 
-    def first_bad(self):
-        """What was not finite, and when.
-
-        Returns:
-          `(steps, names)`: the number of steps after the first since the last `read`, `reset` or `load`, of those that
-          are done; and the names of the losses and gradients that were not finite in that step, of the replicas that
-          were the first.
-        """
+    def first_bad(self) -> tuple[int, list[str]]:
+        """See `Accumulator`; the names are those of the replicas that were the first."""
         found = []
         for totals in self._of_all_replicas():
             watch = totals[self.packer.size :]
@@ -191,8 +219,8 @@ class Reducer:
         steps = min(steps for steps, _ in found)
         return steps, list(dict.fromkeys(name for first, names in found if first == steps for name in names))
 
-    def read(self):
-        """Reduces over replicas in one sum and starts anew; across replicas, in a `tf.function` or not.
+    def read(self) -> tuple[tf.Tensor, dict[str, Any]]:
+        """Reduces over replicas in one sum, and resets; across replicas, in a `tf.function` or not.
 
         Returns:
           `(totals, results)` for `packer.unpack`: float64 tensor `[n]`, and a dict of result tensors of Keras metrics.
@@ -205,11 +233,11 @@ class Reducer:
         return totals, results
 
     @tf.autograph.experimental.do_not_convert
-    def take(self, wanted):
-        """The same inside of a loop that has no Keras metrics, at no extra call.
+    def take(self, wanted: tf.Tensor) -> tf.Tensor:
+        """Reads inside of the `tf.function` of a loop that has no Keras metrics, which spares a call.
 
         Args:
-          wanted: boolean scalar tensor, whether to start anew; without it, nothing changes.
+          wanted: boolean scalar tensor, whether to reset; otherwise nothing changes.
 
         Returns:
           float64 tensor `[n]`, for `packer.unpack`.
@@ -219,40 +247,40 @@ class Reducer:
             self._strategy.run(self._reset_if, args=(wanted,))
         return totals
 
-    def _reset_if(self, wanted):
+    def _reset_if(self, wanted: tf.Tensor) -> None:
         totals = self._totals.read_value()
         self._totals.assign(tf.where(wanted, tf.zeros_like(totals), totals))
 
     @property
-    def has_keras_metrics(self):
+    def has_keras_metrics(self) -> bool:
         """Whether Keras metric objects are among the outputs, which `take` does not read."""
         return bool(self.packer.keras)
 
     @tf.autograph.experimental.do_not_convert
-    def _sum_replicas(self):
+    def _sum_replicas(self) -> tf.Tensor:
         local = self._strategy.run(lambda: self._totals.read_value())
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None)
 
-    def _reset_local(self):
+    def _reset_local(self) -> None:
         self._totals.assign(tf.zeros_like(self._totals.read_value()))
         for metric in self.packer.keras.values():
             metric.reset_state()
 
-    def state(self):
-        """What has been accumulated since the last `read`, for a checkpoint.
+    def state(self) -> State:
+        """See `Accumulator`.
 
         Returns:
-          `RunningTotals`; before the first step, what `load` was given.
+          `RunningTotals`; before the first step, the argument of `load`.
         """
         if not self.created:
             return self._pending or RunningTotals([], [])
         totals = [totals[: self.packer.size].tolist() for totals in self._of_all_replicas()]
         return RunningTotals(self.packer.names, totals)
 
-    def load(self, state):
-        """Continues from a `state()`; from nothing if that has other metrics, which belong to an earlier program.
+    def load(self, state: State) -> None:
+        """Continues from a `state()`; from zero if that has other metrics, which belong to an earlier program.
 
-        Only `skipped_steps` may be missing there or here: it is a metric with `non_finite="skip"`, which may change.
+        Only `skipped_steps` may be missing on one side: it is a metric with `non_finite="skip"`, which may change.
         """
         if not self.created:
             self._pending = state
@@ -265,10 +293,10 @@ class Reducer:
         for part, values in zip(local, totals[workers.index * len(local) :]):
             part.assign(np.pad(values, [0, int(part.shape[0]) - self.packer.size]))
 
-    def _totals_of(self, state: RunningTotals | dict[str, float]) -> np.ndarray:
-        """The totals of a `state()` in the order of the metrics here, float64 `[replicas, n]`; zeros if they differ."""
+    def _totals_of(self, state: State) -> np.ndarray:
+        """Returns the totals of a `state()` in this order of metrics, float64 `[replicas, n]`; zeros if they differ."""
         sizes = {slot.name: slot.size for slot in self.packer.slots}
-        state = state if isinstance(state, RunningTotals) else RunningTotals([], [])  # not that of an Orbit trainer
+        state = state if isinstance(state, RunningTotals) else RunningTotals([], [])  # that of an Orbit trainer
         earlier = {name: sizes.get(name, 1) for name in state.names}
         others = (earlier.keys() ^ sizes.keys()) - {"skipped_steps"}
         lengths = {len(totals) for totals in state.totals}
@@ -278,11 +306,11 @@ class Reducer:
         parts = dict(zip(earlier, np.split(totals, np.cumsum([*earlier.values()])[:-1], axis=1)))
         return np.concatenate([parts.get(name, np.zeros([len(totals), 1])) for name in sizes], axis=1)
 
-    def _of_all_replicas(self):
-        """The accumulated vector of each replica, float64 `[replicas, n]`; workers wait for each other."""
+    def _of_all_replicas(self) -> np.ndarray:
+        """Returns the accumulated vector of each replica, float64 `[replicas, n]`; workers wait for each other."""
         local = np.stack([totals.numpy() for totals in self._local(self._totals)])
         return Workers(self._strategy).gather(local).reshape(-1, local.shape[1])
 
-    def _local(self, variable):
-        """The variables of this worker's replicas behind a distributed one."""
+    def _local(self, variable: tf.Variable) -> tuple[tf.Variable, ...]:
+        """Returns the variables of this worker's replicas behind a distributed one."""
         return self._strategy.experimental_local_results(variable)

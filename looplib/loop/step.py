@@ -1,9 +1,17 @@
 """One step on all replicas: the user's `step_fn`, traced once, counted, and its contribution to the metrics."""
 
+from collections.abc import Callable
+from typing import Any
+
 import tensorflow as tf
 
+from looplib import _tf
 from looplib.cluster.collectives import Workers
+from looplib.data.stream import Stream
 from looplib.errors import UsageError
+from looplib.loop.reducer import Reducer
+
+StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
 
 _RANDOM_OPS = {
     "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle",
@@ -17,29 +25,37 @@ class Step:
     Args:
       strategy: `tf.distribute.Strategy`.
       step_fn: one step on one replica.
-      reducer: `metrics.Reducer` for what it returns.
-      stream: `feeds.Stream`, which reads the iterators that a loop is called with.
+      reducer: reduces what it returns.
+      stream: reads the iterators that a loop is called with.
       counter: int64 `tf.Variable` that counts finished steps, or None.
       skip_bad: undoes a step in which a value is not finite.
 
     Attributes:
-      replica_step: function of one batch, what one replica does in a step.
+      replica_step: function of one batch, which does the part of one replica.
     """
 
-    def __init__(self, strategy, step_fn, reducer, stream, counter=None, skip_bad=False):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        step_fn: StepFn,
+        reducer: Reducer,
+        stream: Stream,
+        counter: tf.Variable | None = None,
+        skip_bad: bool = False,
+    ) -> None:
         self.reducer = reducer
         self.stream = stream
         self.strategy = strategy
         self._counter = counter
         self._skip_bad = skip_bad
 
-        def replica_step(inputs):
+        def replica_step(inputs: Any) -> Any:
             return reducer.run_step(step_fn, inputs, stream.may_be_empty)
 
         self.replica_step = replica_step
 
         @tf.function(input_signature=[stream.element_spec])
-        def step(inputs):
+        def step(inputs: Any) -> Any:
             # A copy of dicts and lists, as a step may take entries out of them.
             return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
 
@@ -49,7 +65,7 @@ class Step:
             usage_error = _usage_error(error)  # AutoGraph hides the type of what is raised while it traces
             if usage_error is not None:
                 raise usage_error from None
-            if type(error).__name__ == "UnliftableError":  # has no public name
+            if _tf.is_late_variable(error):
                 raise UsageError(
                     "step_fn makes variables in its first call, and on several replicas they must exist before it; "
                     "build models (an Input layer, or a call) and optimizers (optimizer.build(variables)) in __init__, "
@@ -64,32 +80,32 @@ class Step:
         return self._step
 
     @property
-    def variables(self):
+    def variables(self) -> tuple[tf.Variable, ...]:
         """The `tf.Variable`s that the step uses."""
         return self._step.variables
 
     @property
-    def ops(self):
+    def ops(self) -> list[tf.compat.v1.NodeDef]:
         """The `NodeDef` of each op in the step."""
         graph = self._step.graph.as_graph_def()
         return [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
 
     @property
-    def random_ops(self):
-        """The names of the ops in the step that draw random numbers from a state which nobody can save."""
+    def random_ops(self) -> list[str]:
+        """The names of the ops in the step that draw random numbers from a state that cannot be saved."""
         return [node.name for node in self.ops if node.op in _RANDOM_OPS]
 
     @tf.autograph.experimental.do_not_convert
-    def contribution(self, inputs):
-        """Does one step; returns what each replica adds to the metrics; in a `tf.function`, across replicas."""
+    def contribution(self, inputs: Any) -> Any:
+        """Does one step; returns what each replica adds to the metrics. In a `tf.function`, across replicas."""
         return self._step(inputs)
 
     @tf.autograph.experimental.do_not_convert
-    def __call__(self, inputs):
-        """Does and counts one step; in a `tf.function`, across replicas.
+    def __call__(self, inputs: Any) -> Any:
+        """Does and counts one step. In a `tf.function`, across replicas.
 
         Returns:
-          What the replicas collect, see `metrics.Reducer.run_step`; None for nothing.
+          What the replicas collect, see `Reducer.run_step`; None for nothing.
         """
         contributions = self._undone_if_bad(inputs) if self._skip_bad else self.contribution(inputs)
         contributions, collected = contributions if self.reducer.collects else (contributions, None)
@@ -100,8 +116,8 @@ class Step:
                 self._counter.assign_add(1)
         return collected
 
-    def _undone_if_bad(self, inputs):
-        """One step; if a value in it is not finite, every variable is as before it, and it contributes nothing."""
+    def _undone_if_bad(self, inputs: Any) -> Any:
+        """Does one step; if a value in it is not finite, undoes it, so that it contributes nothing."""
         before = [variable.read_value() for variable in self._step.variables]
         contributions = self.contribution(inputs)
         with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
@@ -116,8 +132,8 @@ class Step:
         return self.reducer.skip_unless(finite, contributions)
 
 
-def _usage_error(error):
-    """The `UsageError` that led to an error, or None."""
+def _usage_error(error: BaseException | None) -> UsageError | None:
+    """Finds the `UsageError` that led to an error, or None."""
     while error is not None and not isinstance(error, UsageError):
         error = error.__cause__ or error.__context__
     return error

@@ -1,277 +1,145 @@
-"""The inner loop of one task: its data distributed, its step traced, its loop built, its metrics read."""
+"""The loop of one task: its data distributed, its step traced, its inner loop built, its metrics read."""
 
+import functools
 import math
 import numbers
-import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import runtime, source_locations
+from looplib import _tf, runtime, source_locations
 from looplib.cluster.collectives import Workers
-from looplib.data import pipelines, stream
-from looplib.errors import UsageError, join_names, whole_number
+from looplib.data import pipelines
+from looplib.data.stream import Stream
+from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import engines, example_checksum
+from looplib.loop import example_checksum
+from looplib.loop.backend import Backend, Decorator, LocalReplicas
+from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
-from looplib.loop.inner_loops import EagerLoop, StepwiseLoop
 from looplib.loop.optimizers import TrainingOptimizers
 from looplib.loop.packing import check_metric_name
-from looplib.loop.reducer import Reducer
-from looplib.loop.step import Step
+from looplib.loop.step import Step, StepFn
 from looplib.task.evaluator import Evaluator
+from looplib.task.own_loop import OwnLoop
+from looplib.task.record import EngineChoice
 from looplib.task.state import variables_of
 from looplib.task.trainer import Trainer
 
-# What TensorFlow says of an error in the data set's own ops.
-_OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
 
+class TaskLoop(TrainingLoop):
+    """The loop of one trainer or evaluator, over its own data.
 
-class TaskLoop:
-    """The inner loop of one trainer or evaluator over its own data.
-
-    Building it builds the data set and traces the step, so that what is wrong with either is found before the first
-    step.
+    Building it builds the data set and traces the step, so that an error in either is found before the first step.
 
     Args:
-      split: "train" or the evaluator's name.
-      task: the `Trainer` or `Evaluator`.
-      strategy: `tf.distribute.Strategy`.
-      engine: a name in `engines.ENGINES`.
-      global_batch_size: examples of a step over all replicas.
-      seed: the run's seed.
-      clock: `Clock` that gets the time of tracing as "compile".
-      steps_per_loop: steps of a call.
-      start_step: global batches that were consumed before.
-      counter: int64 `tf.Variable` of finished steps, or None.
-      non_finite: the policy of `guards.Guards`, for training.
-      chosen: the `chosen` of an earlier start of the run, or None.
+      spec: the task, and how to run it.
     """
 
-    def __init__(
-        self, split, task, *, strategy, engine, global_batch_size, seed, clock, steps_per_loop, start_step=0,
-        counter=None, non_finite="off", chosen=None,
-    ):  # fmt: skip
-        self.task = task
-        self.who = type(task).__name__
-        self._strategy = strategy
-        self._clock = clock
-        self._iterator = None
-        self._counter = counter
-        self._position = None
-        self._start_step = start_step
-        self._optimizers = None
-        self._distribution = dict(global_batch_size=global_batch_size, seed=seed, training=split == "train")
-        self._stream = pipelines.distribute(strategy, task, start_step=start_step, **self._distribution)
-        self._first_stream = self._stream  # which the loop reads all iterators with
-        remote = isinstance(self._stream, stream.RemoteStream)
-        coordinator = runtime.coordinator() if remote else None
-        if remote:
-            coordinator.check(split, self._stream, engine, non_finite)
-        skips = non_finite == "skip"
-        kind = coordinator.RemoteReducer if remote else Reducer
-        self.reducer = kind(
-            strategy, self.who, count_examples=split != "train", guarded=non_finite != "off", skips=skips
+    def __init__(self, spec: Specification) -> None:
+        self.task, self.who = spec.task, spec.who
+        self._spec = spec
+        self._strategy, self._clock = spec.strategy, spec.clock
+        self._iterator: Iterator = None
+        self._position: bytes | None = None
+        self._start_step = spec.start_step
+        self._failed: BaseException | None = None
+        self._stream = self._distribute()
+        self._first_stream = self._stream  # which the inner loop reads all iterators with
+        backend = _backend(spec)
+        backend.check(self._stream)
+        self.reducer = backend.reducer()
+        # From here until `close` the trainer's optimizers are looplib's.
+        self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=spec.guarded) if spec.training else None
+        if not spec.training and self._stream.unknown:
+            self._check_for_a_batch()
+        self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
+        self._tables = None if self._stream.arrays is None else backend.tables(self._stream.arrays)
+        step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
+        with spec.clock.phase("compile"):
+            self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
+
+    def _decorators(self, backend: Backend) -> list[Decorator]:
+        """Everything that is added to the user's step, innermost first."""
+        decorators: list[Decorator] = []
+        if self._spec.training and example_checksum.enabled():
+            decorators.append(lambda step_fn: example_checksum.add_to(step_fn, lambda: self.task.global_step))
+        if self._sizes is not None:
+            decorators.append(self._sizes.add_to)
+        if self._tables is not None:
+            decorators.append(functools.partial(_gathering, tables=self._tables))
+        return [*decorators, *backend.decorators()]
+
+    def _distribute(self) -> Stream:
+        spec = self._spec
+        return pipelines.distribute(
+            spec.strategy,
+            spec.task,
+            global_batch_size=spec.global_batch_size,
+            seed=spec.seed,
+            training=spec.training,
+            start_step=self._start_step,
         )
-        if split == "train":
-            self._optimizers = TrainingOptimizers(task, strategy, noted=non_finite != "off")
-        if split != "train" and self._stream.unknown and not self._has_a_batch(split):
+
+    def _check_for_a_batch(self) -> None:
+        """Raises `UsageError` if data of unknown length has no batch, or cannot be read."""
+        split = self._spec.split
+        try:
+            has_a_batch = self._stream.has_value(self._stream.next_as_optional(self._stream.iterate()))
+        except (tf.errors.NotFoundError, tf.errors.DataLossError, tf.errors.PermissionDeniedError) as error:
+            raise UsageError(
+                f"the evaluation data set {split!r} cannot be read: {gist(error)}; check where {self.who}.dataset "
+                "reads from"
+            ) from error
+        if not has_a_batch:
             raise UsageError(
                 f"the evaluation data set {split!r} is empty: {self.who}.dataset has no batch; check where the data is "
                 "read from"
             )
-        step_fn = task.step_fn
-        if split == "train" and example_checksum.enabled():
-            step_fn = example_checksum.add_to(step_fn, lambda: task.global_step if remote else counter)
-        self._failed: BaseException | None = None
-        self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
-        if self._sizes:
-            step_fn = self._sizes.add_to(step_fn)
-        self._tables = None
-        if self._stream.arrays is not None:
-            self._tables = stream.tables(strategy, self._stream.arrays)
-            step_fn = _gathering(step_fn, self._tables)
-        if remote and split == "train":
-            step_fn = coordinator.numbered(task, step_fn)
-        with clock.phase("compile"):
-            arguments = (strategy, step_fn, self.reducer, self._stream, counter, skips)
-            if remote:
-                self._step = Step(*arguments)
-                if self.reducer.collects:
-                    raise UsageError(
-                        f"{self.who}.step_fn returns looplib.each, which the workers of a parameter server strategy "
-                        "have no way to hand over; evaluate in a job of its own, with --mode=continuous_eval and "
-                        "another strategy"
-                    )
-                self._engine = coordinator.RemoteLoop(strategy, self._step, self.who, counter)
-                return
-            collect = getattr(task, "collect", None)
-            if engine == "eager":
-                self._step = self._engine = EagerLoop(*arguments, collect=collect)
-                return
-            before = clock.of("compile")
-            self._step = Step(*arguments)
-            if self.reducer.collects:
-                self._engine = StepwiseLoop(self._step, collect)
-                return
-            self._engine = engines.make(
-                engine,
-                self._step,
-                # An evaluation is one call, whatever the training's are.
-                steps_per_loop=steps_per_loop if split == "train" else max(1, min(self._stream.sure, 1000)),
-                clock=clock,
-                tracing=clock.of("compile") - before,
-                chosen=chosen,
-            )
-
-    def _has_a_batch(self, split):
-        try:
-            return self._stream.has_value(self._stream.next_as_optional(self._stream.iterate()))
-        except (tf.errors.NotFoundError, tf.errors.DataLossError, tf.errors.PermissionDeniedError) as error:
-            raise UsageError(
-                f"the evaluation data set {split!r} cannot be read: {error.message.partition(' [Op')[0]}; check where "
-                f"{self.who}.dataset reads from"
-            ) from error
 
     @property
-    def step(self):
-        """The `steps.Step` that the loop runs (an `EagerLoop` with that engine)."""
-        return self._step
+    def step(self) -> Step:
+        """See `Loop`."""
+        if self._inner.step is None:
+            raise UsageError(f"the eager loop traces no step of {self.who} to look at; use loop=graph")
+        return self._inner.step
 
     @property
-    def endless(self):
-        """Whether the data is known never to end."""
+    def endless(self) -> bool:
+        """See `Loop`."""
         return self._stream.infinite
 
     @property
     def metric_names(self) -> frozenset[str] | None:
-        """The names of the metrics that `read` returns; None where the trace does not tell them."""
+        """See `Loop`."""
         packer = self.reducer.packer
         if packer.slots is None or type(self.task).loop_end not in (Trainer.loop_end, Evaluator.loop_end):
             return None
         return frozenset(packer.names) | packer.keras.keys()
 
     @property
-    def traces(self):
-        """How often the loop was traced."""
-        return self._engine.traces
+    def traces(self) -> int:
+        """See `Loop`."""
+        return self._inner.traces
 
     @property
-    def chosen(self):
-        """The `EngineChoice` of an engine that chooses, or None."""
-        return getattr(self._engine, "record", None)
+    def chosen(self) -> EngineChoice | None:
+        """See `Loop`."""
+        return self._inner.record
 
-    def position(self):
-        """The place in the data after the last `run`, as bytes for `rewind`; None where `start_step` has to do."""
-        if self._sizes and self.reducer.created:
-            self._sizes.look(self.reducer.packer, self.reducer.state().totals)
-        return self._stream.position(self._iterator) if self._iterator is not None else self._position
-
-    def rewind(self, start_step=0, position=None):
-        """Lets the next `run` start with the data after `start_step` global batches.
-
-        Args:
-          start_step: how many were consumed.
-          position: bytes from `position` at that step, which spare the pipeline to read and skip what came before.
-        """
-        self._end_data()
-        self._position = position
-        if start_step != self._start_step:
-            self._start_step = start_step
-            self._stream = pipelines.distribute(self._strategy, self.task, start_step=start_step, **self._distribution)
-
-    def place_of(self, error: BaseException) -> str:
-        """The line of the user's program that an error of the last `run` comes from; "" if it is none of that."""
-        if error is not self._failed:
-            return ""
-        steps = [self._step.function] if isinstance(self._step, Step) else []
-        place = source_locations.place_of(error, steps)
-        if not place and _OF_THE_INPUT.search(str(error)):
-            place = source_locations.place_of_function(type(self.task).dataset)
-        return place
-
-    def left_whole(self, error: BaseException) -> bool:
-        """Whether an error of the last `run` came between two steps, so that no variable is updated by half a step."""
-        if isinstance(error, KeyboardInterrupt):  # Python sees it once the loop on the device has ended with a step
-            return not isinstance(self._engine, EagerLoop)
-        return isinstance(error, UsageError) or bool(_OF_THE_INPUT.search(str(error)))
-
-    def close(self):
-        """Lets go of the data, and gives the optimizers back as they were."""
-        self._end_data()
-        if self._optimizers is not None:
-            self._optimizers.close()
-
-    def _end_data(self):
-        if self._iterator is not None:
-            self._stream.end(self._iterator)
-        self._iterator = None
-
-    def resume(self, step):
-        """Goes on with the data after `step` global batches, where the last `run` failed on its way."""
-        if self._iterator is None and step != self._start_step:
-            self.rewind(step)
-
-    def warn_of_what_is_not_saved(self, objects):
-        """Warns of variables that the step uses and `objects`, the state of a checkpoint, does not hold."""
-        saved = {
-            _identity(component)
-            for variable in [*(variable for _, variable in variables_of(objects)), *tf.nest.flatten(self._tables)]
-            for component in self._strategy.experimental_local_results(variable)
-        }
-        saved.add(_identity(self._counter))  # the controller's own
-        names = [variable.name for variable in self._step.variables if _identity(variable) not in saved]
-        if names:
-            logging.warning(
-                "%s.step_fn uses variables that no attribute of the trainer holds, so that they are not saved and a "
-                "resumed run starts them anew: %s",
-                self.who,
-                ", ".join(sorted(names)[:10]),
-            )
-        if random := self._step.random_ops:
-            logging.warning(
-                "%s.step_fn draws random numbers whose state nobody can save (%s), so that a resumed run draws others; "
-                "use tf.random.stateless_* with seed=self.step_seed(), a tf.random.Generator attribute, or layers of "
-                "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
-                "layers",
-                self.who,
-                join_names(random),
-            )
-
-    def run(self, steps, phase, read=False, horizon=0):
-        """Runs steps on the data that follows.
-
-        Args:
-          steps: how many; -1 runs to the end of the data.
-          phase: the clock's phase for the time that it takes, without tracing and without waiting for the input.
-          read: whether `read` follows if all is done.
-          horizon: steps that the run is known to go on for.
-
-        Returns:
-          `loops.Ran`.
-        """
+    def run(self, request: Request, phase: str) -> Ran:
+        """See `Loop`; the loop knows itself for how many steps the data is sure to last."""
         with self._clock.phase(phase):
             if self._iterator is None:
-                self._iterator, self._position = self._stream.iterate(self._position), None
-                self._sure = self._stream.sure - (0 if self._stream.positioned else self._start_step)
-                if not self._engine.traces:
-                    with self._clock.phase("compile"):
-                        self._engine.trace(self._iterator)
+                self._iterate()
             try:
-                before, suspended = self._clock.of(phase), notice.suspended
-                ran = self._engine(self._iterator, steps, sure=max(0, self._sure), read=read, horizon=horizon)
-                self._sure -= ran.done
-                if ran.done:
-                    seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
-                    notice.step_seconds = max(ran.to_stop, seconds / ran.done)
-                self._clock.move(ran.compiled, phase, "compile")
-                if phase == "train":
-                    self._clock.move(ran.waited, phase, "input")
-                return ran
+                return self._run(request, phase)
             except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self._failed = error
-                self._end_data()  # it has moved on past what was not trained
+                self._end_data()  # it has moved past examples that were not trained on
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
                 raise UsageError(
@@ -279,11 +147,81 @@ class TaskLoop:
                     "empty data set, or of files without examples"
                 ) from error
 
-    def note_end(self, step, target):
-        """Says that the data ended before the step that was asked for; raises `UsageError` if there was none.
+    def _iterate(self) -> None:
+        self._iterator, self._position = self._stream.iterate(self._position), None
+        self._sure = self._stream.sure - (0 if self._stream.positioned else self._start_step)
+        if not self._inner.traces:
+            with self._clock.phase("compile"):
+                self._inner.trace(self._iterator)
 
-        Waits for the other workers.
-        """
+    def _run(self, request: Request, phase: str) -> Ran:
+        before, suspended = self._clock.of(phase), notice.suspended
+        sure = max(0, self._sure)
+        ran = self._inner.run(self._iterator, Request(request.steps, sure, request.read, request.horizon))
+        self._sure -= ran.done
+        if ran.done:
+            seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
+            notice.step_seconds = max(ran.to_stop, seconds / ran.done)
+        self._clock.move(ran.compiled, phase, "compile")
+        if phase == "train":
+            self._clock.move(ran.waited, phase, "input")
+        return ran
+
+    def read(self) -> dict[str, int | float]:
+        """See `Loop`."""
+        metrics = self._inner.read()
+        metrics = self._sizes.check(metrics) if self._sizes else metrics
+        # The user's `loop_end` does not see the checksum.
+        checksum = {name: metrics.pop(name) for name in [example_checksum.METRIC] if name in metrics}
+        return {**as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
+
+    def position(self) -> bytes | None:
+        """See `TrainingLoop`."""
+        if self._sizes and self.reducer.created:
+            self._sizes.look(self.reducer.packer, self.reducer.state().totals)
+        return self._stream.position(self._iterator) if self._iterator is not None else self._position
+
+    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+        """See `Loop`."""
+        self._end_data()
+        self._position = position
+        if start_step != self._start_step:
+            self._start_step = start_step
+            self._stream = self._distribute()
+
+    def resume(self, step: int) -> None:
+        """See `TrainingLoop`."""
+        if self._iterator is None and step != self._start_step:
+            self.rewind(step)
+
+    def close(self) -> None:
+        """See `Loop`; the optimizers are as they were before this loop was built."""
+        self._end_data()
+        if self._optimizers is not None:
+            self._optimizers.close()
+
+    def _end_data(self) -> None:
+        if self._iterator is not None:
+            self._stream.end(self._iterator)
+        self._iterator = None
+
+    def place_of(self, error: BaseException) -> str:
+        """See `Loop`."""
+        if error is not self._failed:
+            return ""
+        place = source_locations.place_of(error, [self._inner.step.function] if self._inner.step else [])
+        if not place and _tf.is_of_the_input(error):
+            place = source_locations.place_of_function(type(self.task).dataset)
+        return place
+
+    def left_whole(self, error: BaseException) -> bool:
+        """See `TrainingLoop`."""
+        if isinstance(error, KeyboardInterrupt):
+            return self._inner.ends_steps
+        return isinstance(error, UsageError) or _tf.is_of_the_input(error)
+
+    def note_end(self, step: int, target: int) -> None:
+        """See `TrainingLoop`; waits for the other workers."""
         if left_out := self._first_stream.left_out(self._stream.sure - self._sure):
             if Workers(self._strategy).is_chief:  # once is enough
                 logging.warning(
@@ -300,31 +238,55 @@ class TaskLoop:
         if target != -1:
             logging.warning("the training data ended at step %d, before step %d; repeat() it to train on", step, target)
 
-    def read(self):
-        """Returns the metrics since the last read, finished by `loop_end`, as a dict from name to int or float."""
-        metrics = self._engine.read()
-        metrics = self._sizes.check(metrics) if self._sizes else metrics
-        # The checksum is no matter of the user's.
-        checksum = {name: metrics.pop(name) for name in [example_checksum.METRIC] if name in metrics}
-        return {**as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
+    def warn_of_what_is_not_saved(self, objects: dict[str, Any]) -> None:
+        """See `TrainingLoop`; a loop that traces no step does not know its variables."""
+        if self._inner.step is None:
+            return
+        saved = {
+            _identity(component)
+            for variable in [*(variable for _, variable in variables_of(objects)), *tf.nest.flatten(self._tables)]
+            for component in self._strategy.experimental_local_results(variable)
+        }
+        saved.add(_identity(self._spec.counter))  # the controller's own
+        names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
+        if names:
+            logging.warning(
+                "%s.step_fn uses variables that no attribute of the trainer holds, so that they are not saved and a "
+                "resumed run starts them from their initial values: %s",
+                self.who,
+                ", ".join(sorted(names)[:10]),
+            )
+        if random := self._inner.step.random_ops:
+            logging.warning(
+                "%s.step_fn draws random numbers whose state nobody can save (%s), so that a resumed run draws others; "
+                "use tf.random.stateless_* with seed=self.step_seed(), a tf.random.Generator attribute, or layers of "
+                "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
+                "layers",
+                self.who,
+                join_names(random),
+            )
 
 
-def make_loop(split, task, **settings):
-    """Returns the `TaskLoop` of a task, or the loop that the task makes itself, with the same methods."""
-    if hasattr(task, "make_loop"):
-        return task.make_loop(split, **settings)
-    return TaskLoop(split, task, **settings)
+def make_loop(spec: Specification) -> Loop:
+    """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
+    return spec.task.make_loop(spec) if isinstance(spec.task, OwnLoop) else TaskLoop(spec)
 
 
-def check_evaluation(evaluations, steps):
-    """Checks that there is something to evaluate, and an end to it.
+def _backend(spec: Specification) -> Backend:
+    if isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
+        return runtime.parameter_server_backend(Backend)(spec)
+    return LocalReplicas(spec)
+
+
+def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:
+    """Checks that there is something to evaluate, and that the evaluation ends.
 
     Args:
-      evaluations: dict from name to `TaskLoop`.
-      steps: how many steps were asked for; -1 for all data.
+      evaluations: the loops by the names of the evaluators.
+      steps: number of steps that was requested; -1 for all data.
 
     Returns:
-      int, the steps.
+      The number of steps.
 
     Raises:
       UsageError: if not.
@@ -341,12 +303,12 @@ def check_evaluation(evaluations, steps):
     return steps
 
 
-def as_numbers(who, metrics):
+def as_numbers(who: str, metrics: object) -> dict[str, int | float]:
     """Checks the metrics that a `loop_end` returned; returns them as Python numbers.
 
     Args:
       who: the class name of the user's trainer or evaluator, for messages.
-      metrics: dict from name to number.
+      metrics: a dict from name to number is expected.
 
     Raises:
       UsageError: for something else.
@@ -367,11 +329,11 @@ def as_numbers(who, metrics):
     return converted
 
 
-def _gathering(step_fn, tables):
-    """The step of rows as a step of row numbers, int64 `[b]`."""
+def _gathering(step_fn: StepFn, tables: Any) -> Callable[[tf.Tensor], object]:
+    """Makes a step of row numbers, int64 `[b]`, from a step of the rows."""
     return lambda ids: step_fn(tf.nest.map_structure(lambda table: tf.gather(table, ids), tables))
 
 
-def _identity(variable):
-    """What tells whether two are one variable, also if one of them is wrapped, as those on parameter servers are."""
+def _identity(variable: object) -> int:
+    """A number that is equal for one variable and its wrappers, such as those of variables on parameter servers."""
     return id(getattr(variable, "handle", variable))

@@ -3,7 +3,7 @@
 from looplib.health.guards import Guards
 from looplib.health.non_finite import check_skipped
 from looplib.health.spikes import check_loss
-from looplib.loop.task_loop import TaskLoop
+from looplib.loop.base import TrainingLoop
 from looplib.report.clock import Clock
 
 
@@ -21,7 +21,7 @@ class Window:
         a run, because a checkpoint within a window holds its metrics so far.
     """
 
-    def __init__(self, training: TaskLoop, clock: Clock, guards: Guards, steps_per_loop: int) -> None:
+    def __init__(self, training: TrainingLoop, clock: Clock, guards: Guards, steps_per_loop: int) -> None:
         self.start = 0
         self._training = training
         self._clock = clock

@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     evaluator: Evaluator
     input_context: InputContext
     learning_rates: LearningRates
+    own_loop: OwnLoop
     perturbation: VARIABLE, nudge, requested
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, each, last, mean, total

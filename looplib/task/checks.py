@@ -9,8 +9,9 @@ import tensorflow as tf
 from looplib import _keras
 from looplib.errors import UsageError
 from looplib.task.evaluator import Evaluator
+from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of
-from looplib.task.trainer import HasOwnLoop, Trainer
+from looplib.task.trainer import Trainer
 
 
 @runtime_checkable
@@ -87,7 +88,7 @@ def check_together(
             "a TPU runs compiled programs only, and the eager loop none; debug on the host, with --strategy=one_device "
             "--loop=eager"
         )
-    may_wait = {id(value) for task in tasks if isinstance(task, HasOwnLoop) for value in vars(task).values()}
+    may_wait = {id(value) for task in tasks if isinstance(task, OwnLoop) for value in vars(task).values()}
     for what, value in held.items():
         if _keras.is_model(value) and not value.built and id(value) in may_wait:
             continue  # the task's own loop may build it

@@ -2,20 +2,12 @@
 
 import abc
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import tensorflow as tf
 
 from looplib.errors import UsageError
 from looplib.task.input_context import InputContext
-
-
-@runtime_checkable
-class HasOwnLoop(Protocol):
-    """A trainer or evaluator that brings an inner loop of its own, such as `looplib.OrbitTrainer`."""
-
-    def make_loop(self, split: str, **settings: Any) -> Any:
-        """Returns the inner loop, in place of a `task_loop.TaskLoop`."""
 
 
 class Trainer(abc.ABC):

@@ -197,7 +197,7 @@ def tries():
 
     print("leftovers")
     made = controller()
-    leave_numbers(strategy, made._training._engine)
+    leave_numbers(strategy, made._training._inner)
     made.train(20)
     made.close()
 

@@ -4,6 +4,8 @@ Nothing here imports Orbit: a trainer is what has `train(num_steps)`, an evaluat
 """
 
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -14,10 +16,13 @@ from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
 from looplib.health.preemption import notice
-from looplib.loop.inner_loops import Ran
+from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.optimizers import TrainingOptimizers
+from looplib.loop.reducer import Accumulator, State
+from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
 from looplib.task.evaluator import Evaluator
+from looplib.task.own_loop import OwnLoop
 from looplib.task.record import RunningTotals
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
@@ -27,10 +32,12 @@ _NO_STATE = {f"_{split}_{part}" for split in ("train", "eval") for part in ("dat
 _STEP = "orbit_step"
 
 
-class _HasItsOwnLoop:
-    """What both adapters have in common: a checkpoint finds in their attributes what Orbit's object holds."""
+class _Adapter(OwnLoop[Specification, Loop]):
+    """The common part of both adapters: a checkpoint finds the state of Orbit's object in their attributes."""
 
-    def __init__(self, whose, method, global_step, checkpoint):
+    def __init__(
+        self, whose: Any, method: str, global_step: Any = None, checkpoint: tf.train.Checkpoint | None = None
+    ) -> None:
         if not callable(getattr(whose, method, None)):
             raise UsageError(
                 f"{type(self).__name__} got a {type(whose).__name__}; expected an object with {method}(num_steps), "
@@ -54,16 +61,16 @@ class _HasItsOwnLoop:
         if step is not None and all(variable is not step for _, variable in variables_of(state_of(self))):
             vars(self)[_STEP] = step
 
-    def dataset(self, context):
+    def dataset(self, context: Any) -> tf.data.Dataset:
         """Is not called: Orbit's object has its own data."""
         raise NotImplementedError
 
-    def step_fn(self, inputs):
+    def step_fn(self, inputs: Any) -> dict[str, Any]:
         """Is not called: Orbit's object has its own step."""
         raise NotImplementedError
 
 
-class OrbitTrainer(_HasItsOwnLoop, Trainer):
+class OrbitTrainer(_Adapter, Trainer):
     """An `orbit.AbstractTrainer` or `orbit.StandardTrainer`, to be trained by a `Controller` as it is.
 
     Each loop of the controller is one call of `trainer.train(num_steps)`, and what that returns is reported. See
@@ -81,20 +88,20 @@ class OrbitTrainer(_HasItsOwnLoop, Trainer):
       UsageError: for objects of other kinds.
     """
 
-    def __init__(self, trainer, global_step=None, checkpoint=None):
+    def __init__(self, trainer: Any, global_step: Any = None, checkpoint: tf.train.Checkpoint | None = None) -> None:
         super().__init__(trainer, "train", global_step, checkpoint)
 
     @property
-    def trainer(self):
+    def trainer(self) -> Any:
         """The trainer that was given."""
         return self._whose()
 
-    def make_loop(self, split, **settings):
-        """Returns the loop that the controller runs."""
-        return TrainerLoop(split, self, self.trainer, self._step and self._step(), **settings)
+    def make_loop(self, specification: Specification) -> "TrainerLoop":
+        """See `OwnLoop`."""
+        return TrainerLoop(specification, self.trainer, self._step and self._step())
 
 
-class OrbitEvaluator(_HasItsOwnLoop, Evaluator):
+class OrbitEvaluator(_Adapter, Evaluator):
     """An `orbit.AbstractEvaluator` or `orbit.StandardEvaluator`, to be run by a `Controller` as it is.
 
     An evaluation is one call of `evaluator.evaluate(num_steps)`, with -1 for all data as in Orbit.
@@ -108,94 +115,70 @@ class OrbitEvaluator(_HasItsOwnLoop, Evaluator):
       UsageError: for objects of other kinds.
     """
 
-    def __init__(self, evaluator, checkpoint=None):
+    def __init__(self, evaluator: Any, checkpoint: tf.train.Checkpoint | None = None) -> None:
         super().__init__(evaluator, "evaluate", None, checkpoint)
         for name in [name for name, value in vars(self).items() if _keras.is_metrics(value)]:
             del vars(self)[name]  # they belong to one evaluation
 
     @property
-    def evaluator(self):
+    def evaluator(self) -> Any:
         """The evaluator that was given."""
         return self._whose()
 
-    def make_loop(self, split, **settings):
-        """Returns the loop that the controller runs."""
-        return EvaluatorLoop(split, self, self.evaluator, self.evaluator.evaluate, **settings)
+    def make_loop(self, specification: Specification) -> "EvaluatorLoop":
+        """See `OwnLoop`."""
+        return EvaluatorLoop(specification, self.evaluator)
 
 
-class EvaluatorLoop:
-    """What `task_loop.TaskLoop` is to the controller, where the loop is another's.
+class _OrbitLoop(Loop):
+    """The loop of an object with a loop of its own: each `run` is one call of its method.
 
     Args:
-      split: "train" or the evaluator's name.
-      task: the `OrbitTrainer` or `OrbitEvaluator`.
+      spec: the adapter, and how to run it.
       whose: Orbit's object.
-      call: its method of one argument, the number of steps.
-      strategy: `tf.distribute.Strategy`.
-      engine: a name in `engines.ENGINES`.
-      clock: `Clock`.
-      counter: int64 `tf.Variable` of finished steps.
-      **_: settings of looplib's own loops.
-
-    Attributes:
-      reducer: `Results`.
+      method: its method of one argument, the number of steps.
+      data: the structure of its data sets, or None.
     """
 
-    traces, chosen, metric_names = 0, None, None
-
-    def __init__(self, split, task, whose, call, *, strategy, engine, clock, counter, **_):
-        self.task = task
+    def __init__(
+        self, spec: Specification, whose: Any, method: Callable[[tf.Tensor], dict[str, Any] | None], data: Any
+    ) -> None:
+        self.task = spec.task
         self.who = type(whose).__name__
         self.reducer = Results()
-        self._call = call
-        self._clock = clock
-        self._counter = counter
+        self._call = method
+        self._clock = spec.clock
+        self._counter = spec.counter
         self._running = False
-        if engine != "graph":
-            raise UsageError(f"loop is {engine}, and {self.who} has a loop of its own; use loop=graph with it")
-        if Workers(strategy).count > 1 or isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        if spec.engine != "graph":
+            raise UsageError(f"loop is {spec.engine}, and {self.who} has a loop of its own; use loop=graph with it")
+        if Workers(spec.strategy).count > 1 or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError(
                 f"{self.who} has a loop of its own, in which looplib cannot let several workers agree; run it in one "
                 "process, or write it as a looplib.Trainer or Evaluator (docs/from_orbit.md)"
             )
-        self._datasets = datasets_of(getattr(whose, "train_dataset" if split == "train" else "eval_dataset", None))
+        self._datasets = datasets_of(data)
 
     @property
-    def endless(self):
-        """Whether the data is known never to end."""
+    def endless(self) -> bool:
+        """See `Loop`."""
         lengths = [data.cardinality() for data in self._datasets if isinstance(data, tf.data.Dataset)]
         return bool(self._datasets) and lengths == [tf.data.INFINITE_CARDINALITY] * len(self._datasets)
 
     @property
-    def step(self):
-        """There is none that can be looked at."""
+    def step(self) -> Step:
+        """Raises `UsageError`: there is no step that looplib traces."""
         raise UsageError(f"{self.who} has a loop of its own, which looplib cannot look into; check a looplib.Trainer")
 
-    def place_of(self, error: BaseException) -> str:
-        """Nothing is known besides what the error itself says."""
-        return ""
-
-    def progress(self):
-        """What changes while a call goes on, for the watchdog: the time, as nothing else is known."""
+    def progress(self) -> float:
+        """Returns the time while a call runs, as if it always made progress: nothing else is known."""
         return time.monotonic() if self._running else 0
 
-    def rewind(self, start_step=0, position=None):
-        """Nothing to do: an evaluation begins with its data."""
+    def read(self) -> dict[str, int | float]:
+        """Returns the metrics of the last call since the last read, finished by `loop_end`."""
+        return as_numbers(self.who, self.task.loop_end(self.reducer.read()))
 
-    def close(self):
-        """Nothing to do: the data is another's."""
-
-    def run(self, steps, phase, read=False, horizon=0):
-        """Calls the evaluator once; see `task_loop.TaskLoop`. A signal waits for the end of the call."""
-        del read, horizon
-        if notice.requested:
-            return Ran(0, True, stopped=True)
-        with self._clock.phase(phase):
-            self.reducer.take(self._results(steps), max(1, steps))
-        self._counter.assign_add(max(1, steps))
-        return Ran(max(1, steps), True)
-
-    def _results(self, steps):
+    def _results(self, steps: int) -> dict[str, np.ndarray]:
         """Calls Orbit's object, and returns its metrics as a flat dict."""
         started, suspended, self._running = time.perf_counter(), notice.suspended, True
         try:
@@ -206,62 +189,79 @@ class EvaluatorLoop:
         notice.step_seconds = max(notice.step_seconds, seconds)  # what a signal has to wait for
         return dict(_flat(self.who, {} if results is None else results))
 
-    def read(self):
-        """Returns the metrics of the last call since the last read, finished by `loop_end`."""
-        return as_numbers(self.who, self.task.loop_end(self.reducer.read()))
 
-
-class TrainerLoop(EvaluatorLoop):
-    """The same for a trainer.
-
-    Building it makes an Orbit `StandardTrainer` train 0 steps: that traces its loop, so that an error in its step is
-    told now, and all variables exist before a checkpoint is restored.
+class EvaluatorLoop(_OrbitLoop):
+    """The loop of an `OrbitEvaluator`.
 
     Args:
-      split: "train".
-      task: the `OrbitTrainer`.
-      trainer: Orbit's.
-      step: the `tf.Variable` that it counts its steps in, or None.
-      strategy: `tf.distribute.Strategy`.
-      clock: `Clock`.
-      non_finite: the policy of `guards.Guards`.
-      **settings: of `EvaluatorLoop`.
+      spec: the adapter, and how to run it.
+      evaluator: Orbit's.
     """
 
-    def __init__(self, split, task, trainer, step, *, strategy, clock, non_finite="off", **settings):
-        super().__init__(split, task, trainer, trainer.train, strategy=strategy, clock=clock, **settings)
-        if non_finite == "skip":
+    def __init__(self, spec: Specification, evaluator: Any) -> None:
+        super().__init__(spec, evaluator, evaluator.evaluate, getattr(evaluator, "eval_dataset", None))
+
+    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+        """Does nothing: each evaluation begins at the start of its data."""
+
+    def close(self) -> None:
+        """Does nothing: the data belongs to Orbit's object."""
+
+    def run(self, request: Request, phase: str) -> Ran:
+        """Calls the evaluator once. A signal waits for the end of the call."""
+        if notice.requested:
+            return Ran(0, True, stopped=True)
+        steps = max(1, request.steps)
+        with self._clock.phase(phase):
+            self.reducer.take(self._results(request.steps), steps)
+        self._counter.assign_add(steps)
+        return Ran(steps, True)
+
+
+class TrainerLoop(_OrbitLoop, TrainingLoop):
+    """The loop of an `OrbitTrainer`.
+
+    Building it makes an Orbit `StandardTrainer` train 0 steps: that traces its loop, so that an error in its step is
+    raised now, and all variables exist before a checkpoint is restored.
+
+    Args:
+      spec: the adapter, and how to run it.
+      trainer: Orbit's.
+      step: the `tf.Variable` that it counts its steps in, or None.
+    """
+
+    def __init__(self, spec: Specification, trainer: Any, step: tf.Variable | None) -> None:
+        super().__init__(spec, trainer, trainer.train, getattr(trainer, "train_dataset", None))
+        if spec.skips:
             raise UsageError(
                 f"the policy skip undoes a step, and {self.who} has a loop of its own, of which looplib sees the end "
                 "only; use halt, rollback or off (--non_finite)"
             )
-        self._guarded = non_finite != "off"
-        self._step = strategy.experimental_local_results(step)[0] if step is not None else None
-        self._objects, self._known, self._ran = {}, None, False
-        self._data = Data(trainer, self._datasets, strategy, self.who)
-        self._optimizers = TrainingOptimizers(task, strategy, noted=False, fuse=False)
-        if hasattr(trainer, "train_loop_begin"):
-            with clock.phase("compile"), self._data.put_aside():
+        self._guarded = spec.guarded
+        self._step = spec.strategy.experimental_local_results(step)[0] if step is not None else None
+        self._objects: dict[str, Any] = {}
+        self._known: set[int] | None = None
+        self._ran = False
+        self._data = Data(trainer, self._datasets, spec.strategy, self.who)
+        self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=False, fuse=False)
+        if getattr(trainer, "train_loop_begin", None) is not None:  # a StandardTrainer
+            with spec.clock.phase("compile"), self._data.put_aside():
                 self._call(tf.constant(0, tf.int32))
 
-    def place_of(self, error: BaseException) -> str:
-        """Nothing is known besides what the error itself says."""
-        return ""
-
-    def progress(self):
-        """The trainer's own count of steps, if it has one; called from another thread."""
+    def progress(self) -> float:
+        """Returns the trainer's own count of steps, if it has one; called from another thread."""
         return int(self._step) if self._step is not None else super().progress()
 
-    def close(self):
-        """Gives the optimizers back as they were; the data is another's."""
+    def close(self) -> None:
+        """Restores the optimizers as they were; the data belongs to Orbit's object."""
         self._optimizers.close()
 
-    def warn_of_what_is_not_saved(self, objects):
-        """Keeps the state, a dict from name to trackable object, to look for variables that come too late."""
+    def warn_of_what_is_not_saved(self, objects: dict[str, Any]) -> None:
+        """Keeps the state, to look for variables that are made too late."""
         self._objects, self._known = objects, {id(variable) for _, variable in variables_of(objects)}
 
-    def position(self):
-        """The place in the data, as bytes for `rewind`; None where it is not known."""
+    def position(self) -> bytes | None:
+        """See `TrainingLoop`; None where the place is not known."""
         if self._ran and self._known is not None:
             late = [name for name, variable in variables_of(self._objects) if id(variable) not in self._known]
             if late:
@@ -272,33 +272,32 @@ class TrainerLoop(EvaluatorLoop):
             self._known = None
         return self._data.position()
 
-    def rewind(self, start_step=0, position=None):
-        """Goes on after `start_step` steps, as far as the place in the data is known.
+    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+        """Continues after `start_step` steps, as far as the place in the data is known.
 
-        After a rollback, which has no position, the data goes on after the bad steps.
+        After a rollback, which has no position, the data continues after the bad steps.
         """
         if position is None and self._ran:
             logging.info("the data of %s goes on where it is", self.who)
         else:
             self._data.begin(start_step, position)
 
-    def resume(self, step):
-        """Nothing to do: where a call failed on its way, nobody knows how much of the data it has read."""
+    def resume(self, step: int) -> None:
+        """Does nothing: where a call failed, nobody knows how much of the data it has read."""
 
     def left_whole(self, error: BaseException) -> bool:
-        """Whether the variables are those of a whole step after an error of `run`, which nobody can tell here."""
+        """Returns False: nobody can tell whether the variables are those of a whole step."""
         return False
 
-    def run(self, steps, phase, read=False, horizon=0):
-        """Calls the trainer once; see `task_loop.TaskLoop`. A signal waits for the end of the call.
+    def run(self, request: Request, phase: str) -> Ran:
+        """Calls the trainer once. A signal waits for the end of the call.
 
         Raises:
-          UsageError: if the trainer counts its steps otherwise, or an error tells that its data has ended.
+          UsageError: if the trainer counts its steps otherwise, or an error says that its data has ended.
         """
-        del read, horizon
         if notice.requested:
             return Ran(0, True, stopped=True)
-        before, self._ran = self._count(), True
+        steps, before, self._ran = request.steps, self._count(), True
         with self._clock.phase(phase):
             try:
                 results = self._results(steps)
@@ -319,11 +318,11 @@ class TrainerLoop(EvaluatorLoop):
         self.reducer.bad = [name for name, value in results.items() if self._guarded and _is_bad_loss(name, value)]
         return Ran(done, not self.reducer.bad, bool(notice.requested))
 
-    def _count(self):
+    def _count(self) -> int | None:
         return int(self._step) if self._step is not None else None
 
-    def note_end(self, step, target):
-        """Says that the trainer did fewer steps than it was asked for; raises `UsageError` if it did none ever."""
+    def note_end(self, step: int, target: int) -> None:
+        """See `TrainingLoop`; the trainer did fewer steps than were requested."""
         if not step:
             raise UsageError(
                 f"{self.who}.train has returned, and its global step is where it was: its data is empty, or it counts "
@@ -336,45 +335,46 @@ class TrainerLoop(EvaluatorLoop):
             )  # fmt: skip
 
 
-class Results:
-    """The metrics of the last call, in place of what `metrics.Reducer` adds up.
+class Results(Accumulator):
+    """The metrics of the last call, in place of the sums of a `Reducer`.
 
     Attributes:
       bad: names of the losses in them that are not finite.
     """
 
-    def __init__(self):
-        self.bad = []
-        self._metrics, self._steps = {}, 0
+    def __init__(self) -> None:
+        self.bad: list[str] = []
+        self._metrics: dict[str, np.ndarray] = {}
+        self._steps = 0
 
-    def take(self, metrics, steps):
+    def take(self, metrics: dict[str, np.ndarray], steps: int) -> None:
         """Replaces the metrics by those of a call of so many steps."""
         self._metrics, self._steps = metrics, self._steps + steps
 
-    def read(self):
-        """Returns the metrics and starts anew."""
+    def read(self) -> dict[str, np.ndarray]:
+        """Returns the metrics and forgets them."""
         metrics = self._metrics
         self._metrics, self._steps = {}, 0
         return metrics
 
-    def first_bad(self):
-        """Returns (the steps since the last read or load, the names of losses that are not finite)."""
+    def first_bad(self) -> tuple[int, list[str]]:
+        """See `Accumulator`; the step is the last one of the call."""
         return self._steps, self.bad
 
-    def state(self):
-        """Returns the metrics that are not yet read, as a dict of what JSON can hold."""
+    def state(self) -> State:
+        """Returns the metrics that are not yet read."""
         return {name: value.item() for name, value in self._metrics.items() if value.ndim == 0 and _is_number(value)}
 
-    def load(self, state):
-        """Goes on from a `state()`, or anew from that of another kind of trainer."""
+    def load(self, state: State) -> None:
+        """See `Accumulator`."""
         state = {} if isinstance(state, RunningTotals) else state
         numbers = {name: np.asarray(value) for name, value in state.items()}
         self._metrics = {name: value for name, value in numbers.items() if value.ndim == 0 and _is_number(value)}
         self._steps = 0
 
 
-def _adopt(task, holder, seen=()):
-    """Gives a task the state among the attributes of an object, and of Orbit's objects that it holds but those seen."""
+def _adopt(task: Trainer | Evaluator, holder: Any, seen: tuple = ()) -> None:
+    """Gives a task the state among the attributes of an object, and of Orbit's objects in it that are not in `seen`."""
     state = state_of(holder)
     for name, value in vars(holder).items():
         private = name.startswith("_self_") or name in _NO_STATE
@@ -389,18 +389,18 @@ def _adopt(task, holder, seen=()):
         new = name.lstrip("_")
         if new == "global_step":
             continue  # it has a place of its own
-        if hasattr(task, new) or not new:
+        if new in dir(task) or not new:
             new = f"{new}_"
         vars(task)[new] = value
 
 
-def _has_a_loop(value):
+def _has_a_loop(value: Any) -> bool:
     """Whether a value is another trainer or evaluator of Orbit's kind."""
     has = [callable(getattr(value, name, None)) for name in ("train", "evaluate")]
     return any(has) and isinstance(value, tf.Module) and not _keras.is_layer(value)
 
 
-def _flat(who, results, prefix=""):
+def _flat(who: str, results: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, numpy array) of what may be dicts in a dict; their names are joined by "/"."""
     if not isinstance(results, dict):
         raise UsageError(f"{who} returned a {type(results).__name__}; expected a dict from metric name to number")
@@ -413,9 +413,9 @@ def _flat(who, results, prefix=""):
             yield name, np.asarray(tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value)
 
 
-def _is_number(value):
+def _is_number(value: np.ndarray) -> bool:
     return value.dtype.kind in "biuf"
 
 
-def _is_bad_loss(name, value):
+def _is_bad_loss(name: str, value: np.ndarray) -> bool:
     return "loss" in str(name).lower() and _is_number(value) and not np.isfinite(value).all()

@@ -1,18 +1,20 @@
 """The place in the data of trainers with loops of their own."""
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from looplib.data import stream
+from looplib.data.host_stream import HostStream
 
 
-def datasets_of(structure):
-    """Lists the data sets in what a trainer or evaluator has for its data, also where another controller had it before.
+def datasets_of(structure: Any) -> list[Any]:
+    """Lists the data sets of a trainer or evaluator, also where another controller has replaced them before.
 
     Args:
-      structure: data sets in lists and dicts.
+      structure: data sets in lists and dicts, or None.
     """
     return [data.dataset if isinstance(data, _Source) else data for data in tf.nest.flatten(structure)]
 
@@ -20,7 +22,7 @@ def datasets_of(structure):
 class Data:
     """The place in the data of an Orbit `StandardTrainer`, whose `train_dataset` others may replace.
 
-    What comes there makes the same iterators, and knows them. Where the data is something else than plain `tf.data`
+    The replacements make equal iterators, and know them. Where the data is something else than plain `tf.data`
     pipelines, nothing is replaced and no place is known.
 
     Args:
@@ -30,7 +32,7 @@ class Data:
       who: the trainer's class name, for the log.
     """
 
-    def __init__(self, trainer, datasets, strategy, who):
+    def __init__(self, trainer: Any, datasets: list[Any], strategy: tf.distribute.Strategy, who: str) -> None:
         self._trainer = trainer
         self._who = who
         self._sources = []
@@ -40,13 +42,13 @@ class Data:
             self._sources = [_Source(data, strategy, who, alone=len(datasets) == 1) for data in datasets]
             self._put()
 
-    def _put(self):
+    def _put(self) -> None:
         # Orbit then forgets the iterator that it has. tf.Module takes no notice of what is there already.
         self._trainer.train_dataset = self._structure
         self._trainer.train_dataset = tf.nest.pack_sequence_as(self._structure, self._sources)
 
     @contextlib.contextmanager
-    def put_aside(self):
+    def put_aside(self) -> Iterator[None]:
         """In this `with` block the trainer finds data of the same kind and no length, and leaves its own untouched."""
         for source in self._sources:
             source.empty = True
@@ -56,8 +58,8 @@ class Data:
         if self._sources:
             self._put()
 
-    def position(self):
-        """The places of all iterators as bytes for `begin`, or None."""
+    def position(self) -> bytes | None:
+        """Returns the places of all iterators as bytes for `begin`, or None."""
         if [id(data) for data in tf.nest.flatten(getattr(self._trainer, "train_dataset", None))] != [
             id(source) for source in self._sources
         ]:
@@ -67,8 +69,8 @@ class Data:
             return None
         return b"".join(len(place).to_bytes(8, "big") + place for place in places)
 
-    def begin(self, step, position):
-        """Lets the trainer's next iterators begin after `step` steps."""
+    def begin(self, step: int, position: bytes | None) -> None:
+        """Makes the trainer's next iterators begin after `step` steps."""
         places = []
         while position:
             size = 8 + int.from_bytes(position[:8], "big")
@@ -84,35 +86,35 @@ class Data:
 
 
 class _Source:
-    """Stands for a data set, of which a trainer makes its iterator by `iter()`; all else is the data set's own."""
+    """Stands for a data set and knows the iterator that a trainer makes by `iter()`; all else is the data set's own."""
 
-    def __init__(self, dataset, strategy, who, alone):
+    def __init__(self, dataset: tf.data.Dataset, strategy: tf.distribute.Strategy, who: str, alone: bool) -> None:
         self.empty = False
         self._alone = alone  # so that a step can be taken for a batch
         self.dataset = dataset
         self._iterator = self._place = None
-        self._stream = stream.HostStream(
+        self._stream = HostStream(
             strategy=strategy, dataset=dataset, renew=lambda: dataset, who=who, infinite=False, unknown=True,
             may_be_empty=False, start_step=0, positioned=False, skipped=0, arrays=None, sure=0, batch_size=0,
         )  # fmt: skip
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __iter__(self):
+    def __iter__(self) -> tf.data.Iterator:
         if self.empty:
             return iter(self.dataset.take(0))  # which does not even start the data set's shuffles
         self._iterator, self._place = self._stream.iterate(self._place), None
         self._stream.start_step = self._stream.skipped = 0  # a next one begins at the beginning
         return self._iterator
 
-    def place(self):
+    def place(self) -> bytes | None:
         return self._stream.position(self._iterator) if self._iterator is not None else self._place
 
-    def begin(self, step, place):
-        """Lets the next iterator begin there; returns whether it can."""
+    def begin(self, step: int, place: bytes | None) -> bool:
+        """Makes the next iterator begin at a place; returns whether it can."""
         self._iterator, self._place = None, place
         known = self._alone or place is not None
         self._stream.start_step, self._stream.skipped = step if known else 0, step if self._alone else 0

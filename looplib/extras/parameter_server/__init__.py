@@ -1,6 +1,6 @@
 """Training with parameter servers: the processes of the cluster, and the coordinator's inner loop.
 
 Names that other rooms may use, by file:
-    coordinator: none
+    coordinator: ParameterServers
     processes: connect, connected, counts
 """

@@ -1,38 +1,36 @@
 """The processes of a cluster with parameter servers: which one this is, its server, and the coordinator's strategy.
 
-TF_CONFIG names the cluster and the task. A worker or parameter server runs a `tf.distribute.Server` and does what the
-coordinator, the task "chief", sends it; it never builds a trainer.
+TF_CONFIG names the cluster and the task. A worker or parameter server runs a `tf.distribute.Server` and executes the
+functions that the coordinator, the task "chief", sends; it never builds a trainer.
 """
 
-import logging as python_logging
 import os
 import socket
 import time
+from typing import NoReturn
 
 import tensorflow as tf
 from absl import logging
 
+from looplib import _tf
 from looplib.cluster import environment
 from looplib.errors import CoordinatorGone, Preempted, UsageError, gist
 from looplib.health.preemption import notice
 
-# A coordinator counts as gone when its port has not answered so often, with so many seconds in between.
+# A coordinator counts as gone when its port has not answered this often, with this many seconds in between.
 _TRIES, _PAUSE = 3, 1.0
 _connected = False
 
 
-def connect():
-    """Makes the coordinator's strategy; a worker or parameter server serves in here, and does not come back.
-
-    Returns:
-      `tf.distribute.ParameterServerStrategy`.
+def connect() -> tf.distribute.ParameterServerStrategy:
+    """Makes the coordinator's strategy; a worker or parameter server serves in this function, and does not return.
 
     Raises:
       UsageError: if TF_CONFIG names no such cluster, or a server cannot be reached or started.
       CoordinatorGone: in a worker or parameter server, at the end.
-      looplib.Preempted: in a worker or parameter server that is asked to end by a signal.
+      looplib.Preempted: in a worker or parameter server that a signal asks to end.
     """
-    # So that calls to a process that has died fail at once, and are done by another (TensorFlow's own advice).
+    # So that calls to a process that has died fail at once, and another process does them (TensorFlow's own advice).
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     found = _cluster()
     if found.task_type == "chief":
@@ -40,19 +38,19 @@ def connect():
     _serve(found)
 
 
-def counts():
+def counts() -> tuple[int, int]:
     """Returns the numbers of (workers, parameter servers) that this coordinator is connected to."""
     devices = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices("CPU")]
     tasks = {(device.job, device.task) for device in devices}
     return sum(job == "worker" for job, _ in tasks), sum(job == "ps" for job, _ in tasks)
 
 
-def connected():
+def connected() -> bool:
     """Whether this process is a coordinator that has connected to its servers."""
     return _connected
 
 
-def _cluster():
+def _cluster() -> environment.Cluster:
     found = environment.resolve()
     if found is None or not found.parameter_servers:
         names = "nothing in the environment names any" if found is None else f"{found.source} names none"
@@ -68,7 +66,7 @@ def _cluster():
     return found
 
 
-def _strategy(found):
+def _strategy(found: environment.Cluster) -> tf.distribute.ParameterServerStrategy:
     global _connected
     spec = tf.train.ClusterSpec(found.spec)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -82,11 +80,11 @@ def _strategy(found):
             "them with the same command"
         ) from error
     _connected = True
-    _quieten()
+    _tf.shorten_messages_about_workers()
     return strategy
 
 
-def _serve(found):
+def _serve(found: environment.Cluster) -> NoReturn:
     spec, job, index = tf.train.ClusterSpec(found.spec), found.task_type, found.task_index
     # A call may hold a thread while it waits for another process; with fewer of them all could wait for each other.
     threads = max(os.cpu_count() or 1, len(found.workers) + 1)
@@ -110,8 +108,8 @@ def _serve(found):
     raise CoordinatorGone(f"{job} {index} served until the coordinator at {coordinator} was gone")
 
 
-def _wait_until_gone(address):
-    """Waits for a port to answer, and then until it does so no more."""
+def _wait_until_gone(address: str) -> None:
+    """Waits until a port answers, and then until it no longer does."""
     host, _, port = address.rpartition(":")
     seen, missed = False, 0
     while missed < _TRIES:
@@ -121,38 +119,3 @@ def _wait_until_gone(address):
         except OSError:
             missed += seen
         time.sleep(_PAUSE)
-
-
-class _Notes(python_logging.Filter):
-    """Says once that a worker is gone, and once that it is back, in place of what TensorFlow logs about it."""
-
-    _NOISE = (
-        "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
-        "A `tf.distribute.experimental.ParameterServerStrategy` method is",
-    )  # fmt: skip
-
-    def __init__(self, level):
-        super().__init__()
-        self._level = level
-        self._gone = set()
-
-    def filter(self, record):
-        """Whether TensorFlow's record is shown."""
-        message, worker = str(record.msg), str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
-        if message.startswith("Worker %s failed with"):
-            if worker not in self._gone:
-                self._gone.add(worker)
-                logging.warning("%s is gone; the others do its steps until it is back", worker)
-            return False
-        if message.startswith("Worker %s has been recovered") and worker in self._gone:
-            self._gone.remove(worker)
-            logging.warning("%s is back", worker)
-        return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)
-
-
-def _quieten():
-    """Lets one line tell of a worker that goes or comes back; TensorFlow takes dozens, with stack traces."""
-    logger = tf.get_logger()
-    if not any(isinstance(notes, _Notes) for notes in logger.filters):
-        logger.addFilter(_Notes(logger.getEffectiveLevel()))
-        logger.setLevel(python_logging.INFO)  # that it is back is no warning to TensorFlow

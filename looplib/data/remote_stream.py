@@ -1,0 +1,65 @@
+"""The data of workers that read by themselves, as the coordinator of a parameter server strategy sees it."""
+
+import dataclasses
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from looplib.data.stream import Stream
+
+
+class MakesPipeline(Protocol):
+    """Makes the pipeline of a worker; for the arguments see `InputContext`."""
+
+    def __call__(
+        self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None
+    ) -> tf.data.Dataset:
+        """Makes the pipeline."""
+
+
+@dataclasses.dataclass
+class Place:
+    """A place in the data of a `RemoteStream`, which the loop moves.
+
+    Attributes:
+      step: number of steps before it.
+    """
+
+    step: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class RemoteStream(Stream):
+    """A `Stream` for workers that read by themselves, each its own batches. Its iterators are `Place`s.
+
+    `dataset` was made on the coordinator, which reads only its properties.
+
+    Attributes:
+      make: makes the pipeline of a worker, in a `tf.function` there.
+      by_number: whether it makes a batch for each of the `numbers`.
+    """
+
+    make: MakesPipeline
+    by_number: bool
+
+    @property
+    def training(self) -> bool:
+        """Whether this is training data."""
+        return self.renew is not None
+
+    @property
+    def element_spec(self) -> Any:
+        """The spec of a batch; in a training, of (a batch, the number of steps before it: int64 scalar)."""
+        spec = self.dataset.element_spec
+        return (spec, tf.TensorSpec([], tf.int64)) if self.training else spec
+
+    def iterate(self, position: bytes | None = None) -> Place:
+        """See `Stream`."""
+        if self.start_step:
+            others = "a new pipeline on each worker, which skips its share of the batches"
+            self._note(f"goes on after step {self.start_step} by {'its position' if self.by_number else others}")
+        return Place(self.start_step)
+
+    def next_as_optional(self, iterator: Place) -> tf.experimental.Optional:
+        """Returns the first batch, always: the coordinator only looks whether there is one."""
+        return iter(self.dataset).get_next_as_optional()

@@ -1,0 +1,211 @@
+"""The choice between engines: a loop that finds the fastest one while it trains."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Generator
+from collections.abc import Iterator as PythonIterator
+
+import tensorflow as tf
+from absl import logging
+
+from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
+from looplib.loop.chunks import LONGEST, Unrolled, XlaProgram, size_of_chunk, why_not_xla
+from looplib.loop.graph import GraphLoop
+from looplib.loop.step import Step
+from looplib.report.clock import Clock
+from looplib.task.record import EngineChoice
+
+_CHUNK_SECONDS = 0.1  # of an XLA program, which nothing stops under way
+_UNROLLED = 4
+_MISFITS = 100  # calls in which a candidate's chunk did not fit, after which the trial continues without its time
+# Rounds of a trial, the least seconds of a candidate in each, and how much faster than graph it must be.
+_ROUNDS, _SECONDS, _GAIN = 3, 0.1, 1.03
+# A candidate is tried once the training is known to last, or has lasted, this many times as long as its preparation may
+# take; the preparation may take this many times as long as the trace of the step.
+_PAYS_BACK, _READY = 10, {"graph": 1, "xla": 3}
+
+# A trial yields the loop to run next and for how many steps, gets the steps that ran and their seconds, and returns the
+# loop that was chosen.
+_Wanted = tuple[GraphLoop, int]
+_Took = tuple[int, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One way to run the loop.
+
+    Attributes:
+      loop: "graph" or "xla".
+      chunk: steps of a round.
+    """
+
+    loop: str = "graph"
+    chunk: int = 1
+
+    def __str__(self) -> str:
+        return self.loop if self == Plan() else f"{self.loop} x{self.chunk}"
+
+    def build(self, step: Step) -> GraphLoop:
+        """Returns the loop."""
+        if self == Plan():
+            return GraphLoop(step)
+        return GraphLoop(step, (XlaProgram if self.loop == "xla" else Unrolled)(step, self.chunk))
+
+
+class AutoLoop(InnerLoop):
+    """Finds the fastest way to run a step while it trains, and continues with that.
+
+    The first steps run by the graph loop. Once the training is known to last long enough to pay for it, each candidate
+    is prepared and runs some of the steps that follow, in turns.
+
+    Args:
+      step: the step.
+      steps_per_loop: steps of a call, which chunks should divide.
+      clock: gets the time to prepare a loop as "compile".
+      tracing: seconds that it took to trace the step.
+      chosen: the `record` of an earlier start of the run, or None.
+    """
+
+    def __init__(
+        self, step: Step, steps_per_loop: int, clock: Clock, tracing: float, chosen: EngineChoice | None = None
+    ) -> None:
+        self._record = chosen
+        self.step = step
+        self._steps_per_loop = steps_per_loop
+        self._clock = clock
+        self._tracing = tracing
+        self._graph = self._chosen = self._used = GraphLoop(step)
+        self._iterator: Iterator = None
+        self._lasted, self._horizon, self._misfits = 0.0, 0, 0
+        self._trials: Generator[_Wanted, _Took, GraphLoop] | None = None
+        self._wanted: _Wanted | None = None
+        fits = chosen and 1 <= chosen.chunk <= LONGEST  # it comes from a checkpoint, whose values may be any
+        if fits and (chosen.loop == "graph" or step.strategy.num_replicas_in_sync == 1):
+            self._chosen = self._used = Plan(chosen.loop, chosen.chunk).build(step)
+        else:
+            self._trials = self._try_all()
+            self._wanted = next(self._trials)
+
+    @property
+    def record(self) -> EngineChoice | None:
+        """The choice; None before it is made."""
+        return self._record
+
+    @property
+    def traces(self) -> int:
+        """How often the loop was traced that was traced most often."""
+        return max(self._graph.traces, self._chosen.traces)
+
+    def trace(self, iterator: Iterator) -> None:
+        """Prepares the loop of an earlier choice, or else the graph loop."""
+        if not self._is_ready(self._chosen, iterator):
+            logging.warning(
+                "the engine that was chosen earlier (%s) cannot run here; graph takes its place", self._record
+            )
+            self._chosen = self._used = self._graph
+            self._graph.trace(iterator)
+
+    def read(self) -> Metrics:
+        """See `InnerLoop`."""
+        return self._used.read()
+
+    def run(self, iterator: Iterator, request: Request) -> Ran:
+        """See `InnerLoop`."""
+        total = Ran(0, True)
+        while self._trials and total.done != request.steps:
+            rest = request.after(total.done)
+            left = rest.steps if rest.steps >= 0 else math.inf
+            self._iterator, self._horizon = iterator, rest.horizon
+            self._used, wanted = self._wanted
+            part = min(wanted, left, rest.sure) // self._used.round_size * self._used.round_size
+            if part == 0:  # what is left is too little for a chunk, or it is not sure that it is there
+                self._misfits += 1
+                if self._misfits % _MISFITS == 0:
+                    self._tell(self._used.round_size, math.inf)  # the calls are too short for this one
+                break
+            started = time.perf_counter()
+            ran = self._used.run(iterator, rest.first(part))
+            total = total.then(ran)
+            if not ran.finite or ran.done < part:
+                return total
+            self._tell(part, time.perf_counter() - started)
+        if total.done == request.steps:
+            return total
+        self._used = self._chosen
+        return total.then(self._used.run(iterator, request.after(total.done)))
+
+    def _tell(self, steps: int, seconds: float) -> None:
+        """Gives the trial the time of the steps that it wanted."""
+        self._lasted += seconds if math.isfinite(seconds) else 0.0
+        try:
+            self._wanted = self._trials.send((steps, seconds))
+        except StopIteration as end:
+            self._trials = self._wanted = None
+            self._chosen = end.value
+
+    def _try_all(self) -> Generator[_Wanted, _Took, GraphLoop]:
+        """Prepares the candidates and measures all in turns."""
+        loops, taken = {Plan(): self._graph}, {Plan(): []}
+        yield self._graph, 1  # in which the device allocates its memory
+        yield from self._measure(self._graph)
+        seconds = yield from self._measure(self._graph)
+        for plan in self._candidates(seconds):
+            cost = _READY[plan.loop] * self._tracing * _PAYS_BACK
+            while max(self._lasted, self._horizon * seconds) < cost:
+                yield from self._measure(self._graph)
+            loop = plan.build(self.step)
+            if self._is_ready(loop, self._iterator):
+                loops[plan], taken[plan] = loop, []
+                yield loop, plan.chunk
+        for _ in range(_ROUNDS):
+            for plan, loop in loops.items():
+                taken[plan].append((yield from self._measure(loop)))
+        return loops[self._choose({plan: statistics.median(values) for plan, values in taken.items()})]
+
+    def _choose(self, seconds: dict[Plan, float]) -> Plan:
+        """Returns the plan with the fewest seconds per step, and records it."""
+        best = min(seconds, key=seconds.get)
+        if seconds[Plan()] < _GAIN * seconds[best]:
+            best = Plan()
+        times = {str(plan): round(value, 9) for plan, value in seconds.items() if math.isfinite(value)}
+        self._record = EngineChoice(best.loop, best.chunk, times)
+        found = ", ".join(f"{plan} {1e3 * value:.3g}" for plan, value in seconds.items())
+        logging.info("the loop continues with the engine %s (milliseconds a step: %s)", best, found)
+        return best
+
+    def _measure(self, loop: GraphLoop) -> Generator[_Wanted, _Took, float]:
+        """Runs a loop for the time of a round; returns the seconds of a step."""
+        steps, seconds = 0, 0.0
+        while not steps or seconds < _SECONDS:
+            wanted = math.ceil((_SECONDS - seconds) * steps / seconds) if steps else loop.round_size
+            more = yield loop, max(loop.round_size, wanted)
+            steps, seconds = steps + more[0], seconds + more[1]
+        return seconds / steps
+
+    def _candidates(self, seconds: float) -> PythonIterator[Plan]:
+        """Yields what may be faster than the graph loop, whose step takes so many seconds."""
+        if self._steps_per_loop >= _UNROLLED:
+            yield Plan("graph", _UNROLLED)
+        if self.step.strategy.num_replicas_in_sync > 1 or why_not_xla(self.step) or _convolves_on_a_cpu(self.step):
+            return
+        chunk = size_of_chunk(int(_CHUNK_SECONDS / seconds), self.step, self._steps_per_loop)
+        for size in sorted({1, chunk}, reverse=True):
+            yield Plan("xla", size)
+
+    def _is_ready(self, loop: GraphLoop, iterator: Iterator) -> bool:
+        """Compiles and traces a loop; returns whether it can run."""
+        with self._clock.phase("compile"):
+            try:
+                loop.prepare()
+                loop.trace(iterator)
+            except Exception:  # XLA's have many types, and none is the user's concern
+                logging.debug("a way to run the loop is left out", exc_info=True)
+                return False
+        return True
+
+
+def _convolves_on_a_cpu(step: Step) -> bool:
+    """Whether XLA would run convolutions on one thread, at a fraction of the graph loop's speed."""
+    return not tf.config.list_logical_devices("GPU") and any("Conv" in node.op for node in step.ops)

@@ -1,0 +1,261 @@
+"""The contracts of this room: what a controller calls, what runs many steps, and what passes between them.
+
+A controller calls a `Loop` for each trainer and evaluator, built from a `Specification`. Looplib's own `Loop` reads
+the data and lets an `InnerLoop` run the steps. Both take a `Request` and return a `Ran`.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from looplib.loop.reducer import Accumulator
+from looplib.loop.step import Step
+from looplib.report.clock import Clock
+from looplib.task.evaluator import Evaluator
+from looplib.task.record import EngineChoice
+from looplib.task.trainer import Trainer
+
+Metrics = dict[str, Any]  # what a user's metrics are, before `loop_end`: Python numbers and numpy arrays by name
+Iterator = Any  # what the stream's `iterate` returns; only the stream knows its type
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a caller asks an inner loop to do.
+
+    Attributes:
+      steps: number of steps; -1 runs to the end of the data.
+      sure: number of steps for which the data certainly has batches of full size.
+      read: whether the caller reads the metrics next if all steps are done. A loop may fetch them in the same call.
+      horizon: number of steps that the run is known to do from here on. A loop may prepare itself for them.
+    """
+
+    steps: int
+    sure: int = 0
+    read: bool = False
+    horizon: int = 0
+
+    def after(self, done: int) -> "Request":
+        """Returns the request for the rest of the steps, once some are done."""
+        steps = self.steps if self.steps < 0 else self.steps - done
+        return dataclasses.replace(self, steps=steps, sure=max(0, self.sure - done), horizon=self.horizon - done)
+
+    def first(self, steps: int) -> "Request":
+        """Returns the request for the first steps alone."""
+        return dataclasses.replace(self, steps=steps, read=self.read and steps == self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """What one call of an inner loop did.
+
+    Attributes:
+      done: number of steps. It is less than requested if the data ended, a signal came or a value was not finite.
+      finite: whether all values that the reducer watches were finite.
+      stopped: whether a signal asked this worker, or another one, to end.
+      waited: seconds that steps waited for their data.
+      compiled: seconds in which TensorFlow optimized and compiled the loop, in its first call.
+      to_stop: seconds that a stop may take, where that is longer than a step.
+    """
+
+    done: int
+    finite: bool
+    stopped: bool = False
+    waited: float = 0.0
+    compiled: float = 0.0
+    to_stop: float = 0.0
+
+    def then(self, other: "Ran") -> "Ran":
+        """Returns the result of this call and a later one together."""
+        waited, compiled = self.waited + other.waited, self.compiled + other.compiled
+        return Ran(self.done + other.done, other.finite, other.stopped, waited, compiled, other.to_stop)
+
+
+class InnerLoop(abc.ABC):
+    """Runs many steps for one call from the host.
+
+    Attributes:
+      step: the traced step; None for a loop that traces none.
+      traces: how often TensorFlow traced the loop.
+      ends_steps: whether a KeyboardInterrupt reaches Python only after a whole step.
+    """
+
+    step: Step | None = None
+    traces: int = 0
+    ends_steps: bool = True
+
+    @abc.abstractmethod
+    def run(self, iterator: Iterator, request: Request) -> Ran:
+        """Runs steps, until the requested number, the end of the data, a signal or a value that is not finite.
+
+        Args:
+          iterator: from the stream's `iterate`.
+          request: the steps to run.
+        """
+
+    @abc.abstractmethod
+    def read(self) -> Metrics:
+        """Returns the metrics since the last read, and resets them."""
+
+    def trace(self, iterator: Iterator) -> None:
+        """Traces the loop for an iterator, so that no later call does. A loop that traces nothing does nothing."""
+
+    @property
+    def record(self) -> EngineChoice | None:
+        """The choice of a loop that chooses between engines, as JSON can hold it; None for all other loops."""
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Specification:
+    """What the loop of one trainer or evaluator is built from.
+
+    Attributes:
+      split: "train" or the evaluator's name.
+      task: the `Trainer` or `Evaluator`.
+      strategy: the strategy that the steps run on.
+      clock: gets the time of tracing as "compile".
+      engine: a name in `engines.ENGINES`.
+      global_batch_size: examples of a step over all replicas; None for a task with data of its own.
+      seed: the run's seed.
+      steps_per_loop: steps of a call.
+      counter: int64 `tf.Variable` of finished steps, or None.
+      start_step: global batches that were consumed before.
+      non_finite: the policy of `guards.Guards`, for training.
+      chosen: the `Loop.chosen` of an earlier start of the run, or None.
+    """
+
+    split: str
+    task: Trainer | Evaluator
+    strategy: tf.distribute.Strategy
+    clock: Clock
+    engine: str = "graph"
+    global_batch_size: int | None = None
+    seed: int = 0
+    steps_per_loop: int = 1
+    counter: tf.Variable | None = None
+    start_step: int = 0
+    non_finite: str = "off"
+    chosen: EngineChoice | None = None
+
+    @property
+    def training(self) -> bool:
+        """Whether this is the loop of the trainer."""
+        return self.split == "train"
+
+    @property
+    def who(self) -> str:
+        """The class name of the task, for messages."""
+        return type(self.task).__name__
+
+    @property
+    def guarded(self) -> bool:
+        """Whether values that are not finite are looked for in each step."""
+        return self.non_finite != "off"
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step with a value that is not finite is undone."""
+        return self.non_finite == "skip"
+
+
+class Loop(abc.ABC):
+    """The loop of one trainer or evaluator over its own data, as a controller calls it.
+
+    Attributes:
+      task: the `Trainer` or `Evaluator`.
+      who: the class name of the user's object, for messages.
+      reducer: what the steps have added up since the last `read`.
+      traces: how often the loop was traced.
+      chosen: what an engine has chosen for itself, as JSON can hold it, or None.
+      metric_names: the names of the metrics that `read` returns; None where they are not known before.
+    """
+
+    task: Trainer | Evaluator
+    who: str
+    reducer: Accumulator
+    traces: int = 0
+    chosen: EngineChoice | None = None
+    metric_names: frozenset[str] | None = None
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> Step:
+        """The traced step; raises `UsageError` where there is none to look at."""
+
+    @property
+    @abc.abstractmethod
+    def endless(self) -> bool:
+        """Whether the data is known never to end."""
+
+    @abc.abstractmethod
+    def run(self, request: Request, phase: str) -> Ran:
+        """Runs steps on the data that follows.
+
+        Args:
+          request: the steps to run.
+          phase: the clock's phase for the time that it takes, without tracing and without waiting for the input.
+        """
+
+    @abc.abstractmethod
+    def read(self) -> dict[str, int | float]:
+        """Returns the metrics since the last read, finished by the task's `loop_end`, and resets them."""
+
+    @abc.abstractmethod
+    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+        """Makes the next `run` start with the data after some global batches.
+
+        Args:
+          start_step: number of global batches.
+          position: bytes from `position` at that step, which spare the pipeline to read and skip earlier batches.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Releases the data, and undoes what was done to the user's objects."""
+
+    def place_of(self, error: BaseException) -> str:
+        """Returns the line of the user's program that caused an error of the last `run`; "" if it is not known."""
+        return ""
+
+    def progress(self) -> float:
+        """Returns a number that changes while a `run` makes progress that the counter of steps does not show."""
+        return 0
+
+
+class TrainingLoop(Loop):
+    """The loop of a trainer, whose place in the data is saved and restored."""
+
+    @abc.abstractmethod
+    def position(self) -> bytes | None:
+        """Returns the place in the data after the last `run`, for `rewind`; None where the step alone tells it."""
+
+    @abc.abstractmethod
+    def resume(self, step: int) -> None:
+        """Continues with the data after `step` global batches, where the last `run` failed in the middle."""
+
+    @abc.abstractmethod
+    def left_whole(self, error: BaseException) -> bool:
+        """Returns whether an error of the last `run` came between two steps, so that none has updated only a part."""
+
+    @abc.abstractmethod
+    def note_end(self, step: int, target: int) -> None:
+        """Warns that the data ended before the requested step.
+
+        Args:
+          step: the step at which it ended.
+          target: the step that was requested; -1 for the end of the data.
+
+        Raises:
+          UsageError: if there was no step at all.
+        """
+
+    @abc.abstractmethod
+    def warn_of_what_is_not_saved(self, objects: dict[str, Any]) -> None:
+        """Warns of variables that the training uses and a checkpoint does not hold.
+
+        Args:
+          objects: the state of a checkpoint, a dict from name to trackable object.
+        """

@@ -1,0 +1,272 @@
+"""The graph loop: `for _ in tf.range(n)` around `strategy.run`, inside one `tf.function`."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.cluster.collectives import Workers
+from looplib.health.preemption import notice
+from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
+from looplib.loop.chunks import Chunk, do_step
+from looplib.loop.step import Step
+from looplib.loop.timing import now, timed
+
+_TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
+# Seconds that the device may run without a look at the stop flag: a look after each of many small steps costs 3%, and
+# several workers have to ask each other.
+_STRIDE_SECONDS, _STRIDE_SECONDS_OF_WORKERS, _LONGEST_STRIDE = 0.02, 0.1, 1000
+
+
+class _Numbers(NamedTuple):
+    """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing.
+
+    Attributes:
+      steps: steps to run.
+      chunks: how many chunks of them the data is sure to last for.
+      stride: steps between two looks at the stop flag.
+      read: 1 if the totals are to be read and reset after the last step.
+    """
+
+    steps: int
+    chunks: int
+    stride: int
+    read: int
+
+
+class _Status(NamedTuple):
+    """Whether to stop, and whether all values are finite: boolean scalar tensors, equal on all workers."""
+
+    stopped: tf.Tensor
+    finite: tf.Tensor
+
+
+class _Outcome(NamedTuple):
+    """What the loop on the device returns, scalar tensors besides `totals`.
+
+    Attributes:
+      done: int64, steps.
+      status: after the last step.
+      waited: float64, seconds that steps waited for data.
+      seconds: float64, seconds of the loop, the mean of all workers.
+      taken: boolean, whether the totals were reset.
+      totals: float64 `[n]`.
+    """
+
+    done: tf.Tensor
+    status: _Status
+    waited: tf.Tensor
+    seconds: tf.Tensor
+    taken: tf.Tensor
+    totals: tf.Tensor
+
+
+class GraphLoop(InnerLoop):
+    """Steps in a `tf.range` loop inside one `tf.function`.
+
+    With a chunk, several steps make one round of the loop while the data is sure to last for them, and the others run
+    one by one.
+
+    Args:
+      step: the step.
+      chunk: how several steps run as one round; None for single steps.
+
+    Attributes:
+      chunk: the chunk.
+      round_size: steps of a round.
+      seconds_per_step: float, of the last call.
+    """
+
+    def __init__(self, step: Step, chunk: Chunk | None = None) -> None:
+        self.traces = 0
+        self.chunk = chunk
+        self.round_size = chunk.size if chunk else 1
+        self.seconds_per_step = math.inf
+        self.step = step
+        self._reducer = step.reducer
+        self._stream = step.stream
+        self._stop = notice.flag
+        self._workers = Workers(step.strategy)
+        self._spec = None
+        self._taken: tf.Tensor | None = None  # the totals that the last call has read
+        self._ran = False
+        self._loop = tf.function(self._run)
+        self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
+        self._bound: tuple[Iterator, Callable[[], _Outcome]] | None = None
+        self._numbers_now: _Numbers | None = None
+        self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
+        self._read = tf.function(step.reducer.read)
+
+    # On the device.
+
+    def _run(self, iterator: Iterator, numbers: tf.Tensor) -> _Outcome:
+        self._note_trace(iterator)
+        steps, chunks, stride, read = tf.unstack(numbers)
+        started = now()
+        done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
+        status = self._look()
+        if self.chunk is not None:
+            stride_of_chunks = -(-stride // self.round_size)
+            rounds, waited, status = self._repeat(self.chunk.run, iterator, chunks, stride_of_chunks, status)
+            done = rounds * self.round_size
+        if self._stream.infinite:
+            more, seconds, status = self._repeat(self._do_step, iterator, steps - done, stride, status)
+        else:
+            more, seconds, status, ended = self._repeat_to_the_end(iterator, steps - done, stride, status)
+        done += more
+        take = read > 0 and status.finite and not status.stopped and (ended or done >= steps)
+        if self._reducer.has_keras_metrics:
+            take = tf.constant(False)
+        with tf.control_dependencies([done]):
+            passed = self._workers.mean(now() - started)
+        return _Outcome(done, status, waited + seconds, passed, take, self._reducer.take(take))
+
+    def _repeat(
+        self, do: Callable[[Iterator], tf.Tensor], iterator: Iterator, rounds: tf.Tensor, stride: tf.Tensor,
+        status: _Status,
+    ) -> tuple[tf.Tensor, tf.Tensor, _Status]:  # fmt: skip
+        """The inner loop: `do` calls `strategy.run`. After each stride of rounds it looks whether to stop."""
+        # One place in the program for the step: where it draws random numbers, each place has a state of its own.
+        rounds = tf.where(status.finite and not status.stopped, rounds, 0)
+        done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
+        for _ in tf.range(_strides(rounds, stride)):
+            count = tf.minimum(stride, rounds - done)
+            for _ in tf.range(count):
+                waited += do(iterator)
+            done += count
+            status = self._look()
+            if status.stopped or not status.finite:
+                break
+        return done, waited, status
+
+    def _repeat_to_the_end(
+        self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: _Status
+    ) -> tuple[tf.Tensor, tf.Tensor, _Status, tf.Tensor]:
+        """The inner loop over data that ends."""
+        # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
+        # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
+        done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
+        batch = self._stream.next_as_optional(iterator)
+        begins = self._stream.has_value(batch) and status.finite and not status.stopped
+        rounds = tf.where(begins, steps - 1, 0)
+        for _ in tf.range(_strides(rounds, stride)):
+            for _ in tf.range(tf.minimum(stride, rounds - done)):
+                self.step(self._stream.get_value(batch))
+                done += 1
+                batch, seconds = timed(
+                    lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
+                )
+                waited += seconds
+                if not self._stream.has_value(batch):
+                    break
+            status = self._look()
+            if status.stopped or not status.finite or not self._stream.has_value(batch):
+                break
+        # A batch that was fetched is trained on, also when a signal asks to stop.
+        one_more = status.finite and done < steps and self._stream.has_value(batch)
+        for _ in tf.range(tf.cast(one_more, tf.int64)):
+            self.step(self._stream.get_value(batch))
+            done += 1
+        return done, waited, self._look(), not self._stream.has_value(batch)
+
+    def _do_step(self, iterator: Iterator) -> tf.Tensor:
+        return do_step(self.step, iterator)
+
+    @tf.autograph.experimental.do_not_convert
+    def _look(self) -> _Status:
+        return _Status(self._workers.any(self._stop.read_value()), self._reducer.finite())
+
+    @tf.autograph.experimental.do_not_convert
+    def _note_trace(self, iterator: Iterator) -> None:
+        self.traces += 1  # runs when tf.function traces, not when it runs
+        before, self._spec = self._spec, iterator.element_spec
+        if self.traces > 1:
+            logging.warning(
+                "the loop was traced again (%d times now), because the structure or shapes of its input changed from "
+                "%s to %s; each trace costs seconds, so keep the elements of dataset() alike",
+                self.traces,
+                before,
+                self._spec,
+            )
+
+    # On the host.
+
+    def run(self, iterator: Iterator, request: Request) -> Ran:
+        """See `InnerLoop`."""
+        steps = _TO_THE_END if request.steps < 0 else request.steps
+        request = dataclasses.replace(request, steps=steps)
+        first = self.round_size if self._stream.infinite or self.chunk is None else self.round_size + 1
+        if self._ran or steps < first or (self.chunk is not None and request.sure < self.round_size):
+            return self._run_for(iterator, request)
+        # TensorFlow optimizes and compiles a loop as it first runs, which is no time of training.
+        self._ran = True
+        started = time.perf_counter()
+        ran = self._run_for(iterator, request.first(first))
+        seconds = time.perf_counter() - started - ran.waited
+        if ran.done == first < steps and ran.finite:
+            ran = ran.then(self._run_for(iterator, request.after(first)))
+            seconds -= first * self.seconds_per_step
+        return dataclasses.replace(ran, compiled=max(0.0, seconds))
+
+    def _run_for(self, iterator: Iterator, request: Request) -> Ran:
+        steps, chunks = request.steps, 0
+        if self.chunk is not None:
+            # Where the data ends, one step at least is left to the part of the loop that looks whether it does.
+            chunks = min(steps if self._stream.infinite else steps - 1, request.sure) // self.round_size
+        alone = self._workers.count == 1
+        stride_seconds = _STRIDE_SECONDS if alone else _STRIDE_SECONDS_OF_WORKERS
+        stride = max(1, min(_LONGEST_STRIDE, int(stride_seconds / self.seconds_per_step)))
+        stride = 1 << stride.bit_length() - 1  # so that it is often the same as in the last call
+        started = time.perf_counter()
+        outcome = self._call(iterator, _Numbers(steps, chunks, stride, int(request.read)))
+        done, self._taken = int(outcome.done), outcome.totals if outcome.taken else None
+        if done:
+            # What decides when workers ask each other has to be the same on all of them.
+            seconds = time.perf_counter() - started if alone else float(outcome.seconds) or math.inf
+            self.seconds_per_step = seconds / done
+        stopped = bool(notice.requested if alone else outcome.status.stopped)
+        return Ran(done, bool(outcome.status.finite), stopped, waited=float(outcome.waited))
+
+    def _call(self, iterator: Iterator, numbers: _Numbers) -> _Outcome:
+        if not self._binds:
+            return self._loop(iterator, tf.constant(numbers, tf.int64))
+        if self._bound is None or self._bound[0] is not iterator:
+            self._bind(iterator)
+        if numbers != self._numbers_now:
+            self._numbers.assign(numbers)
+            self._numbers_now = numbers
+        return self._bound[1]()
+
+    def _bind(self, iterator: Iterator) -> None:
+        """Makes a function without arguments, which takes a third of the time to call."""
+        bound = tf.function(lambda: self._loop(iterator, self._numbers.read_value()))
+        self._bound, self._ran = (iterator, bound.get_concrete_function()), False
+
+    def read(self) -> Metrics:
+        """See `InnerLoop`."""
+        totals, self._taken = self._taken, None
+        return self._reducer.packer.unpack(*((totals, {}) if totals is not None else self._read()))
+
+    def prepare(self) -> None:
+        """Compiles the chunk, if there is one; raises an error if that is not possible."""
+        if self.chunk is not None:
+            self.chunk.prepare()
+
+    def trace(self, iterator: Iterator) -> None:
+        """See `InnerLoop`."""
+        if self._binds:
+            self._bind(iterator)
+        else:
+            self._loop.get_concrete_function(iterator, tf.TensorSpec([4], tf.int64))
+        if self._reducer.has_keras_metrics:
+            self._read.get_concrete_function()
+
+
+def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
+    """The number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
+    return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)
