@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test bench lint bazel
+.PHONY: env demo test test-all bench lint bazel
 
 env: $(VENV)/installed
 
@@ -19,6 +19,10 @@ demo: env
 
 test: env
 	$(RUN) -m pytest
+
+# With all repetitions of what is random.
+test-all: env
+	LOOPLIB_MUTATIONS=2000 LOOPLIB_FAULTS=200 $(RUN) -m pytest
 
 bench: env $(VENV)/peers
 	$(RUN) -m benchmarks
@@ -36,5 +40,5 @@ lint: env
 
 # Debian: apt-get install bazel-bootstrap bazel-rules-java. Tests run with the environment's Python, found on the PATH.
 bazel: env
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build //...
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test //:tests/build_test //:tests/clock_test
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel build --config=debian //...
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bazel test --config=debian //tests:build_test //tests:clock_test

@@ -2,10 +2,10 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from looplib.errors import UsageError
-
-_FAILED = 2  # also what `check` ends with if the command failed
+from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 
 _CHECK = """\
 The command is what you type, without --model_dir, such as
@@ -16,21 +16,21 @@ exit codes: {codes}; 2 the command failed, or could not be checked
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        """Says it as the binaries do."""
-        self.exit(_FAILED, f"looplib: error: {message} (see {self.prog} --help)\n")
+    def error(self, message: str) -> NoReturn:
+        """Prints a wrong argument as the binaries do."""
+        self.exit(EXIT_UNKNOWN, f"looplib: error: {message} (see {self.prog} --help)\n")
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs a tool.
 
     Args:
-      argv: the arguments; default those of the process. What follows `--` is the command to check.
+      argv: the arguments; default those of the process. Those after `--` are the command to check.
 
     Returns:
-      int, the exit code.
+      The exit code.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
     split = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(prog="python -m looplib", description="Tools for looplib's binaries and run directories.")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
@@ -43,20 +43,20 @@ def main(argv=None):
         return options.run(options)
     except UsageError as error:
         print(f"looplib: error: {error}", file=sys.stderr)
-        return _FAILED
+        return EXIT_UNKNOWN
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
-def _add_inspect(tools):
+def _add_inspect(tools: Any) -> None:
     parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
     parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("--verify", action="store_true", help="read the files through and compare checksums")
     parser.set_defaults(run=_inspect)
 
 
-def _add_launch(tools):
+def _add_launch(tools: Any) -> None:
     parser = tools.add_parser(
         "launch",
         help="start several workers of a run on this machine",
@@ -65,7 +65,7 @@ def _add_launch(tools):
         "them together. It is a convenience for trying a run of many workers on one machine, not a cluster manager: "
         "workers on many machines are started by Slurm or Kubernetes (docs/cluster.md). The processes share the "
         "machine's cores and GPUs; several GPUs of one are used better by one process with --strategy=mirrored.",
-        epilog="exit codes: 0 done; 75 ended by SIGTERM or SIGINT and saved, run again; 1 failed",
+        epilog="exit codes: 0 done; 75 ended by SIGTERM, SIGINT or SIGHUP and saved, run again; 1 failed",
     )
     parser.add_argument("--workers", type=int, required=True, help="how many workers")
     parser.add_argument(
@@ -90,7 +90,7 @@ def _add_launch(tools):
     parser.set_defaults(run=_launch)
 
 
-def _add_check(tools):
+def _add_check(tools: Any) -> None:
     kinds = tools.add_parser(
         "check", help="check that a trainer resumes, and runs on replicas, exactly, and would run on a TPU"
     ).add_subparsers(required=True, metavar="WHAT")
@@ -112,7 +112,13 @@ def _add_check(tools):
         fits.set_defaults(platform=platform)
 
 
-def _add_kind(kinds, name, text, run, codes="0 equal; 1 different"):
+def _add_kind(
+    kinds: Any,
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], int],
+    codes: str = "0 equal; 1 different",
+) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name,
         help=text,
@@ -127,17 +133,17 @@ def _add_kind(kinds, name, text, run, codes="0 equal; 1 different"):
     return parser
 
 
-def _counts(text):
+def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _inspect(options):
+def _inspect(options: argparse.Namespace) -> int:
     from looplib.extras.tools.inspect import inspect
 
     return inspect(options.directory, options.verify)
 
 
-def _launch(options):
+def _launch(options: argparse.Namespace) -> int:
     from looplib.extras.tools.local_launch import launch
 
     return launch(
@@ -150,24 +156,36 @@ def _launch(options):
     )
 
 
-def _resume(options):
+def _resume(options: argparse.Namespace) -> int:
     from looplib.extras.tools import check
 
-    settings = dict(kills=options.kills, seed=options.seed, baseline=options.baseline, timeout=options.timeout)
-    return check.resume(options.command, options.dir, **settings)
+    return check.resume(
+        options.command,
+        options.dir,
+        kills=options.kills,
+        seed=options.seed,
+        baseline=options.baseline,
+        timeout=options.timeout,
+    )
 
 
-def _fits(options):
+def _fits(options: argparse.Namespace) -> int:
     from looplib.extras.tools import check
 
     return check.fits(options.command, options.platform, options.dir, cores=options.cores, timeout=options.timeout)
 
 
-def _replicas(options):
+def _replicas(options: argparse.Namespace) -> int:
     from looplib.extras.tools import check
 
-    settings = dict(counts=options.counts, rtol=options.rtol, atol=options.atol, timeout=options.timeout)
-    return check.replicas(options.command, options.dir, **settings)
+    return check.replicas(
+        options.command,
+        options.dir,
+        counts=options.counts,
+        rtol=options.rtol,
+        atol=options.atol,
+        timeout=options.timeout,
+    )
 
 
 if __name__ == "__main__":

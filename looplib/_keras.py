@@ -1,10 +1,11 @@
-"""Which of the two Keras families an object belongs to, and what follows from it.
+"""The two Keras families: which of them an object belongs to, and what looplib needs to know about it.
 
 Keras 3 (`keras`) and Keras 2 (`tf_keras`) both run on TensorFlow, and neither's optimizer works on the other's model.
-Nothing here imports either: objects are told by the modules of their classes.
+This imports neither: it recognizes objects by the modules of their classes.
 """
 
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +15,7 @@ from looplib.errors import UsageError
 _ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
 
 
-def family(value):
+def family(value: Any) -> str | None:
     """Returns "keras", "tf_keras" or None for the family that defines one of `value`'s base classes."""
     for base in type(value).__mro__:
         root = base.__module__.split(".")[0]
@@ -23,7 +24,7 @@ def family(value):
     return None
 
 
-def _is_a(value, *path):
+def _is_a(value: Any, *path: str) -> bool:
     root = family(value)
     if root is None:
         return False
@@ -33,41 +34,41 @@ def _is_a(value, *path):
     return kind is not None and isinstance(value, kind)
 
 
-def is_metric(value):
+def is_metric(value: Any) -> bool:
     """Whether `value` is a Keras metric object of either family."""
     return _is_a(value, "metrics", "Metric")
 
 
-def is_metrics(value):
-    """Whether `value` is a Keras metric object, or a list or dict of nothing else."""
+def is_metrics(value: Any) -> bool:
+    """Whether `value` is a Keras metric object, or a list or dict of only these."""
     if isinstance(value, (list, tuple, dict)):
         items = list(value.values() if isinstance(value, dict) else value)
         return bool(items) and all(map(is_metrics, items))
     return is_metric(value)
 
 
-def is_layer(value):
+def is_layer(value: Any) -> bool:
     """Whether `value` is a Keras layer or model of either family (tf_keras metrics, layers too, are not)."""
     return _is_a(value, "layers", "Layer") and not is_metric(value)
 
 
-def is_model(value):
+def is_model(value: Any) -> bool:
     """Whether `value` is a Keras model of either family."""
     return _is_a(value, "Model")
 
 
-def is_variable(value):
+def is_variable(value: Any) -> bool:
     """Whether `value` is a variable of Keras 3; those of tf_keras are `tf.Variable`s."""
     return family(value) == "keras" and _is_a(value, "Variable")
 
 
-def is_optimizer(value):
-    """Whether `value` is a Keras optimizer of either family, one of `tf_keras.optimizers.legacy` included."""
+def is_optimizer(value: Any) -> bool:
+    """Whether `value` is a Keras optimizer of either family, or of `tf_keras.optimizers.legacy`."""
     return _is_a(value, "optimizers", "Optimizer") or _is_a(value, "optimizers", "legacy", "Optimizer")
 
 
-def optimizers(task):
-    """The Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models."""
+def optimizers(task: Any) -> list[Any]:
+    """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models."""
     return _optimizers_in(task)
 
 
@@ -85,7 +86,7 @@ def _optimizers_in(holder: Any) -> list[Any]:
 
 
 def with_inner(optimizers: list[Any]) -> list[Any]:
-    """Returns Keras optimizers, and those that they hold, as one that scales the loss holds the one that updates."""
+    """Returns Keras optimizers and those inside of them: one that scales the loss holds the one that updates."""
     found, todo = [], list(optimizers)
     while todo:
         value = todo.pop(0)
@@ -96,17 +97,20 @@ def with_inner(optimizers: list[Any]) -> list[Any]:
 
 
 def scales_loss(optimizer: Any) -> bool:
-    """Whether a Keras optimizer scales the loss, so that its gradients overflow in the ordinary course."""
+    """Whether a Keras optimizer scales the loss, so that an overflow of its gradients is no fault."""
     return getattr(optimizer, "inner_optimizer", None) is not None
 
 
-def check_one_family(objects):
-    """Raises `UsageError` if objects of both families, or Keras 3 on another backend, would train together.
+def check_one_family(objects: Mapping[str, Any]) -> None:
+    """Checks that the objects that train together are of one family, and that Keras 3 runs on TensorFlow.
 
     Args:
-      objects: dict from a name to any object.
+      objects: any objects, by name.
+
+    Raises:
+      UsageError: if not.
     """
-    names = {}
+    names: dict[str, str] = {}
     for name, value in objects.items():
         root = family(value)
         if root is not None:
@@ -124,13 +128,11 @@ def check_one_family(objects):
         )
 
 
-def untracked_variables(value):
-    """What `tf.train.Checkpoint` would miss: of Keras 3 a metric's, a seed generator's, a layer's seeds.
+def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
+    """Returns the state of a Keras object that `tf.train.Checkpoint` would miss.
 
-    Of tf_keras it is the generators of layers such as dropout. Lists, tuples and dicts are searched.
-
-    Returns:
-      list of `tf.Variable` and `tf.random.Generator`.
+    In Keras 3 these are the variables of metrics and seed generators, and the seeds of layers; in tf_keras, the random
+    generators of layers such as dropout. Lists, tuples and dicts are searched.
     """
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
@@ -143,20 +145,23 @@ def untracked_variables(value):
     if family(value) != "keras":
         return []
     if is_metric(value) or _is_a(value, "random", "SeedGenerator"):
-        return [variable.value for variable in ([value.state] if hasattr(value, "state") else value.variables)]
+        return [variable.value for variable in (value.variables if is_metric(value) else [value.state])]
     if is_layer(value):
         tracked = {id(variable) for variable in value.weights}
         return [variable.value for variable in value.variables if id(variable) not in tracked]
     return []
 
 
-def check_placement(strategy, what, variables):
-    """Raises `UsageError` if variables were made outside the scope of the strategy that will run them.
+def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iterable[Any]) -> None:
+    """Checks that variables were made in the scope of the strategy that will run them.
 
     Args:
-      strategy: `tf.distribute.Strategy`.
+      strategy: the strategy.
       what: the name of their owner, for the message.
       variables: Keras or TensorFlow variables.
+
+    Raises:
+      UsageError: if not.
     """
     replicas = strategy.num_replicas_in_sync
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
@@ -168,7 +173,7 @@ def check_placement(strategy, what, variables):
                 f"{what} holds variables made under another strategy than the {type(strategy).__name__} of the "
                 "controller; pass the controller the strategy that they were made under"
             )
-        if remote and "/job:ps" not in str(getattr(value, "device", "")):
+        if remote and tf.DeviceSpec.from_string(getattr(value, "device", "") or "").job != "ps":
             raise UsageError(
                 f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
                 "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"

@@ -1,19 +1,21 @@
-"""TensorFlow: its import, its start, and every use of what it has no public name for.
+"""TensorFlow: its import, and what looplib uses of it that has no public name or no promised form.
 
 TensorFlow is imported without the garbage collector. An import makes hundreds of thousands of objects, and nearly all
-of them stay; the collector would go through them again and again, for a fifth of the time that the import takes.
+of them stay; the collector would visit them again and again, which takes a fifth of the time of the import.
 
-Some settings, such as the number of virtual devices, count only before the first tensor is made. So this notes which
-line of the user's program started TensorFlow's devices.
+Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
+Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
+is not as expected, and looplib then says less and does not fail. `tests/tf_test.py` tries each with the TensorFlow that
+is installed, and names what that version changed.
 """
 
 import gc
 import logging as python_logging
 import os
 import re
-import sys
 import traceback
-import types
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 _collects = gc.isenabled()
 gc.disable()
@@ -25,21 +27,27 @@ finally:
 
 from absl import logging
 
-from looplib import _keras, source_locations
 from looplib.errors import UsageError, gist
 
+_FOLDER = os.path.dirname(tf.__file__) + os.sep
+_STRATEGIES = {
+    "_DefaultDistributionStrategy": "DefaultStrategy",
+    "CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
+}
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
-# Names of ops in the messages of errors that a data set raised (TensorFlow 2.20).
-_OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
+# The start of TensorFlow's devices.
 
-_noted = ""
+_stack_at_start: list[traceback.FrameSummary] = []
 
 
 def watch() -> None:
-    """Notes the line that starts TensorFlow's devices, which `place` returns; does nothing where that has no hook."""
+    """Notes the stack that starts TensorFlow's devices, see `stack_at_start`.
+
+    Some settings, such as the number of virtual devices, count only before that.
+    """
     try:
-        from tensorflow.python.eager import context as private  # TensorFlow has no public hook for it
+        from tensorflow.python.eager import context as private
 
         context = private.context()
         start = context.ensure_initialized
@@ -47,9 +55,9 @@ def watch() -> None:
         return
 
     def noting() -> None:
-        global _noted
         context.__dict__.pop("ensure_initialized", None)
-        _noted = _noted or source_locations.place_of_stack(traceback.extract_stack())
+        if not _stack_at_start:
+            _stack_at_start.extend(traceback.extract_stack())
         start()
 
     if not started():
@@ -67,37 +75,159 @@ def started() -> bool:
     return False
 
 
-def place() -> str:
-    """What of the user's program has started TensorFlow's devices, for the middle of a sentence."""
-    if _noted:
-        return _noted
-    return "a tensor" + next((f", such as {name}" for name in map(_tensor_of, list(sys.modules.values())) if name), "")
+def stack_at_start() -> list[traceback.FrameSummary]:
+    """Returns the stack that started TensorFlow's devices; [] if they have not started, or it is not known."""
+    return _stack_at_start
 
 
-def refusal(what: str) -> UsageError:
-    """Returns the error for a setting that comes too late.
+# The ops of a traced function.
+
+
+class Ops:
+    """The ops of a traced function and of all functions that it calls; iterates over `tf.Operation`s.
 
     Args:
-      what: the setting, the subject of the sentence.
+      concrete: the traced function.
     """
-    return UsageError(
-        f"{what} has to be set before TensorFlow starts its devices, and they were started before by {place()}; make "
-        "tensors, variables, models and optimizers in `build` (or call looplib.runtime.setup before any tensor is made)"
-    )
+
+    def __init__(self, concrete: tf.types.experimental.ConcreteFunction) -> None:
+        self._main: str = concrete.function_def.signature.name
+        self._graphs: dict[str, dict[str, tf.Operation]] = {}
+        self._places: dict[int, tuple[str, str]] = {}
+        todo = [(self._main, concrete.graph)]
+        while todo:
+            name, graph = todo.pop()
+            if name in self._graphs:
+                continue
+            self._graphs[name] = {op.name: op for op in graph.get_operations()}
+            for op in self._graphs[name].values():
+                self._places[id(op)] = (name, op.name)
+                below = ((function, _graph_of(graph, function)) for function in called(op))
+                todo += [(function, found) for function, found in below if found is not None]
+
+    def __iter__(self) -> Iterator[tf.Operation]:
+        return (op for ops in self._graphs.values() for op in ops.values())
+
+    def place(self, op: tf.Operation) -> tuple[str, str]:
+        """Returns the (function name, op name) of an op."""
+        return self._places[id(op)]
+
+    def in_function(self, function: str, name: str) -> tf.Operation | None:
+        """Returns the op of a name in a function, or None."""
+        return self._graphs.get(function, {}).get(name)
+
+    def named_in(self, message: str, names: Mapping[str, str]) -> tf.Operation | None:
+        """Returns the op that the message of a failed op, or of XLA, is about; None if it names none.
+
+        Args:
+          message: the text of the error.
+          names: from the names of rewritten functions to their original ones.
+        """
+        graph = re.search(r"compile graph ([^\s\[]+)", message)
+        functions = [graph[1]] if graph else []
+        functions += re.findall(r"\{\{function_node (\S+?)\}\}", message)
+        for path in re.findall(r"\{\{node ([^}]+)\}\}", message):
+            for function in functions + [self._main]:
+                op = self._follow(names.get(function, function), path)
+                if op is not None:
+                    return op
+        return None
+
+    def named(self, path: str) -> tf.Operation | None:
+        """Returns the op of a path in XLA's metadata, which begins with the call of the whole, or None."""
+        found = self._follow(self._main, path)
+        return found if found is not None else next((op for op in self if op.name == path), None)
+
+    def _follow(self, function: str, path: str) -> tf.Operation | None:
+        """Follows the calls that a path begins with, as inlining makes them."""
+        path = path.removeprefix("step/")
+        ops = self._graphs.get(function, {})
+        if path in ops:
+            return ops[path]
+        parts = path.split("/")
+        for end in range(len(parts) - 1, 0, -1):
+            call = ops.get("/".join(parts[:end]))
+            for name in called(call) if call is not None else ():
+                found = self._follow(name, "/".join(parts[end:]))
+                if found is not None:
+                    return found
+        return None
 
 
-def _tensor_of(module: types.ModuleType) -> str:
-    """A tensor, variable, data set or Keras object among the globals of a module of the user's, by name; or ""."""
-    file = getattr(module, "__file__", None)
-    if not file or not source_locations.is_users(file):
-        return ""
-    kinds = (tf.Tensor, tf.Variable, tf.data.Dataset)
-    found = (
-        name
-        for name, value in list(vars(module).items())
-        if isinstance(value, kinds) or (not isinstance(value, type) and _keras.family(value))
-    )
-    return next((f"`{name}` of {os.path.basename(file)}" for name in found), "")
+def called(op: tf.Operation) -> Iterator[str]:
+    """Yields the names of the functions that an op calls."""
+    for value in op.node_def.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for function in value.list.func:
+            yield function.name
+
+
+def _graph_of(graph: tf.Graph, name: str) -> tf.Graph | None:
+    """Returns the graph of a function that a graph calls; None if TensorFlow does not hand it out."""
+    try:
+        return graph._get_function(name).graph
+    except AttributeError:
+        return None
+
+
+# XLA.
+
+
+def lacks_a_kernel(error: BaseException) -> bool:
+    """Whether XLA refused a program for an op that it has no kernel for on the device."""
+    return "unsupported operations" in str(error)
+
+
+def needs_a_constant(error: BaseException) -> bool:
+    """Whether XLA refused a program for a size that depends on values."""
+    return bool(re.search(r"compile-time constant|static(ally)? (input )?shape|dynamic|bounded", str(error)))
+
+
+def dynamic_sizes(hlo: str) -> Iterator[tuple[str, str]]:
+    """Yields the (path of the op, type of the op) of each size in an HLO text that depends on values."""
+    for line in hlo.splitlines():
+        if re.search(r"= \S*<=\S* set-dimension-size\(", line):
+            path, kind = (re.search(rf'{name}="([^"]*)"', line) for name in ("op_name", "op_type"))
+            yield path[1] if path else "", kind[1] if kind else ""
+
+
+def temporary_bytes(function: tf.types.experimental.PolymorphicFunction, spec: Any) -> int | None:
+    """Returns the bytes that XLA, compiling for this machine, reserves for values inside of a function.
+
+    Args:
+      function: with `jit_compile`.
+      spec: a structure of the `tf.TensorSpec`s of its argument.
+
+    Returns:
+      The bytes; None if it cannot be compiled, or TensorFlow cannot read XLA's plan of memory.
+    """
+    try:
+        from tensorflow.compiler.xla.service import hlo_pb2
+
+        argument = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), spec)
+        serialized = function.experimental_get_compiler_ir(argument)(stage="optimized_hlo_proto_serialized")
+        allocations = hlo_pb2.HloProto.FromString(serialized).buffer_assignment.buffer_allocations
+        return sum(
+            part.size
+            for part in allocations
+            if not part.is_thread_local
+            and not part.is_entry_computation_parameter
+            and not part.is_constant
+            and not part.maybe_live_out
+        )
+    except Exception:  # XLA's errors have many types
+        return None
+
+
+# The words of errors.
+
+
+def frames_in(message: str) -> list[tuple[str, int]]:
+    """Returns the (file, line) of each frame that AutoGraph, `tf.numpy_function` or a failed op put into a message."""
+    if not re.search(r"in user code:|Traceback \(most recent call last\)|Detected at node", message):
+        return []
+    return [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', message)]
 
 
 def lost_server(error: BaseException, of_any_process: bool = False) -> UsageError | None:
@@ -107,13 +237,93 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
       error: what TensorFlow raised.
       of_any_process: whether a process that cannot be reached is known to be a parameter server.
     """
-    # TensorFlow's own ClusterCoordinator recognizes them by the same words.
+    # TensorFlow's own ClusterCoordinator recognizes them by these words.
     if not isinstance(error, _UNREACHABLE) or not (of_any_process or "/job:ps" in str(error)):
         return None
     return UsageError(
         f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the same "
         "command goes on from the newest checkpoint"
     )
+
+
+def name_of(strategy: tf.distribute.Strategy) -> str:
+    """Returns the public name of a strategy's class; TensorFlow 2.20 has other ones for two of them."""
+    name = type(strategy).__name__.removesuffix("V2")
+    return _STRATEGIES.get(name, name)
+
+
+def log_warnings_only() -> None:
+    """Leaves TensorFlow's own notes out of the log; its warnings and errors stay."""
+    tf.get_logger().setLevel("WARNING")
+    logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
+
+
+def log_errors_only() -> None:
+    """Leaves TensorFlow's own warnings out of the log, too."""
+    tf.get_logger().setLevel("ERROR")
+
+
+def is_note(record: python_logging.LogRecord) -> bool:
+    """Whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
+    return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
+
+
+watch()
+
+
+# The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
+OBJECT_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_VARIABLE, _PYTHON_STATE = "/.ATTRIBUTES/VARIABLE_VALUE", "/.ATTRIBUTES/py_state"
+
+
+def variable_key(name: str) -> str:
+    """Returns the key of a variable that a checkpoint holds under a name."""
+    return name + _VARIABLE
+
+
+def python_state_key(name: str) -> str:
+    """Returns the key of a `tf.train.experimental.PythonState` that a checkpoint holds under a name."""
+    return name + _PYTHON_STATE
+
+
+def is_variable_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a variable."""
+    return key.endswith(_VARIABLE)
+
+
+def is_python_state_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
+    return key.endswith(_PYTHON_STATE)
+
+
+def name_of_variable(key: str) -> str:
+    """Returns the name under which a checkpoint holds the variable of a key."""
+    return key.removesuffix(_VARIABLE)
+
+
+def object_graph(reader: Any) -> Any:
+    """Returns the structure of the objects that a checkpoint was written from, a protocol buffer.
+
+    Args:
+      reader: from `tf.train.load_checkpoint`.
+
+    Returns:
+      A `TrackableObjectGraph` with `nodes`; None where this version of TensorFlow keeps it in another way.
+
+    Raises:
+      ValueError, tf.errors.OpError: if the checkpoint cannot be read, or has no such structure.
+    """
+    try:
+        from tensorflow.core.protobuf import trackable_object_graph_pb2 as private  # it has no public name
+
+        parse = private.TrackableObjectGraph.FromString
+    except (ImportError, AttributeError):
+        return None
+    return parse(reader.get_tensor(OBJECT_GRAPH_KEY))
+
+
+# Names of ops in the messages of errors that a data set raised.
+_OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
 
 
 def is_of_the_input(error: BaseException) -> bool:
@@ -206,6 +416,3 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
 def message_without_op(error: tf.errors.OpError) -> str:
     """Returns the message of an error without the op's name, which TensorFlow 2.20 puts before and after it."""
     return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
-
-
-watch()

@@ -1,4 +1,4 @@
-"""The console: what is printed is never worth a run.
+"""The console: printing never ends a run.
 
 A full disk behind standard output, a pipe whose reader died or stopped reading, a terminal that cannot show a letter:
 none of these ends a run, blocks it, or changes its exit code. The text is dropped, and `run.json` has one sentence.
@@ -15,7 +15,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-STALL_SECONDS = 5.0  # that a text waits for its reader, once; what follows is dropped until the reader is back
+import absl.logging
+
+STALL_SECONDS = 5.0  # that a text waits for its reader, once; later texts are dropped until the reader is back
 LAST_SECONDS = 2.0  # that the end of a process waits for its last line
 _GAP = b"\n(looplib: text is missing here, as nobody read it)\n"
 _LOGGERS = (None, "absl", "tensorflow")  # whose handlers keep the stream that they were made with
@@ -29,7 +31,7 @@ def trouble() -> str:
 
 @contextlib.contextmanager
 def swallowing(name: str = "the console") -> Iterator[None]:
-    """Notes an error of writing in a `with` block, and goes on after the block."""
+    """Notes an error of writing in a `with` block, and continues after the block."""
     try:
         yield
     except (OSError, ValueError) as error:  # a UnicodeEncodeError and a closed file are ValueErrors
@@ -38,7 +40,7 @@ def swallowing(name: str = "the console") -> Iterator[None]:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Prints a line; an error is only noted.
+    """Prints a line; an error of printing is noted and not raised.
 
     Args:
       line: without its end.
@@ -53,9 +55,9 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 def last_line(line: str) -> None:
-    """Prints a line on standard error before `os._exit`; from any thread, and never waits long.
+    """Prints a line on standard error before `os._exit`, from any thread, without waiting long.
 
-    Not by `print`: another thread may hold the lock of the stream, and whoever reads may have stopped.
+    `print` could wait: another thread may hold the lock of the stream, and the reader may have stopped.
     """
     stdout = sys.stdout or io.StringIO()
     for action in (stdout.flush, lambda: os.write(2, f"{line}\n".encode())):
@@ -70,7 +72,7 @@ def _try(action: Callable[[], Any]) -> None:
 
 
 def guard() -> contextlib.ExitStack:
-    """Makes standard output and error streams that neither raise nor block, also for logging and for what users print.
+    """Makes standard output and error streams that neither raise nor block, also for logging and the user's prints.
 
     Streams that are not the process's own, such as a notebook's or a redirection, stay as they are.
 
@@ -103,7 +105,7 @@ def _is_own(stream: object, descriptor: int) -> bool:
 
 def _guarded(stream: io.TextIOWrapper, descriptor: int, undo: contextlib.ExitStack) -> io.TextIOWrapper:
     raw = _Raw(descriptor, stream.name)
-    undo.callback(raw.release)  # and not closed: others may have kept the stream
+    undo.callback(raw.release)  # it is not closed: others may have kept the stream
     with swallowing(stream.name):
         raw.check()  # now, before TensorFlow prints to it
         stream.flush()
@@ -119,25 +121,26 @@ def _guarded(stream: io.TextIOWrapper, descriptor: int, undo: contextlib.ExitSta
 
 
 def _use(name: str, stream: TextIO, undo: contextlib.ExitStack) -> None:
-    """Puts a stream in the place of `sys.<name>`, and in the handlers that print to the one before."""
+    """Replaces `sys.<name>` by a stream, also in the log handlers that print to the old one."""
     before = getattr(sys, name)
     setattr(sys, name, stream)
     undo.callback(setattr, sys, name, before)
     for logger in map(logging.getLogger, _LOGGERS):
         for handler in logger.handlers:
-            handler = getattr(handler, "python_handler", handler)  # absl's own is inside of another one
+            if isinstance(handler, absl.logging.ABSLHandler):
+                handler = handler.python_handler  # the one that prints
             if isinstance(handler, logging.StreamHandler) and before is not None and handler.stream is before:
                 handler.setStream(stream)
                 undo.callback(handler.setStream, before)
 
 
 class _Raw(io.RawIOBase):
-    """Writes to a descriptor; drops what cannot be written.
+    """Writes to a descriptor, and drops bytes that cannot be written.
 
     While nobody reads, the descriptor itself leads nowhere, so that TensorFlow's own messages do not block either.
     """
 
-    def __init__(self, descriptor: int, name: str):
+    def __init__(self, descriptor: int, name: str) -> None:
         self.name = name
         self._descriptor = self._target = descriptor
         self._stalled = False
@@ -167,7 +170,7 @@ class _Raw(io.RawIOBase):
         while content:
             self.check()
             try:
-                # So few bytes fit as a whole once a pipe has any room, so that this does not wait.
+                # A pipe that has any room takes so few bytes whole, so this does not wait.
                 written = os.write(self._target, content[: select.PIPE_BUF])
             except BlockingIOError:  # another process has made it non-blocking
                 time.sleep(0.01)
@@ -177,7 +180,7 @@ class _Raw(io.RawIOBase):
             content, deadline = content[written:], time.monotonic() + STALL_SECONDS
 
     def check(self) -> None:
-        """Waits until something can be written; if that takes too long, sets the descriptor aside and raises."""
+        """Waits until the descriptor takes bytes; if that takes too long, sets it aside and raises."""
         if _ready(self._target, STALL_SECONDS):
             return
         self._stalled = True
@@ -188,7 +191,7 @@ class _Raw(io.RawIOBase):
         raise TimeoutError(f"nobody read it for {STALL_SECONDS:g} s")
 
     def release(self) -> None:
-        """Lets the descriptor lead to where it led before."""
+        """Connects the descriptor with its original target again."""
         self._stalled = False
         if self._target != self._descriptor:
             os.dup2(self._target, self._descriptor)
@@ -197,7 +200,7 @@ class _Raw(io.RawIOBase):
 
 
 def _ready(descriptor: int, seconds: float) -> bool:
-    """Whether a write does not wait, or fails at once, within some seconds."""
+    """Waits some seconds, and returns whether a write would now not block: it succeeds, or fails at once."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(1e3 * seconds))

@@ -1,4 +1,4 @@
-"""What is raised for a user to mend."""
+"""Errors that a user can mend, exit codes, and what an error of any library says in one sentence."""
 
 import ast
 import dataclasses
@@ -6,10 +6,14 @@ import itertools
 import operator
 import re
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 # Exit codes of a binary: done; failed; ended by a signal and saved, run again; ended by the watchdog.
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
+# Exit codes of a tool besides EXIT_DONE: two runs differ, or something is not as it should be; the tool could not find
+# out, or was used wrongly; ended by Ctrl-C, as shells have it.
+EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
 
 _LAYERS = 20
 _WRAPPED = re.compile(r"in user code:|Exception encountered when calling")
@@ -21,40 +25,41 @@ _DECORATION = re.compile(
 
 
 class UsageError(ValueError):
-    """Bad input: says what was found, what was expected and what to do.
+    """Bad input; the message says what was found, what was expected and what to do.
 
-    Binaries print it as one last line, without a stack trace, and exit with code 1.
+    Binaries print it as one last line, without a stack trace, and exit with `EXIT_FAILED`.
     """
 
 
 class DivergenceError(UsageError):
-    """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt or could not go on."""
+    """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt, or was exhausted."""
 
 
 class Preempted(SystemExit):
-    """The run was asked to end by a signal and has saved its state; uncaught, the process exits with code 75.
+    """A signal asked the run to end, and it has saved its state; uncaught, the process exits with `EXIT_PREEMPTED`.
 
     Attributes:
-      alone: whether the other workers of the run do not know of it yet.
+      message: what the error says.
+      alone: whether the other workers of the run do not know of the signal yet.
     """
 
-    def __init__(self, message, alone=False):
+    def __init__(self, message: str, alone: bool = False) -> None:
         super().__init__(EXIT_PREEMPTED)
         self.message = message
         self.alone = alone
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.message
 
 
 class CoordinatorGone(SystemExit):
-    """The coordinator that this process served has ended; uncaught, the process exits with code 0."""
+    """The coordinator that this process served has ended; uncaught, the process exits with `EXIT_DONE`."""
 
-    def __init__(self, message):
-        super().__init__(0)
+    def __init__(self, message: str) -> None:
+        super().__init__(EXIT_DONE)
         self.message = message
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.message
 
 
@@ -82,12 +87,17 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
     return number
 
 
+def join_names(names: Sequence[str], most: int = 3) -> str:
+    """Returns names as a part of a sentence: the first ones, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Gist:
-    """What an error says, without where it was raised, which AutoGraph, Keras and TensorFlow put around it.
+    """The kind and the sentence of an error, without the lines that AutoGraph, Keras and TensorFlow put around it.
 
     Attributes:
-      kind: the name of its type, also of an error in AutoGraph or in a `tf.numpy_function`, which arrives as another.
+      kind: the name of its type, also of an error in AutoGraph or `tf.numpy_function`, which raise one of another type.
       sentence: its message on one line of at most 300 characters; "" if it has none.
     """
 
@@ -121,7 +131,10 @@ def gist(error: BaseException) -> str:
 
 
 def _unwrapped(kind: str, text: str) -> tuple[str, str]:
-    """Takes one layer off a message: what AutoGraph, a layer of either Keras or TensorFlow has put around it."""
+    """Takes one layer off a message that AutoGraph, a layer of either Keras or TensorFlow has put around it.
+
+    The text stays as it is where another version of these writes it differently.
+    """
     text = _DECORATION.sub("", text).strip()
     if text.startswith("in user code:"):
         lines = textwrap.dedent(text.partition("\n")[2].lstrip("\n")).splitlines()
@@ -129,9 +142,9 @@ def _unwrapped(kind: str, text: str) -> tuple[str, str]:
         text = "\n".join(rest)
     if text.startswith("Graph execution error:"):
         lines = [line.strip() for line in text.splitlines()[1:] if line.strip()]
-        told = [line for line in lines if not line.startswith(("Detected at", "File ", "<stack"))]
-        text = text if _ROOT.search(text) else "".join(told[-1:])
-    if match := _ROOT.search(text):  # the same on each replica
+        kept = [line for line in lines if not line.startswith(("Detected at", "File ", "<stack"))]
+        text = text if _ROOT.search(text) else "".join(kept[-1:])
+    if match := _ROOT.search(text):  # each replica has one
         text = match[1]
     if match := re.match(r"Error in user-defined function passed to \S+ transformation with iterator: \S+:\s", text):
         text = text[match.end() :]
@@ -145,7 +158,7 @@ def _unwrapped(kind: str, text: str) -> tuple[str, str]:
 
 
 def _first_sentence(text: str) -> str:
-    """The first line of a message, and those after it while they end in a colon."""
+    """Returns the first line of a message, and the next one after each line that ends in a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     size = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     found = " ".join(lines if size > 1 else lines[:1])

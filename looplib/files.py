@@ -1,8 +1,8 @@
 """Files of a run directory: written whole and durably, read with bounds, never through a symbolic link.
 
-A run directory may come from somebody else, so what is found in it is not trusted: a name may be a link to a file
-outside of it, a FIFO that never ends, or larger than memory. Directories that are no local ones ("gs://...") have no
-links, and TensorFlow reads them.
+A run directory may come from somebody else, so its contents are not trusted: a name may be a link to a file outside of
+it, a FIFO that never ends, or larger than memory. Remote directories ("gs://...") have no links, and TensorFlow reads
+and writes them.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import tensorflow as tf
 from looplib.errors import UsageError, gist
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
-# What the operating system says of a file that is not as it should be; anything else may be over by the next time.
+# The errors of a file that is not as it was written; any other error may be over by the next time.
 _DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, tf.errors.NotFoundError, tf.errors.DataLossError)
 
 
@@ -31,12 +31,12 @@ class NotRegularError(ValueError):
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is not one of the operating system's file systems, such as "gs://bucket/run"."""
+    """Whether a path is outside of the operating system's file systems, such as "gs://bucket/run"."""
     return "://" in path
 
 
 def proves_damage(error: Exception) -> bool:
-    """Whether an error of reading says that a file is not what was written, and not that it cannot be read now."""
+    """Whether an error of reading means that a file is not as it was written, and not that it cannot be read now."""
     return isinstance(error, (ValueError, KeyError, TypeError, *_DAMAGE))
 
 
@@ -50,7 +50,7 @@ def open_regular(path: str) -> BinaryIO:
       A binary file object.
 
     Raises:
-      NotRegularError: if it is something else than a regular file.
+      NotRegularError: if it is not a regular file.
       OSError, tf.errors.OpError: if it cannot be opened.
     """
     if is_remote(path):
@@ -87,10 +87,10 @@ def read_text(path: str, most: int = _MOST_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Returns what a JSON text says.
+    """Returns the value of a JSON text.
 
     Raises:
-      ValueError: if it is no JSON, or nested too deep.
+      ValueError: if it is not JSON, or nested too deep.
     """
     try:
         return json.loads(text)
@@ -101,7 +101,7 @@ def parse_json(text: str) -> Any:
 def write_whole(path: str, text: str) -> None:
     """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one.
 
-    A link in its place is replaced itself.
+    A symbolic link of that name is replaced, not followed.
     """
     content = text.encode()
     folder = os.path.dirname(path) or "."
@@ -124,13 +124,13 @@ def write_whole(path: str, text: str) -> None:
 
 @contextlib.contextmanager
 def appending(path: str) -> Iterator[BinaryIO]:
-    """Opens a file to append bytes, alone: other processes that append, or `rewriting`, wait.
+    """Opens a file to append bytes, while other processes that append, or use `rewriting`, wait.
 
     Args:
       path: the file, made if missing.
 
     Raises:
-      NotRegularError: if it is something else than a regular file.
+      NotRegularError: if it is not a regular file.
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
@@ -167,7 +167,7 @@ def _alone(path: str) -> Iterator[BinaryIO]:
                 raise NotRegularError(f"{path} is a device or a FIFO, and not a file")
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if is_at(descriptor, path):  # else it was replaced while this process waited
+            if is_at(descriptor, path):  # if not, it was replaced while this process waited
                 yield file
                 return
 
@@ -182,10 +182,21 @@ def is_at(descriptor: int, path: str) -> bool:
     return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
 
 
+def is_open_here(path: str) -> bool:
+    """Whether this process has a file open; False where there is no /proc to tell."""
+    with contextlib.suppress(OSError):
+        own = os.stat(path)
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samestat(os.stat(f"/proc/self/fd/{number}"), own):
+                    return True
+    return False
+
+
 def make_durable(path: str) -> None:
-    """Asks the operating system to put a local file or directory on the disk, so that a power cut does not undo it."""
+    """Asks the operating system to write a local file or directory to the disk, so that it survives a power cut."""
     if is_remote(path):
-        return  # an object store keeps what it has acknowledged
+        return  # an object store is durable once it has acknowledged
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -194,10 +205,10 @@ def make_durable(path: str) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Makes a directory, and fails now, in a sentence, if it could not be written to at the first save.
+    """Makes a directory, and checks now that the first save will be able to write to it.
 
     Raises:
-      UsageError: naming the reason.
+      UsageError: if it cannot be written to; names the reason.
     """
     try:
         tf.io.gfile.makedirs(directory)
@@ -216,6 +227,6 @@ def check_writable(directory: str) -> None:
 
 
 def free_name(path: str) -> str:
-    """Returns a path that nothing stands at: `path`, or `path` with a number after it."""
+    """Returns a path that does not exist: `path`, or `path` with a number after it."""
     numbered = (f"{path}.{number}" if number else path for number in itertools.count())
     return next(name for name in numbered if not (os.path.lexists(name) or tf.io.gfile.exists(name)))

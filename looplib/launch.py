@@ -19,32 +19,47 @@ import gc
 import math
 import os
 import sys
-import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from looplib import console, runtime, source_locations
+from looplib import _tf, console, runtime, source_locations
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import Workers
 from looplib.controller import Controller
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CoordinatorGone, Preempted, UsageError, read
+from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, UsageError
 from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.health.preemption import notice
 from looplib.loop.engines import ENGINES
-from looplib.report import run_json
+from looplib.report import outcome, run_json
+from looplib.report.outcome import Outcome
+from looplib.task.actions import Event
+from looplib.task.evaluator import Evaluator
+from looplib.task.trainer import Trainer
 
-# Where an op fails for want of another worker, it does so with one of these, and up to 10 s before the news that the
-# other one is frozen.
+Build = Callable[[Any], tuple[Trainer | None, Evaluator | Mapping[str, Evaluator] | None]]
+Settings = Callable[[], tuple[Any, dict[str, Any]]]
+Started = Callable[[Any, Controller], object]
+Act = Callable[[Event], object]
+
+# An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other
+# worker is frozen.
 _THEIRS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
            tf.errors.CancelledError)  # fmt: skip
 _THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0
-_IMPORTED = time.perf_counter()
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval")
+
+# The flags that `runtime.setup` takes.
+_OF_THE_MACHINE = (
+    "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",
+    "tpu_spmd", "join_limit",
+)  # fmt: skip
 
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
 FLAGS = (
@@ -84,7 +99,15 @@ FLAGS = (
 )  # fmt: skip
 
 
-def run(build, config=None, argv=None, settings=None, started=None, actions=(), **defaults):
+def run(
+    build: Build,
+    config: Any = None,
+    argv: Sequence[str] | None = None,
+    settings: Settings | None = None,
+    started: Started | None = None,
+    actions: Sequence[Act] = (),
+    **defaults: Any,
+) -> NoReturn:
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
     Exit codes: 0 done; 1 failed; 75 ended by SIGTERM, SIGINT, SIGHUP or SIGXCPU and saved, to be run again; 76 ended by
@@ -97,10 +120,10 @@ def run(build, config=None, argv=None, settings=None, started=None, actions=(), 
         None for none, with which `build` is called then.
       argv: the command line; default `sys.argv`.
       settings: in place of `config`, a function without arguments that is called once the command line is parsed, for a
-        binary whose settings come from elsewhere; returns `(config, values)`: what `build` is given, with an `as_dict`
-        for `run.json`, and a dict of values for the flags that the command line leaves out.
-      started: function of `(config, controller)`, called before the first step of a run that may start, as its
-        directory is its own and its checkpoint fits.
+        binary whose settings come from elsewhere; returns `(config, values)`: the argument of `build`, with an
+        `as_dict` for `run.json`, and a dict of values for the flags that the command line leaves out.
+      started: function of `(config, controller)`, called before the first step, when the run directory is known to be
+        this run's and its checkpoint to fit.
       actions: callables that take an `Event`, see `Controller`.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
@@ -116,112 +139,121 @@ def run(build, config=None, argv=None, settings=None, started=None, actions=(), 
     for name, *_ in FLAGS:  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     console.guard()  # to the end of the process
-    gc.freeze()  # what is imported stays: the collector need not go through it, least of all as the process ends
+    gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
     app.run(lambda argv: _main(build, settings, started, actions, argv), argv=argv)
 
 
-def _define_config(config, argv):
+def _define_config(config: Any, argv: Sequence[str] | None) -> Settings:
     """Makes a flag of each field; returns a `settings` function."""
     try:
         parsed = config_flags.DEFINE_config_dataclass("config", config, sys_argv=argv)  # reads the command line already
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        fields = ", ".join(field.name for field in dataclasses.fields(config))
-        _fail(
-            f"a --config flag is wrong: {error.args[0] if error.args else error}; expected one of the fields {fields}"
-        )
+        what, fields = error.args[0] if error.args else error, dataclasses.fields(config)
+        names = ", ".join(field.name for field in fields)
+        _end(_Session(), outcome.failed(f"a --config flag is wrong: {what}; expected one of the fields {names}"))
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
     return lambda: (parsed.value, {})
 
 
-def _main(build, settings, started, actions, argv):
+def _main(
+    build: Build, settings: Settings, started: Started | None, actions: Sequence[Act], argv: Sequence[str]
+) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
-        # TensorFlow's own notes are left out; its warnings and errors stay.
-        tf.get_logger().setLevel("WARNING")
-        logging.get_absl_handler().addFilter(
-            lambda record: (
-                record.levelno >= logging.converter.ABSL_TO_STANDARD[logging.WARNING]
-                or os.path.dirname(tf.__file__) not in record.pathname
-            )
-        )
-    with notice.listening(to_the_end=True):
-        _run_experiment(build, settings, started, actions, argv)
+        _tf.log_warnings_only()
+    session = _Session({name: flags.FLAGS[name].value for name, *_ in FLAGS})
+    with notice.listening(to_the_end=True), session:
+        _run_experiment(session, build, settings, started, actions, argv)
 
 
-def _run_experiment(build, settings, started, actions, argv):
+@dataclasses.dataclass
+class _Session:
+    """A run of a binary, as a `with` block whose end is the end of the process, by the outcome that `_OUTCOMES` names.
+
+    Attributes:
+      values: the value of each flag, by name.
+      strategy: None until it is made.
+      controller: None until it is built.
+      earlier: `run.json` as it was before this process.
+    """
+
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    strategy: tf.distribute.Strategy | None = None
+    controller: Controller | None = None
+    earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for kinds, outcome_of in _OUTCOMES:
+            if isinstance(error, kinds):
+                _end(self, outcome_of(self, error))
+
+    @property
+    def report_path(self) -> str:
+        """The path of the run's report."""
+        return run_json.path_of(self.values["model_dir"], "train" in self.values["mode"])
+
+    @property
+    def advice(self) -> str:
+        """Where the same command continues, for the end of a sentence."""
+        kept = self.controller and self.controller.latest_checkpoint
+        return f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+
+    def place_of(self, error: Exception) -> str:
+        """Returns the user's line that an error comes from, "" if it is not known."""
+        loops = self.controller.loops.values() if self.controller else ()
+        places = (source_locations.place_of(error), *(loop.place_of(error) for loop in loops))
+        return next(filter(None, places), "")
+
+    def close(self, status: str, sentence: str = "") -> None:
+        """Closes the controller and writes the report; an error is only logged."""
+        if self.controller is None:
+            return
+        for action in (self.controller.close, lambda: self.controller.report.write(status, sentence)):
+            try:
+                action()
+            except Exception as error:  # the disk may be full, and the last line must come out all the same
+                logging.error("%s", error)
+
+
+def _run_experiment(
+    session: _Session,
+    build: Build,
+    settings: Settings,
+    started: Started | None,
+    actions: Sequence[Act],
+    argv: Sequence[str],
+) -> None:
     from looplib.extras.tools import preflight
 
-    controller = strategy = None
-    values = {name: flags.FLAGS[name].value for name, *_ in FLAGS}
-    try:
-        config, others = settings()
-        values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
-        values.update(preflight.settings())
-        values["loop"] = _engine(values)
-        _check(values, argv)
-        report_path = run_json.path_of(values["model_dir"], "train" in values["mode"])
-        earlier = run_json.read(report_path)
-        strategy = runtime.setup(
-            values["strategy"],
-            tpu=values["tpu"],
-            num_virtual_devices=values["num_virtual_devices"],
-            seed=values["seed"],
-            deterministic=values["deterministic"],
-            mixed_precision=values["mixed_precision"],
-            tpu_cores_per_replica=values["tpu_cores_per_replica"],
-            tpu_spmd=values["tpu_spmd"],
-            join_limit=values["join_limit"],
-        )
-        if not Workers(strategy).is_chief and not flags.FLAGS["verbosity"].present:
-            logging.set_verbosity(logging.WARNING)  # one line of progress is enough
-        controller = _make_controller(build, config, values, strategy, actions)
-        if preflight.requested():
-            preflight.answer(controller)
-            sys.exit(EXIT_DONE)
-        controller.clock.add("start", max(0.0, _process_seconds() - controller.clock.seconds()["wall"]))
-        if started:
-            started(config, controller)
-        _run_mode(controller, values)
-        controller.close()
-        controller.report.write("done")
-        if controller.is_chief:
-            print(*controller.clock.summary(), sep="\n")
-            print(f"done at step {controller.global_step}; the run directory is {values['model_dir']}", flush=True)
-    except CoordinatorGone as gone:
-        _end_server(gone, earlier, run_json.read(report_path))
-    except Preempted as preempted:
-        if controller:
-            controller.close()
-            controller.report.write("preempted")
-            if controller.is_chief:
-                print(*controller.clock.summary(), sep="\n")
-        print(f"looplib: {preempted}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if preempted.alone:
-            peers.current.last_words(EXIT_PREEMPTED, str(preempted))
-        else:
-            peers.current.leave()
-        os._exit(EXIT_PREEMPTED)  # all is saved and closed, and Python's own end would wait for an input that stalls
-    except UsageError as error:
-        logging.debug("where it was raised:", exc_info=True)
-        _fail(str(error), controller)
-    except Exception as error:  # the boundary of the process: whatever went wrong, the last line says what to do
-        # Ends the process in here if the error is one that another worker's end has led to.
-        peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, _THEIRS) else _OURS_SECONDS)
-        kept = controller and controller.latest_checkpoint
-        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
-        if read(error).kind == "BdbQuit":
-            sentence = f"the debugger was quit, which ends the run and is no error of the program; {advice}"
-            _fail(sentence, controller)
-        traceback.print_exc()
-        if tpu.is_lost(strategy, error):
-            _start_again(kept, controller)
-        _fail(f"{_what_and_where(error, controller)}, and {advice}", controller)
-    peers.current.leave()
-    _exit(EXIT_DONE)
+    values = session.values
+    config, others = settings()
+    values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
+    values.update(preflight.settings())
+    if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
+        values["loop"] = "graph"
+    _check(values, argv)
+    session.earlier = run_json.read(session.report_path)
+    session.strategy = runtime.setup(**{name: values[name] for name in _OF_THE_MACHINE})
+    if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # one line of progress is enough
+    session.controller = controller = _make_controller(build, config, values, session.strategy, actions)
+    if preflight.requested():
+        preflight.answer(controller)
+        sys.exit(EXIT_DONE)
+    controller.clock.add_start()
+    if started:
+        started(config, controller)
+    _run_mode(controller, values)
+    controller.close()  # here, because a save that fails is a failure of the run
+    controller.report.write("done")
 
 
-def _make_controller(build, config, values, strategy, actions):
+def _make_controller(
+    build: Build, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy, actions: Sequence[Act]
+) -> Controller:
     with strategy.scope():
         built = build(config)
     if not isinstance(built, tuple) or len(built) != 2:
@@ -250,80 +282,72 @@ def _make_controller(build, config, values, strategy, actions):
     return controller
 
 
-def _what_and_where(error: Exception, controller: Controller | None) -> str:
-    """What an error says and the user's line that it comes from, with what to do."""
-    found = read(error)
-    because = f" (because of {read(error.__cause__)})" if error.__cause__ else ""
-    loops = controller.loops.values() if controller else ()
-    place = source_locations.place_of(error) or next((place for loop in loops if (place := loop.place_of(error))), "")
-    return f"{found}{because}; mend {place or 'what the trace above names'}"
+def _done(session: _Session, _: None) -> Outcome:
+    line = f"done at step {session.controller.global_step}; the run directory is {session.values['model_dir']}"
+    return outcome.done(line if session.controller.is_chief else "")
 
 
-def _finish(controller, status, sentence=""):
-    if controller is None:
-        return
-    for finish in (controller.close, lambda: controller.report.write(status, sentence)):
+def _served(session: _Session, gone: CoordinatorGone) -> Outcome:
+    report = run_json.read(session.report_path)
+    return outcome.served(gone, "not known" if report == session.earlier else report.get("status"))
+
+
+def _refused(session: _Session, error: UsageError) -> Outcome:
+    logging.debug("where it was raised:", exc_info=error)
+    return outcome.failed(str(error))
+
+
+def _broken(session: _Session, error: Exception) -> Outcome:
+    # Ends the process in here if the error is one that another worker's end has led to.
+    peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, _THEIRS) else _OURS_SECONDS)
+    if not outcome.is_quit(error):
+        traceback.print_exception(error)
+    if tpu.is_lost(session.strategy, error):
+        kept = session.controller and session.controller.latest_checkpoint
+        session.close("restarted")  # what is on the TPU cannot be saved any more
         try:
-            finish()
-        except Exception as error:  # the disk may be full, and the sentence must come out all the same
-            logging.error("%s", error)
+            tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
+        except UsageError as refusal:
+            return outcome.failed(str(refusal))
+    return outcome.broken(error, session.place_of(error), session.advice)
 
 
-def _start_again(kept, controller):
-    """After the loss of a TPU; what is on it cannot be saved any more."""
-    _finish(controller, "restarted")
-    try:
-        tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
-    except UsageError as error:
-        _fail(str(error))
+# What ended a run -> how to find the outcome. Other ends, such as a `SystemExit` of the program's own, pass through.
+_OUTCOMES = (
+    (type(None), _done),
+    (CoordinatorGone, _served),
+    (Preempted, lambda session, error: outcome.preempted(error)),
+    (UsageError, _refused),
+    (Exception, _broken),
+)
 
 
-def _fail(sentence, controller=None):
-    _finish(controller, "failed", sentence)
-    tf.get_logger().setLevel("ERROR")  # its warnings as objects are deleted would come after the last line
-    sys.stdout.flush()
-    peers.current.last_words(EXIT_FAILED, sentence)  # and if another worker failed first, the line is about that one
-    print(f"looplib: error: {sentence}", file=sys.stderr, flush=True)
-    _exit(EXIT_FAILED)
-
-
-def _exit(code):
-    """Ends the process, at once where TensorFlow would go on to wait for other processes, or complain of those gone."""
+def _end(session: _Session, how: Outcome) -> NoReturn:
+    """Closes and reports what is open, tells the other workers, prints the last line, and ends the process."""
     from looplib.extras.parameter_server import processes
 
-    if processes.connected() or peers.current.joined:
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
-def _end_server(gone, earlier, report):
-    """Ends a worker or parameter server as its run has ended, going by the run's report if there is a new one."""
-    status = report.get("status") if report != earlier else "not known"
-    status = "killed" if status == "running" else status
-    code = {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(status, EXIT_FAILED)
-    advice = "" if code == EXIT_DONE else "; start all processes again to go on"
-    print(f"looplib: {gone}; how the run ended: {status}{advice}", file=sys.stderr, flush=True)
+    failed = how.code == EXIT_FAILED
+    if how.code != EXIT_DONE:
+        session.close(how.status, how.sentence if failed else "")
+    if session.controller and session.controller.is_chief and not failed:
+        print(*session.controller.clock.summary(), sep="\n")
     sys.stdout.flush()
-    os._exit(code)  # a server has no end of its own
+    if failed:
+        _tf.log_errors_only()  # warnings as objects are deleted would come after the last line
+        peers.current.last_words(how.code, how.sentence)  # ends here if another worker failed first
+    if how.line:
+        print(how.line, file=sys.stdout if how.is_news else sys.stderr, flush=True)
+    if how.alone:
+        peers.current.last_words(how.code, how.sentence)  # has no effect the second time
+    peers.current.leave()  # has no effect after last words
+    # TensorFlow would wait for other processes, or complain of those that have ended.
+    if how.at_once or processes.connected() or peers.current.joined:
+        sys.stdout.flush()
+        os._exit(how.code)
+    sys.exit(how.code)
 
 
-def _engine(values):
-    """The engine of --loop; a choice by time is no choice for a run that is to do the same each time."""
-    return "graph" if values["deterministic"] and values["loop"] == "auto" else values["loop"]
-
-
-def _process_seconds():
-    """Seconds since the process started; where the system does not say, since this module was imported."""
-    try:
-        with open("/proc/self/stat") as file:
-            started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, AttributeError, ValueError, IndexError):
-        return time.perf_counter() - _IMPORTED
-
-
-def _policy(values):
+def _policy(values: dict[str, Any]) -> CheckpointPolicy:
     keep = [KeepLast(values["keep_last"])]
     if values["keep_best"]:
         mode, colon, metric = values["keep_best"].partition(":")
@@ -349,7 +373,7 @@ def _policy(values):
     )
 
 
-def _check(values, argv):
+def _check(values: dict[str, Any], argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
@@ -362,8 +386,8 @@ def _check(values, argv):
             raise UsageError(f"--{name} is {values[name]}; expected at least 1, or -1 for all data")
 
 
-def _run_mode(controller, values):
-    """Does what --mode asks for."""
+def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
+    """Trains and evaluates by --mode."""
     mode, train_steps, eval_steps = values["mode"], values["train_steps"], values["eval_steps"]
     if mode == "train_and_eval":
         controller.train_and_evaluate(train_steps, values["eval_interval"], eval_steps)

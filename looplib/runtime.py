@@ -1,19 +1,22 @@
 """The machine: strategy, virtual devices, precision, seeds and determinism."""
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import random
 import signal
 import sys
 import threading
+import types
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
+from looplib import _tf, source_locations
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
 from looplib.errors import UsageError, whole_number
@@ -26,17 +29,26 @@ _is_set_up = False
 
 
 def setup(
-    strategy="auto", *, tpu=None, num_virtual_devices=1, seed=0, deterministic=False, mixed_precision="float32",
-    tpu_cores_per_replica=1, tpu_spmd=False, join_limit=60.0,
-):  # fmt: skip
+    strategy: str = "auto",
+    *,
+    tpu: str | None = None,
+    num_virtual_devices: int = 1,
+    seed: int = 0,
+    deterministic: bool = False,
+    mixed_precision: str = "float32",
+    tpu_cores_per_replica: int = 1,
+    tpu_spmd: bool = False,
+    join_limit: float = 60.0,
+) -> tf.distribute.Strategy:
     """Sets the process up and makes its strategy; call it once, before anything runs on a device.
 
     Args:
       strategy: "auto" takes a TPU if one is found, else all GPUs, else the CPU, and logs what it chose;
         "one_device" the first GPU or the CPU; "mirrored" all GPUs, or all virtual CPU devices; "multi_worker" this
-        process's devices together with those of the other workers, whom `cluster.resolve` finds ("auto" is this where
-        TF_CONFIG names several workers); "parameter_server" the cluster of TF_CONFIG, where a worker or parameter
-        server serves in here until the coordinator is gone, and ends by `errors.CoordinatorGone`, a `SystemExit`.
+        process's devices together with those of the other workers, which `cluster.environment.resolve` finds ("auto"
+        does the same where TF_CONFIG names several workers); "parameter_server" the cluster of TF_CONFIG. There a
+        worker or parameter server serves in here until the coordinator is gone, and ends by `errors.CoordinatorGone`,
+        a `SystemExit`.
       tpu: name or address of a TPU; see `tpu.connect`.
       num_virtual_devices: makes this many replicas on one CPU; without GPUs only.
       seed: seeds Python, numpy, TensorFlow and the Keras families that are loaded.
@@ -50,26 +62,12 @@ def setup(
       `tf.distribute.Strategy`.
 
     Raises:
-      UsageError: for a value that cannot be had on this machine.
+      UsageError: for a value that this machine does not support.
     """
     seed = whole_number("seed", seed, least=0, most=2**32 - 1)
     num_virtual_devices = whole_number("num_virtual_devices", num_virtual_devices)
-    if strategy not in STRATEGIES:
-        raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
-    if mixed_precision not in PRECISIONS:
-        raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
-    if strategy == "one_device" and num_virtual_devices > 1:
-        raise UsageError(
-            f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
-            "auto"
-        )
-    if strategy == "parameter_server":
-        _check_asynchronous(num_virtual_devices, deterministic)
-    if tpu and strategy not in ("auto", "tpu"):
-        raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")
-    on_tpu = strategy == "tpu" or tpu or (strategy == "auto" and tpus.is_here())
-    if mixed_precision == "mixed_float16" and on_tpu:
-        raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
+    on_tpu = strategy == "tpu" or bool(tpu) or (strategy == "auto" and tpus.is_here())
+    _check(strategy, tpu, num_virtual_devices, deterministic, mixed_precision, on_tpu)
     _warn_of_an_early_start()
     _seed_everything(seed)
     if deterministic:
@@ -92,6 +90,27 @@ def setup(
     return chosen
 
 
+def _check(
+    strategy: str, tpu: str | None, num_virtual_devices: int, deterministic: bool, mixed_precision: str, on_tpu: bool
+) -> None:
+    """Raises `UsageError` for arguments of `setup` that do not go together."""
+    if strategy not in STRATEGIES:
+        raise UsageError(f"strategy is {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    if mixed_precision not in PRECISIONS:
+        raise UsageError(f"mixed_precision is {mixed_precision!r}; expected one of {', '.join(PRECISIONS)}")
+    if strategy == "one_device" and num_virtual_devices > 1:
+        raise UsageError(
+            f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
+            "auto"
+        )
+    if strategy == "parameter_server":
+        _check_asynchronous(num_virtual_devices, deterministic)
+    if tpu and strategy not in ("auto", "tpu"):
+        raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")
+    if mixed_precision == "mixed_float16" and on_tpu:
+        raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
+
+
 def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
     """Returns the class that runs steps on the workers of a parameter server strategy, imported when it is used.
 
@@ -105,20 +124,18 @@ def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
     return backend
 
 
-def describe(strategy):
-    """Names a strategy for logs and `run.json`, as "MirroredStrategy, 2 replicas"."""
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """Names a strategy for logs and `run.json`, such as "MirroredStrategy, 2 replicas"."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         from looplib.extras.parameter_server import processes
 
         workers, parameter_servers = processes.counts()
         return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
     replicas = strategy.num_replicas_in_sync
-    kind = type(strategy).__name__.replace("_DefaultDistributionStrategy", "DefaultStrategy").removesuffix("V2")
-    kind = kind.replace("CollectiveAllReduceStrategy", "MultiWorkerMirroredStrategy")  # TensorFlow's name for it
-    return f"{kind}, {replicas} replica{'s' if replicas > 1 else ''}"
+    return f"{_tf.name_of(strategy)}, {replicas} replica{'s' if replicas > 1 else ''}"
 
 
-def _check_asynchronous(num_virtual_devices, deterministic):
+def _check_asynchronous(num_virtual_devices: int, deterministic: bool) -> None:
     if deterministic:
         raise UsageError(
             "deterministic is asked for, and with the strategy parameter_server workers update the weights in no fixed "
@@ -131,7 +148,7 @@ def _check_asynchronous(num_virtual_devices, deterministic):
         )
 
 
-def _prepare_devices(num_virtual_devices):
+def _prepare_devices(num_virtual_devices: int) -> list[tf.config.PhysicalDevice]:
     gpus = tf.config.list_physical_devices("GPU")
     if num_virtual_devices > 1:
         if gpus:
@@ -145,16 +162,25 @@ def _prepare_devices(num_virtual_devices):
                 cpu, [tf.config.LogicalDeviceConfiguration()] * num_virtual_devices
             )
         except RuntimeError as error:
-            raise _tf.refusal(f"num_virtual_devices={num_virtual_devices}") from error
+            raise _too_late(f"num_virtual_devices={num_virtual_devices}") from error
     try:
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
-        raise _tf.refusal("that GPU memory grows as it is needed") from error
+        raise _too_late("that GPU memory grows as it is needed") from error
     return gpus
 
 
-def _choose(strategy, gpus):
+def _too_late(setting: str) -> UsageError:
+    """Returns the error for a setting, the subject of its sentence, that comes after the start of the devices."""
+    return UsageError(
+        f"{setting} has to be set before TensorFlow starts its devices, and they were started before by "
+        f"{source_locations.place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
+        "looplib.runtime.setup before any tensor is made)"
+    )
+
+
+def _choose(strategy: str, gpus: list[tf.config.PhysicalDevice]) -> tuple[tf.distribute.Strategy, str]:
     devices = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
     names = [device.name for device in devices]
     kind = f"{len(devices)} {devices[0].device_type}{'s' if len(devices) > 1 else ''} found"
@@ -167,14 +193,14 @@ def _choose(strategy, gpus):
     return tf.distribute.get_strategy(), f"auto, {'one GPU' if gpus else 'no TPU and no GPU, one CPU'} found"
 
 
-def _has_other_workers():
+def _has_other_workers() -> bool:
     if "TF_CONFIG" not in os.environ:  # Slurm's variables are also there in a shell of one process
         return False
     found = environment.resolve(os.environ)
     return found is not None and len(found.workers) > 1 and not found.parameter_servers
 
 
-def _multi_worker(join_limit, num_virtual_devices):
+def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distribute.Strategy, str]:
     found = environment.resolve(os.environ)
     if found is None:
         raise UsageError(
@@ -187,18 +213,18 @@ def _multi_worker(join_limit, num_virtual_devices):
     if num_virtual_devices > 1:
         raise UsageError(f"num_virtual_devices is {num_virtual_devices}, and a worker has one CPU; start more workers")
     if _tf.started():  # TensorFlow has no collective ops then
-        raise _tf.refusal("the strategy multi_worker")
+        raise _too_late("the strategy multi_worker")
     os.environ["TF_CONFIG"] = found.tf_config  # where TensorFlow looks
     peers.current = peers.Peers(found, join_limit=join_limit)
     peers.current.join()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:  # TensorFlow's server has put its own handler of SIGTERM in the place of Python's
+        for number in SIGNALS:  # TensorFlow's server has replaced Python's handler of SIGTERM
             signal.signal(number, signal.getsignal(number) or signal.SIG_DFL)
     return strategy, f"worker {found.index} of {len(found.workers)}, by {found.source}"
 
 
-def _set_up_keras(module, seed, mixed_precision):
+def _set_up_keras(module: types.ModuleType, seed: int, mixed_precision: str) -> None:
     module.utils.set_random_seed(seed)  # each family keeps generators of its own
     if module.__name__ == "tf_keras":  # so that dropout keeps its state in a variable, which a checkpoint holds
         module.backend.experimental.enable_tf_random_generator()
@@ -206,14 +232,16 @@ def _set_up_keras(module, seed, mixed_precision):
         module.mixed_precision.set_global_policy(mixed_precision)
 
 
-def _when_imported(name, function):
+def _when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
     """Calls a function of a module now, or right after it is imported: a `build` may import its Keras family late."""
     if name in sys.modules:
         function(sys.modules[name])
         return
 
     class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, fullname, path, target=None):
+        def find_spec(
+            self, fullname: str, path: object, target: object = None
+        ) -> importlib.machinery.ModuleSpec | None:
             if fullname != name:
                 return None
             sys.meta_path.remove(self)
@@ -221,7 +249,7 @@ def _when_imported(name, function):
             if spec is not None and spec.loader is not None:
                 execute = spec.loader.exec_module
 
-                def execute_and_call(module):
+                def execute_and_call(module: types.ModuleType) -> None:
                     execute(module)
                     function(module)
 
@@ -238,12 +266,12 @@ def _warn_of_an_early_start() -> None:
         logging.warning(
             "TensorFlow's devices were started before looplib.runtime.setup, by %s; random values and Keras objects "
             "made there have neither the run's seed nor its precision: make them in `build`",
-            _tf.place(),
+            source_locations.place_of_start(),
         )
     _is_set_up = True
 
 
-def _seed_everything(seed):
+def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)

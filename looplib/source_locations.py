@@ -1,14 +1,18 @@
-"""Where in the user's program the ops of a traced function come from."""
+"""Lines of the user's program: where an op of a traced function, an error, or the start of the devices comes from."""
 
 import itertools
 import linecache
 import os
 import re
+import sys
 import sysconfig
 import traceback
+import types
 from collections.abc import Callable, Iterable
 
 import tensorflow as tf
+
+from looplib import _keras, _tf
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _CALLS_THE_STEP = os.path.join(_OURS, "loop", "reducer.py")
@@ -18,102 +22,30 @@ _LIBRARIES = (
 )
 
 
-class Ops:
-    """The ops of a traced function and of all functions below it; iterates over `tf.Operation`s.
-
-    Args:
-      concrete: a `tf.types.experimental.ConcreteFunction`.
-    """
-
-    def __init__(self, concrete):
-        self._main = concrete.function_def.signature.name
-        self._graphs, self._places = {}, {}
-        todo = [(self._main, concrete.graph)]
-        while todo:
-            name, graph = todo.pop()
-            if name in self._graphs:
-                continue
-            self._graphs[name] = {op.name: op for op in graph.get_operations()}
-            for op in self._graphs[name].values():
-                self._places[id(op)] = (name, op.name)
-                below = ((function, _graph_of(graph, function)) for function in called(op))
-                todo += [(function, found) for function, found in below if found is not None]
-
-    def __iter__(self):
-        return (op for ops in self._graphs.values() for op in ops.values())
-
-    def place(self, op):
-        """The (function name, op name) of an op."""
-        return self._places[id(op)]
-
-    def in_function(self, function, name):
-        """The op of that name in a function, or None."""
-        return self._graphs.get(function, {}).get(name)
-
-    def named_in(self, message, names):
-        """The op that XLA's error is about, or None.
-
-        Args:
-          message: the text of the error.
-          names: dict from the names of lifted functions to their old ones.
-        """
-        graph = re.search(r"compile graph ([^\s\[]+)", message)
-        functions = [graph[1]] if graph else []
-        functions += re.findall(r"\{\{function_node (\S+?)\}\}", message)
-        for path in re.findall(r"\{\{node ([^}]+)\}\}", message):
-            for function in functions + [self._main]:
-                op = self._follow(names.get(function, function), path)
-                if op is not None:
-                    return op
-        return None
-
-    def named(self, match, names):
-        """The op of a matched `op_name`, which begins with the call of the whole, or None."""
-        if not match:
-            return None
-        found = self._follow(self._main, match[1])
-        return found if found is not None else next((op for op in self if op.name == match[1]), None)
-
-    def _follow(self, function, path):
-        """Goes through the calls that a path begins with, as inlining makes them."""
-        path = path.removeprefix("step/")
-        ops = self._graphs.get(function, {})
-        if path in ops:
-            return ops[path]
-        parts = path.split("/")
-        for end in range(len(parts) - 1, 0, -1):
-            call = ops.get("/".join(parts[:end]))
-            for name in called(call) if call is not None else ():
-                found = self._follow(name, "/".join(parts[end:]))
-                if found is not None:
-                    return found
-        return None
-
-
-def line_of(op):
-    """The line of the user's program that made an op, as "file:line: text"; "" if none did."""
+def line_of(op: tf.Operation) -> str:
+    """Returns the line of the user's program that made an op, as "file:line: text"; "" if none did."""
     frame = next((frame for frame in _frames(op) if not _is_library(frame.filename)), None)
     if frame is None:
         return ""
-    return _told(frame.filename, frame.lineno)
+    return _as_text(frame.filename, frame.lineno)
 
 
 def place_of(error: BaseException, functions: Iterable[tf.types.experimental.ConcreteFunction] = ()) -> str:
-    """The line of the user's program that an error comes from, as "file:line: text"; "" if none is known.
+    """Returns the line of the user's program that an error comes from, as "file:line: text"; "" if none is known.
 
     Args:
       error: what was raised.
-      functions: the traced functions, one of whose ops may have failed.
+      functions: traced functions, one of whose ops may have failed.
     """
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
         frames = [*_frames_in_message(error), *_frames_of_traceback(error)]
         if frames:
-            return _told(*frames[0])
+            return _as_text(*frames[0])
         if isinstance(error, tf.errors.OpError):
             for function in functions:
-                op = Ops(function).named_in(error.message, {})
+                op = _tf.Ops(function).named_in(error.message, {})
                 if op is not None and line_of(op):
                     return line_of(op)
         error = error.__cause__ or error.__context__
@@ -121,22 +53,18 @@ def place_of(error: BaseException, functions: Iterable[tf.types.experimental.Con
 
 
 def place_of_function(function: Callable) -> str:
-    """The line that a function of the user's starts at, as "file:line: text"; "" if it is none of the user's."""
+    """Returns the first line of a function of the user's, as "file:line: text"; "" for any other function."""
     code = getattr(function, "__code__", None)
-    return _told(code.co_filename, code.co_firstlineno) if code and is_users(code.co_filename) else ""
+    return _as_text(code.co_filename, code.co_firstlineno) if code and is_users(code.co_filename) else ""
 
 
 def _frames_in_message(error: BaseException) -> list[tuple[str, int, str | None]]:
-    """What AutoGraph and `tf.numpy_function` say of where it was raised, the innermost frame of the user's first."""
-    text = str(error)
-    if not re.search(r"in user code:|Traceback \(most recent call last\)|Detected at node", text):
-        return []
-    found = re.findall(r'File "([^"]+)", line (\d+)', text)
-    return [(file, int(line), None) for file, line in reversed(found) if is_users(file)]
+    """Returns the user's frames that AutoGraph and `tf.numpy_function` write into a message, the innermost first."""
+    return [(file, line, None) for file, line in reversed(_tf.frames_in(str(error))) if is_users(file)]
 
 
 def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | None]]:
-    """The frames that looplib has called, the innermost of the user's first."""
+    """Returns the user's frames that looplib called, the innermost first."""
     if isinstance(error, SyntaxError) and error.filename:
         return [(error.filename, error.lineno or 0, (error.text or "").strip())]
     frames = traceback.extract_tb(error.__traceback__)
@@ -145,9 +73,30 @@ def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | Non
 
 
 def place_of_stack(frames: list[traceback.FrameSummary]) -> str:
-    """The innermost line of the user's in a stack, as "file:line: text"; "" if there is none."""
+    """Returns the innermost line of the user's in a stack, as "file:line: text"; "" if there is none."""
     found = [frame for frame in frames if is_users(frame.filename)]
-    return _told(found[-1].filename, found[-1].lineno or 0) if found else ""
+    return _as_text(found[-1].filename, found[-1].lineno or 0) if found else ""
+
+
+def place_of_start() -> str:
+    """Returns what of the user's program started TensorFlow's devices, for the middle of a sentence."""
+    if place := place_of_stack(_tf.stack_at_start()):
+        return place
+    return "a tensor" + next((f", such as {name}" for name in map(_tensor_of, list(sys.modules.values())) if name), "")
+
+
+def _tensor_of(module: types.ModuleType) -> str:
+    """Names a tensor, variable, data set or Keras object among a user's module's globals; "" without one."""
+    file = getattr(module, "__file__", None)
+    if not file or not is_users(file):
+        return ""
+    kinds = (tf.Tensor, tf.Variable, tf.data.Dataset)
+    found = (
+        name
+        for name, value in list(vars(module).items())
+        if isinstance(value, kinds) or (not isinstance(value, type) and _keras.family(value))
+    )
+    return next((f"`{name}` of {os.path.basename(file)}" for name in found), "")
 
 
 def is_users(filename: str) -> bool:
@@ -156,48 +105,31 @@ def is_users(filename: str) -> bool:
     return not made and not _is_library(filename)
 
 
-def _told(filename: str, line: int, text: str | None = None) -> str:
-    """A line as "file:line: text", relative to the current directory if it is below it."""
+def _as_text(filename: str, line: int, text: str | None = None) -> str:
+    """Writes a line as "file:line: text", with a path relative to the current directory if it is below it."""
     text = linecache.getline(filename, line).strip() if text is None else text
     relative = os.path.relpath(filename)
     return f"{filename if relative.startswith('..') else relative}:{line}: {text}".removesuffix(": ")
 
 
-def is_ours(op):
-    """Whether looplib made an op, and not the user's program within it."""
+def is_ours(op: tf.Operation) -> bool:
+    """Whether looplib made an op, and not the user's program that it called."""
     frame = next((f for f in _frames(op) if not f.filename.startswith(_LIBRARIES)), None)
     return frame is not None and frame.filename.startswith(_OURS)
 
 
-def is_of_keras(op):
-    """Whether Keras made an op, in a call of the user's."""
+def is_of_keras(op: tf.Operation) -> bool:
+    """Whether Keras made an op, called by the user's program."""
     frames = list(itertools.takewhile(lambda frame: _is_library(frame.filename), _frames(op)))
     return any(re.search(r"[/\\](tf_)?keras[/\\]", frame.filename) for frame in frames)
 
 
-def _frames(op):
-    """The frames within the step, the innermost first; what calls the step is no origin of its ops."""
+def _frames(op: tf.Operation) -> list[traceback.FrameSummary]:
+    """Returns the frames within the step that made an op, the innermost first, without those that call the step."""
     frames = [frame for frame in op.traceback or () if not frame.filename.startswith("<")]
     start = next((number for number, frame in enumerate(frames) if frame.filename == _CALLS_THE_STEP), 0)
     return frames[:start:-1]
 
 
-def _is_library(filename):
+def _is_library(filename: str) -> bool:
     return filename.startswith((_OURS, *_LIBRARIES))
-
-
-def called(op):
-    """The names of the functions that an op calls."""
-    for value in op.node_def.attr.values():
-        if value.HasField("func"):
-            yield value.func.name
-        for function in value.list.func:
-            yield function.name
-
-
-def _graph_of(graph, name):
-    """The graph of a function that a graph calls; None where TensorFlow, which has no public name for it, changed."""
-    try:
-        return graph._get_function(name).graph
-    except AttributeError:
-        return None

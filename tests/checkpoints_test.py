@@ -92,8 +92,8 @@ def test_a_checkpoint_tells_its_step_without_a_model(tmp_path):
     trainer = toy.Regression()
     with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, seed=4) as controller:
         controller.train(3)
-    step, state = peek(str(tmp_path / "checkpoints" / "ckpt-3"))
-    assert step == 3 and state["seed"] == 4 and state["global_batch_size"] == 8 and state["reported"] == {"train": 3}
+    step, record = peek(str(tmp_path / "checkpoints" / "ckpt-3"))
+    assert step == 3 and record.seed == 4 and record.global_batch_size == 8 and record.reported == {"train": 3}
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):

@@ -203,7 +203,7 @@ TASK = """
 import pathlib, sys
 sys.path.insert(0, {tests!r})
 import without_tensorflow
-from looplib.cluster import resolve
+from looplib.cluster.environment import resolve
 cluster = resolve()
 folder = pathlib.Path(sys.argv[1])
 path = folder / f"worker{{cluster.index}}"

@@ -11,8 +11,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint import store
-from looplib.report.writers import read_jsonl
+from looplib.checkpoint import run_directory
+from looplib.report.records import read_jsonl
 
 DEFAULT = make_strategy("default")
 
@@ -178,7 +178,7 @@ def test_continuous_evaluation_says_once_that_it_waits_and_times_out_with_a_sent
         waiting = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
         assert waiting == [f"waiting for a checkpoint in {tmp_path}/checkpoints, for up to 0.1 s"]
         run(tmp_path, 4)
-        monkeypatch.setattr(store, "_WAIT_NOTES", 0.0)
+        monkeypatch.setattr(run_directory, "_WAIT_NOTES", 0.0)
         job.evaluate_continuously(timeout=0.1)
     assert f"waiting for a checkpoint newer than ckpt-4 in {tmp_path}/checkpoints, for up to 0.1 s" in caplog.messages
 

@@ -381,9 +381,9 @@ def test_what_tensorflow_does_in_the_first_call_is_no_training(loop):
 
 def test_the_longest_chunk_can_be_traced(monkeypatch):
     """TensorFlow takes more than some 30 calls of next() in a trace for a mistake, where AutoGraph is off."""
-    monkeypatch.setattr(engines, "_PINNED_CHUNK", chunks._LONGEST)
+    monkeypatch.setattr(engines, "_PINNED_CHUNK", chunks.LONGEST)
     controller, trainer = train("xla", 100, steps_per_loop=50)
-    assert controller._training._inner.round_size == 50
+    assert controller.loops["train"]._inner.round_size == 50
     np.testing.assert_allclose(trainer.losses, train("graph", 100, steps_per_loop=50)[1].losses, rtol=2e-4)
 
 

@@ -20,7 +20,7 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.extras.orbit import adapters
 from looplib.health.preemption import Preempted
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 DEFAULT = make_strategy("default")
 ALL = (looplib.KeepLast(100),)

@@ -12,8 +12,8 @@ from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint import commits
-from looplib.health.guards import spike
-from looplib.report.writers import read_jsonl
+from looplib.health.spikes import spike_score
+from looplib.report.records import read_jsonl
 
 BAD_STEP = 7
 
@@ -277,10 +277,10 @@ def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
     guards = looplib.Guards(spike_score=6, spike_window=40)
     median = np.median(history)
     mad = np.median(np.abs(history - median))
-    assert spike(history, 2.2, guards) is None
-    assert spike(history, 5.0, guards) == pytest.approx(0.6745 * (5.0 - median) / mad)
-    assert spike(history[:10], 5.0, guards) is None and spike(history, 5.0, looplib.Guards()) is None
-    assert spike(history, -5.0, guards) is None  # a loss that falls is welcome
+    assert spike_score(history, 2.2, guards) is None
+    assert spike_score(history, 5.0, guards) == pytest.approx(0.6745 * (5.0 - median) / mad)
+    assert spike_score(history[:10], 5.0, guards) is None and spike_score(history, 5.0, looplib.Guards()) is None
+    assert spike_score(history, -5.0, guards) is None  # a loss that falls is welcome
 
 
 def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):

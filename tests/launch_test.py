@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from looplib.checkpoint import commits
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = [

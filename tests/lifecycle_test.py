@@ -12,7 +12,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.errors import UsageError
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 
 def disk(folder):

@@ -23,7 +23,7 @@ BEGIN = f"""
 import json, os, pathlib, signal, sys, time
 sys.path.insert(0, {WORKERS!r})
 import without_tensorflow
-from looplib.cluster import resolve
+from looplib.cluster.environment import resolve
 me = resolve()
 kind, index = me.task_type, me.task_index
 path = pathlib.Path(__file__).parent / f"{{kind}}{{index}}"
@@ -36,13 +36,13 @@ with path.open("a") as file:
 class Launched:
     """A launch of a script, in a process of its own, which imports no TensorFlow."""
 
-    def __init__(self, folder, script, **settings):
+    def __init__(self, folder, script, before="", **settings):
         self.folder = folder
         (folder / "script.py").write_text(BEGIN + script)
         settings = {"workers": 2, "grace": 20.0, "backoff": 0.2, **settings}
         code = (
-            f"import sys; sys.path[:0] = [{WORKERS!r}, {str(ROOT)!r}]; import without_tensorflow; "
-            "from looplib.local_launch import launch; "
+            f"{before}import sys; sys.path[:0] = [{WORKERS!r}, {str(ROOT)!r}]; import without_tensorflow; "
+            "from looplib.extras.tools.local_launch import launch; "
             f"sys.exit(launch([sys.executable, {str(folder / 'script.py')!r}], **{settings!r}))"
         )
         self.process = subprocess.Popen(
@@ -142,11 +142,12 @@ def save(*_):
     os._exit(75)
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGINT, save)
+signal.signal(signal.SIGHUP, save)
 path.with_name(f"ready{index}").write_text(f"{os.getpid()} 0")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_goes_to_all_workers_which_save_and_are_not_started_again(number, tmp_path):
     launched = Launched(tmp_path, SAVES + "time.sleep(1000)", restarts=3)
     launched.wait_for(["ready0", "ready1"])
@@ -181,6 +182,25 @@ def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path):
     assert launched.process.poll() is None
     launched.process.terminate()
     assert launched.end(30)[0] == 1
+
+
+def test_a_second_hangup_ends_no_worker_that_saves(tmp_path):
+    launched = Launched(tmp_path, SAVES.replace("time.sleep(0.3)", "time.sleep(6)") + "time.sleep(1000)")
+    launched.wait_for(["ready0", "ready1"])
+    for _ in range(2):
+        launched.process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)
+    code, out, _ = launched.end(30)
+    assert code == 75 and sorted(out) == ["[worker 0] saved", "[worker 1] saved"]
+
+
+def test_a_hangup_that_the_launcher_was_started_to_ignore_stays_ignored(tmp_path):
+    launched = Launched(
+        tmp_path, "time.sleep(3)", before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    )
+    launched.wait_for(["worker0", "worker1"])
+    launched.process.send_signal(signal.SIGHUP)
+    assert launched.end(30)[0] == 0
 
 
 def test_workers_that_were_preempted_by_somebody_else_are_started_again(tmp_path):
@@ -226,7 +246,7 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
 
 
 WATCHED = """
-from looplib.peers import Peers
+from looplib.cluster.peers import Peers
 peers = Peers(me, silence_limit=3.0)
 peers.join()
 if lives == 0 and index == 1:

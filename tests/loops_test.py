@@ -38,7 +38,7 @@ def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory
             trainer.order.clear()
             memory.append(resident_bytes() / 2**20)
         assert controller.global_step == 1500
-        assert (controller._training.traces, controller._evaluations["eval"].traces) == (1, 1)
+        assert (controller.loops["train"].traces, controller.loops["eval"].traces) == (1, 1)
         assert len(traced) == strategy.num_replicas_in_sync
     # TensorFlow's pools grow by some MB now and then, so the median of five windows; making an iterator on several
     # devices costs it 10 kB for ever, looplib or not.
@@ -48,7 +48,7 @@ def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory
 
 def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
     controller = toy.controller(None, None, toy.RegressionEvaluator(toy.build(make_strategy("default"))[0].model))
-    engine = controller._evaluations["eval"]._inner
+    engine = controller.loops["eval"]._inner
     shapes = [
         tf.data.Dataset.from_tensor_slices((toy.X, toy.Y)).batch(8, drop_remainder=drop) for drop in (True, False)
     ]

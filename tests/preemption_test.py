@@ -135,7 +135,7 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     controller = toy.controller(
         DEFAULT, trainer, Slow(trainer.model), model_dir=tmp_path, actions=[lambda e: records.append((e.split, e.step))]
     )
-    with signal_when(lambda: controller._progress()[1] >= 1) as sent:
+    with signal_when(lambda: controller._run.loops.progress()[1] >= 1) as sent:
         with pytest.raises(Preempted, match="at step 4, saved in"):
             controller.train_and_evaluate(8, eval_interval=4)
         assert time.monotonic() - sent[0] < 2
@@ -304,8 +304,13 @@ class Slow(toy.Regression):
 again = []
 trainer = Slow()
 controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000, writers=[])
+if {first}:
+    controller.train({first})  # what follows is traced and compiled
+before = controller.clock.of("train") + controller.clock.of("input")
 try:
     controller.train(20)
+    seconds = controller.clock.of("train") + controller.clock.of("input") - before
+    print("left out:", seconds - (20 - {first}) * preemption.notice.step_seconds, file=sys.stderr)
 except KeyboardInterrupt:
     print("KeyboardInterrupt at step", controller.global_step, flush=True)
 again.append(True)
@@ -314,7 +319,7 @@ print("weights", [w.tolist() for w in trainer.weights()])
 """
 
 
-def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=()):
+def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=(), first=0):
     """Sends signals in step 6 of a program with a controller of its own; returns (code, output, errors)."""
 
     def ignore():
@@ -323,7 +328,13 @@ def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=()):
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     text = INTERRUPTED.format(
-        tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), ps1=ps1, grace=grace, step=step
+        tests=os.path.join(root, "tests"),
+        root=root,
+        folder=str(tmp_path / "run"),
+        ps1=ps1,
+        grace=grace,
+        step=step,
+        first=first,
     )
     command = [sys.executable, "-c", text]
     with subprocess.Popen(
@@ -384,6 +395,13 @@ def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_
     code, _, errors = interrupted(tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0)
     assert code == 75 and "did not end in time" not in errors, errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
+
+
+def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(tmp_path):
+    """In the second call a step takes 5 s, in 3.5 s of which the process is suspended; looks come each 0.2 s."""
+    code, _, errors = interrupted(tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0, first=5)
+    assert code == 0, errors
+    assert float(errors.rpartition("left out: ")[2].split()[0]) > 2.5, errors
 
 
 @pytest.mark.parametrize("first", preemption.SIGNALS)

@@ -18,7 +18,7 @@ import unfit
 
 import looplib
 from looplib import __main__ as tools
-from looplib import source_locations
+from looplib import _tf
 from looplib.extras.tools import check as checks
 from looplib.extras.tools import preflight, pure_function
 
@@ -251,7 +251,7 @@ def test_batches_padded_to_their_longest_example_are_found_and_the_step_lowers_a
 
     result = look(step, lambda context: rows.padded_batch(8, drop_remainder=True).repeat())
     (text,) = [finding["text"] for finding in result["findings"] if finding["fault"]]
-    assert text.startswith("Trainer.dataset has batches of shape (8, None); a TPU compiles anew for each, so fix it")
+    assert text.startswith("Trainer.dataset has batches of shape (8, None); a TPU compiles again for each, so fix it")
     assert result["steps"]["train"]["lowered"] and result["steps"]["train"]["memory"]["batch"] == 8 * 4 * 4
 
 
@@ -286,8 +286,8 @@ def test_a_lookup_table_is_found():
 
 def test_where_tensorflow_has_hidden_what_is_not_public_less_is_told(monkeypatch):
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
-    assert source_locations._graph_of(object(), "f") is None
-    monkeypatch.setattr(source_locations, "_graph_of", lambda graph, name: None)
+    assert _tf._graph_of(object(), "f") is None
+    monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)
     monkeypatch.setitem(sys.modules, "tensorflow.compiler.xla.service", None)
     result = look(train)
     assert result["steps"]["train"]["lowered"] and kinds(result) == set()
@@ -313,7 +313,7 @@ def test_memory_is_what_the_layers_come_to():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_lifted_step_computes_what_the_step_does(optimizer, keras):
+def test_a_step_without_variables_computes_what_the_step_does(optimizer, keras):
     """But for an optimizer's fused kernels, which this one is too small for."""
     trainer = toy.Regression(keras, optimizer)
     controller = looplib.Controller(trainer=trainer, global_batch_size=8, writers=[])
@@ -321,14 +321,15 @@ def test_a_lifted_step_computes_what_the_step_does(optimizer, keras):
     batch = (tf.range(8, dtype=tf.int64), tf.constant(toy.X[:8]), tf.constant(toy.Y[:8]))
     spec = tf.nest.map_structure(tf.type_spec_from_value, batch)
     traced = tf.function(step.replica_step).get_concrete_function(spec)
-    program, specs, _ = pure_function.lift(traced)
+    pure = pure_function.make(traced)
     values = {id(variable.handle): variable.numpy() for variable in traced.variables}
     captured = [values[id(handle)] if id(handle) in values else handle for handle in traced.captured_inputs]
-    lifted = program(*batch, *(tf.constant(value, spec.dtype) for value, spec in zip(captured, specs[len(batch) :])))
+    values_of = zip(captured, pure.specs[len(batch) :])
+    found = pure.program(*batch, *(tf.constant(value, spec.dtype) for value, spec in values_of))
     contribution = traced(*batch)
-    np.testing.assert_allclose(lifted[0], contribution, rtol=1e-5)
+    np.testing.assert_allclose(found[0], contribution, rtol=1e-5)
     order = [handle for handle in traced.captured_inputs if id(handle) in values]
     variables = {id(variable.handle): variable for variable in traced.variables}
-    for handle, value in zip(order, lifted[1:]):
+    for handle, value in zip(order, found[1:]):
         np.testing.assert_allclose(value, variables[id(handle)].numpy(), rtol=1e-5, atol=1e-6)
     assert any(not np.array_equal(variables[id(handle)].numpy(), values[id(handle)]) for handle in order)

@@ -5,6 +5,7 @@ import collections
 import graphlib
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import looplib
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
 FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() and path.name != "__pycache__")
 # A room may import from the levels below its own; files and rooms of one level do not import each other, but for the
@@ -22,6 +24,7 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
+    {"run"},
     {"controller"},
     {"launch"},
 ]
@@ -130,3 +133,43 @@ def test_a_room_says_what_it_is_for_and_which_names_others_use(folder: pathlib.P
         files = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
         expected = {file: used[f"{module_of(init)}.{file}"] for file in files}
         assert listed == expected, f"{init.relative_to(ROOT)} should list {expected}"
+
+
+def picture() -> str:
+    """Returns the rooms as a Mermaid graph.
+
+    Arrows are imports, without those that a chain of other arrows implies; dotted ones are made inside a function.
+    """
+    below = collections.defaultdict(set)
+    for path in FILES:
+        room = room_of(module_of(path))
+        below[room] |= {room_of(module) for module, _ in imports(path)} - {room, "__init__"}
+    lazy = sorted(room for room in below if "extras" in below[room])
+    below = {room: others - {"extras"} for room, others in below.items() if room not in ("__init__", "__main__")}
+
+    def reached(room: str) -> set[str]:
+        return below[room].union(*map(reached, below[room]))
+
+    arrows = []
+    for room in sorted(below):
+        implied = set().union(*map(reached, below[room]))
+        arrows += [f"    {room} --> {other}" for other in sorted(below[room] - implied)]
+    arrows += [f"    {room.strip('_')} -.-> extras" for room in lazy]
+    return "\n".join(["```mermaid", "graph TD", *arrows, "```"])
+
+
+def test_the_picture_in_the_architecture_shows_the_imports() -> None:
+    assert picture() in ARCHITECTURE.read_text(), "run `python tests/rooms_test.py --write`"
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    names = set(re.findall(r"`([\w/]+(?:\.py|/))`", ARCHITECTURE.read_text()))
+    assert len(names) > 30
+    missing = [name for name in names if not (ROOT / name).exists() and not (ROOT / "looplib" / name).exists()]
+    assert not missing, f"docs/architecture.md names {missing}, which are not there"
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--write"], "usage: python tests/rooms_test.py --write"
+    text = ARCHITECTURE.read_text()
+    ARCHITECTURE.write_text(re.sub(r"```mermaid.*?```", lambda _: picture(), text, flags=re.DOTALL))

@@ -1,8 +1,10 @@
 """What is kept, what is left alone, what a run starts from, and what a snapshot holds."""
 
 import hashlib
+import io
 import json
 import logging
+import sys
 
 import keras as keras3
 import numpy as np
@@ -15,11 +17,12 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.checkpoint import commits
 from looplib.checkpoint import marker as marker_room
-from looplib.checkpoint.manager import Checkpoints
+from looplib.checkpoint.manager import Checkpoints, RestoreMode
 from looplib.checkpoint.policy import KeepBest, KeepEvery, KeepLast
 from looplib.checkpoint.snapshot import Snapshots
 from looplib.checkpoint.warm_start import warm_start
 from looplib.errors import UsageError
+from looplib.task.state import ReplicaState
 
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 
@@ -560,3 +563,70 @@ def test_a_lookup_table_makes_saves_wait_and_is_restored(tmp_path, caplog):
     second = table()
     Checkpoints(str(tmp_path / "c"), {"table": second, "v": tf.Variable(0.0)}).restore(str(tmp_path / "c" / "ckpt-2"))
     np.testing.assert_array_equal(second.lookup(tf.constant([1, 2, 3], tf.int64)), [0.5, 1.0, -1.0])
+
+
+def test_another_tensorflow_waits_for_saves_and_refuses_a_partial_restore_in_a_sentence(tmp_path, monkeypatch, caplog):
+    """One without the module of the protocol buffer that describes a checkpoint's structure."""
+    caplog.set_level(logging.INFO, logger="absl")
+    monkeypatch.setitem(sys.modules, "tensorflow.core.protobuf", None)
+    checkpoints = Checkpoints(str(tmp_path / "c"), {"v": tf.Variable(1.0)})
+    for step in (1, 2):
+        checkpoints.save(step, wait=False)
+        assert not checkpoints.saving and commits.newest(str(tmp_path / "c")).step == step
+    assert f"only TensorFlow can save with TensorFlow {tf.__version__} any checkpoint" in caplog.text
+    path = str(tmp_path / "c" / "ckpt-2")
+    other = tf.Variable(0.0)
+    restored = Checkpoints(str(tmp_path / "c"), {"v": other})
+    restored.restore(path)
+    assert float(other) == 1
+    with pytest.raises(UsageError, match=f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way"):
+        restored.restore(path, RestoreMode.INTERSECTION)
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        b"no zip file",
+        b"PK\x03\x04" + b"\x00" * 30,
+        {"0": np.float64([[1, 1], [2, 2]])},
+        {"0": np.float32(1)},
+        {"-1": np.float32([[1, 1], [2, 2]])},
+        {"a": np.float32([[1, 1], [2, 2]])},
+        {"0": np.array([["x"], [None]], object)},
+    ],
+    ids=str,
+)
+def test_values_of_replicas_that_are_damaged_are_refused_in_a_sentence(saved):
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        variable = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.NONE,
+                               synchronization=tf.VariableSynchronization.ON_READ)  # fmt: skip
+    state = ReplicaState(strategy, [variable])
+    if isinstance(saved, dict):
+        file = io.BytesIO()
+        np.savez(file, **saved)
+        saved = file.getvalue()
+    state.deserialize(saved)
+    with pytest.raises(
+        UsageError, match="the values of each replica in the checkpoint cannot be read .*; name another"
+    ):
+        state.apply()
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+def test_each_replica_gets_its_own_values_again(dtype):
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        variable = tf.Variable(tf.zeros([2], dtype), aggregation=tf.VariableAggregation.NONE,
+                               synchronization=tf.VariableSynchronization.ON_READ)  # fmt: skip
+    parts = strategy.experimental_local_results(variable)
+    state = ReplicaState(strategy, [variable])
+    assert state.serialize() == b""
+    for number, part in enumerate(parts):
+        part.assign(tf.cast([number, 1.5], dtype))
+    saved = state.serialize()
+    for part in parts:
+        part.assign(tf.zeros([2], dtype))
+    state.deserialize(saved)
+    state.apply()
+    assert [tf.cast(part, tf.float32).numpy().tolist() for part in parts] == [[0.0, 1.5], [1.0, 1.5]]

@@ -15,7 +15,7 @@ from conftest import make_strategy
 import looplib
 from looplib import UsageError, runtime
 from looplib.cluster import tpu
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -3,11 +3,13 @@
 import io
 import json
 import math
+import platform
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -17,7 +19,10 @@ from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter
-from looplib.report.writers import _read_events, format_number, read_jsonl
+from looplib.report.console_writer import format_number
+from looplib.report.event_files import read_events
+from looplib.report.ownership import event_files, this_process
+from looplib.report.records import read_jsonl
 
 
 def scalars(folder):
@@ -114,9 +119,9 @@ def test_records_that_are_no_events_cost_the_rest_of_their_file_only(tmp_path):
     write_board(tmp_path, (4, "train", {"a": 4}))
     (path,) = (tmp_path / "train").iterdir()
     content = path.read_bytes()
-    with tf.io.TFRecordWriter(str(path) + ".v3") as writer:
+    with tf.io.TFRecordWriter(str(tmp_path / "other")) as writer:
         writer.write(b"\xff\xff\xff no event")
-    path.write_bytes(content + (tmp_path / "train" / (path.name + ".v3")).read_bytes())
+    path.write_bytes(content + (tmp_path / "other").read_bytes())
     TensorBoardWriter(str(tmp_path)).resume(8, {"train": 8})
     assert path.read_bytes() == content and events(tmp_path / "train") == [(4, {"a": 4})]
 
@@ -204,7 +209,7 @@ def test_resume_takes_void_steps_out_of_tensorboard_and_leaves_other_files_alone
     after = contents(tmp_path / "train")
     assert len(after) == 3 and untouched.items() <= after.items()  # the third has the events that were taken out
     steps = {
-        split: [e.step for path in sorted((tmp_path / split).glob("*voided*")) for e in _read_events(str(path))[0]]
+        split: [e.step for path in sorted((tmp_path / split).glob("*voided*")) for e in read_events(str(path))[0]]
         for split in ("train", "eval", "eval/other_job")
     }
     assert steps == {"train": [12], "eval": [4, 8, 12], "eval/other_job": [12]}
@@ -217,6 +222,49 @@ def test_resume_takes_out_void_records_that_tf_summary_wrote(tmp_path):
                 tf.summary.scalar(tag, step, step)
     TensorBoardWriter(str(tmp_path)).resume(2, {})
     assert events(tmp_path / "train") == [(1, {"a": 1}), (1, {"b": 1}), (2, {"a": 2}), (2, {"b": 2})]
+
+
+def test_a_rollback_loses_no_summary_that_the_program_writes_after_it(tmp_path, caplog):
+    """Its writer has the file open, and would write on to one that was replaced."""
+    summaries = tf.summary.create_file_writer(str(tmp_path / "train"))
+    for step in (1, 2, 3, 4):
+        with summaries.as_default(step):
+            tf.summary.scalar("own", step)
+        summaries.flush()
+        if step == 3:
+            TensorBoardWriter(str(tmp_path)).resume(2, {})
+            assert "is open in this process, so 1 void events stay in it" in caplog.text
+    summaries.close()
+    assert [step for step, _ in events(tmp_path / "train")] == [1, 2, 3, 4]
+    TensorBoardWriter(str(tmp_path)).resume(2, {})
+    assert [step for step, _ in events(tmp_path / "train")] == [1, 2]
+
+
+def test_event_files_are_the_runs_own_by_their_names_and_the_run_record(tmp_path):
+    own, host = this_process(), platform.node()
+    now = int(own.since) + 1
+    assert abs(own.since - time.time()) < 24 * 3600 and own == this_process()
+    starts = [{"process": {"host": "a.b-1", "pid": 12, "since": 1000.5}}, {"status": "of an earlier looplib"}]
+    starts += [{"process": damaged} for damaged in (None, 7, {}, {"host": 1, "pid": "x", "since": None})]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
+    others = [
+        f"events.out.tfevents.{now - 10}.{host}.{own.pid}.0.v2",  # the number was another process's then
+        f"events.out.tfevents.{now}.{host}.{own.pid + 1}.0.v2",
+        f"events.out.tfevents.{now}.elsewhere.{own.pid}.0.v2",
+        "events.out.tfevents.0000000999.a.b-1.12.0.v2",
+        "events.out.tfevents.1700000000.a.b-1.121.0.v2",
+        "events.out.tfevents.1700000000.a.b-1",  # as tensorboardX and TensorFlow 1 name them
+        "tfevents",
+    ]
+    ours = [
+        "events.out.tfevents.0000001000.a.b-1.12.0.v2",
+        "events.out.tfevents.0000002000.a.b-1.12.3.profile-empty",
+        "events.out.tfevents.1700000000.123456.elsewhere.9.v2",  # looplib's, of any process
+        f"events.out.tfevents.{now}.{host}.{own.pid}.0.v2",
+    ]
+    assert event_files(str(tmp_path), [*ours, *others, "notes"]) == sorted(ours)
+    (tmp_path / "run.json").unlink()
+    assert event_files(str(tmp_path), [*ours, *others, "notes"]) == sorted(ours[2:])
 
 
 def test_a_rollback_within_a_process_leaves_each_step_once(tmp_path):
@@ -264,7 +312,7 @@ def test_a_flipped_bit_does_not_stop_the_run(tmp_path):
 def test_another_hosts_file_is_left_alone_unless_it_holds_void_records(tmp_path):
     write_board(tmp_path, (1, "eval", {"a": 1}), (2, "eval", {"a": 2}))
     (path,) = (tmp_path / "eval").iterdir()
-    other = path.with_name("events.out.tfevents.1700000000.elsewhere.1.0.v2")
+    other = path.with_name("events.out.tfevents.1700000000.000000.elsewhere.1.v2")
     other.write_bytes(path.read_bytes() + b"being written")
     path.unlink()
     before = contents(tmp_path / "eval")
@@ -277,7 +325,7 @@ def test_another_hosts_file_is_left_alone_unless_it_holds_void_records(tmp_path)
 def test_a_training_goes_on_from_a_cut_file_of_another_host(tmp_path):
     write_board(tmp_path, (1, "train", {"a": 1}), (2, "train", {"a": 2}))
     (path,) = (tmp_path / "train").iterdir()
-    path.with_name("events.out.tfevents.1700000000.elsewhere.1.0.v2").write_bytes(path.read_bytes()[:-1])
+    path.with_name("events.out.tfevents.1700000000.000000.elsewhere.1.v2").write_bytes(path.read_bytes()[:-1])
     path.unlink()
     TensorBoardWriter(str(tmp_path)).resume(2, {"train": 2})
     assert events(tmp_path / "train") == [(1, {"a": 1})]
@@ -447,3 +495,16 @@ def test_a_full_disk_raises_and_spoils_nothing(kind, tmp_path):
 )
 def test_numbers_for_people(value, text):
     assert format_number(value) == text
+
+
+def test_a_record_that_another_job_has_written_meanwhile_is_not_written_again(tmp_path):
+    path = str(tmp_path / "metrics.jsonl")
+    training, job = JsonlWriter(path), JsonlWriter(path)
+    training.write(10, "train", {"loss": 1.0})
+    job.write(10, "eval", {"accuracy": 0.5})
+    training.write(10, "eval", {"accuracy": 0.5})
+    training.write(20, "eval", {"accuracy": 0.75})
+    job.write(20, "eval", {"accuracy": 0.5})
+    assert [(r["step"], r["split"], r.get("accuracy")) for r in read_jsonl(path)] == [
+        (10, "train", None), (10, "eval", 0.5), (20, "eval", 0.5),
+    ]  # fmt: skip

@@ -7,6 +7,8 @@ download. `--helpfull` lists all flags.
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -46,26 +48,42 @@ class Config:
     decay_steps: int = 0
 
 
+@runtime_checkable
+class _ScalesByHand(Protocol):
+    """A tf_keras optimizer that scales the loss, whose user scales and unscales around the gradients."""
+
+    def get_scaled_loss(self, loss: tf.Tensor) -> tf.Tensor: ...
+
+    def get_unscaled_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]: ...
+
+
+@runtime_checkable
+class _ScalesItself(Protocol):
+    """A Keras 3 optimizer, which unscales the gradients as it applies them."""
+
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor: ...
+
+
 class ImageClassifier(looplib.Trainer):
     """Trains a classifier on cross entropy.
 
     Args:
-      model: Keras model from images to logits.
+      model: a Keras model of either family, from images to logits.
       optimizer: an optimizer of the model's Keras family.
-      data: `image_data.ImageData`.
+      data: the images and labels.
     """
 
-    def __init__(self, model, optimizer, data):
+    def __init__(self, model: Any, optimizer: Any, data: image_data.ImageData) -> None:
         self.model = model
         self.optimizer = optimizer
         self._data = data
 
-    def dataset(self, context):
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Trainer.dataset`."""
         return self._data.train(context)
 
-    def step_fn(self, inputs):
-        """One step on (images, labels); reports loss, accuracy and learning_rate."""
+    def step_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> Mapping[str, Any]:
+        """Trains on (images, labels), and reports loss, accuracy and learning_rate."""
         images, labels = inputs
         with tf.GradientTape() as tape:
             logits = self.model(images, training=True)
@@ -73,7 +91,7 @@ class ImageClassifier(looplib.Trainer):
             loss = self._scaled(self.global_mean(losses))
         variables = self.model.trainable_variables
         gradients = tape.gradient(loss, variables)
-        if hasattr(self.optimizer, "get_unscaled_gradients"):  # tf_keras; Keras 3 does it as it applies them
+        if isinstance(self.optimizer, _ScalesByHand):
             gradients = self.optimizer.get_unscaled_gradients(gradients)
         self.optimizer.apply_gradients(zip(gradients, variables))
         return {
@@ -82,10 +100,11 @@ class ImageClassifier(looplib.Trainer):
             "learning_rate": looplib.last(self.optimizer.learning_rate),
         }
 
-    def _scaled(self, loss):
+    def _scaled(self, loss: tf.Tensor) -> tf.Tensor:
         """Scales the loss where float16 needs it."""
-        scale = getattr(self.optimizer, "get_scaled_loss", None) or getattr(self.optimizer, "scale_loss", None)
-        return scale(loss) if scale else loss
+        if isinstance(self.optimizer, _ScalesByHand):
+            return self.optimizer.get_scaled_loss(loss)
+        return self.optimizer.scale_loss(loss) if isinstance(self.optimizer, _ScalesItself) else loss
 
 
 class ImageClassifierEvaluator(looplib.Evaluator):
@@ -93,18 +112,18 @@ class ImageClassifierEvaluator(looplib.Evaluator):
 
     Args:
       model: the trainer's model.
-      data: `image_data.ImageData`.
+      data: the images and labels.
     """
 
-    def __init__(self, model, data):
+    def __init__(self, model: Any, data: image_data.ImageData) -> None:
         self.model = model
         self._data = data
 
-    def dataset(self, context):
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Evaluator.dataset`."""
         return self._data.test(context)
 
-    def step_fn(self, inputs):
+    def step_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> Mapping[str, Any]:
         """Reports loss and accuracy of (images, labels)."""
         images, labels = inputs
         logits = self.model(images, training=False)
@@ -114,28 +133,28 @@ class ImageClassifierEvaluator(looplib.Evaluator):
         }
 
 
-def build(config):
+def build(config: Config) -> tuple[ImageClassifier, ImageClassifierEvaluator]:
     """Builds the experiment, under the strategy's scope.
 
     Args:
-      config: `Config`.
+      config: the settings.
 
     Returns:
-      `(ImageClassifier, ImageClassifierEvaluator)`.
+      The trainer and its evaluator.
 
     Raises:
-      looplib.UsageError: for data that cannot be had, or an unknown model or optimizer.
+      looplib.UsageError: for data that are not available, or an unknown model or optimizer.
     """
     data = image_data.load(config)
     model = image_models.build(config.model, data.image_shape, data.num_classes)
     return ImageClassifier(model, make_optimizer(config, model), data), ImageClassifierEvaluator(model, data)
 
 
-def make_optimizer(config, model):
+def make_optimizer(config: Config, model: Any) -> Any:
     """Makes an optimizer of the model's own Keras family, with loss scaling if the model computes in float16.
 
     Args:
-      config: `Config`, of which `optimizer`, `learning_rate` and `decay_steps` count.
+      config: the settings `optimizer`, `learning_rate` and `decay_steps`.
       model: a Keras model of either family.
 
     Returns:
@@ -160,9 +179,8 @@ def make_optimizer(config, model):
     else:
         raise UsageError(f"--config.optimizer is {config.optimizer!r}; expected adam or sgd")
     if keras.mixed_precision.global_policy().name == "mixed_float16":
-        places = (keras.mixed_precision, keras.optimizers)
-        scaler = next(place.LossScaleOptimizer for place in places if hasattr(place, "LossScaleOptimizer"))
-        optimizer = scaler(optimizer)
+        module = keras.optimizers if keras.__name__ == "keras" else keras.mixed_precision
+        optimizer = module.LossScaleOptimizer(optimizer)
     return optimizer
 
 

@@ -5,12 +5,13 @@ import socket
 import urllib.request
 import zipfile
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from looplib import InputContext, UsageError
-from looplib.errors import gist
+from looplib.errors import gist, read
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
 _IN_MEMORY_BYTES = 1 << 30
@@ -26,8 +27,8 @@ class ImageData:
       name: what it is called in messages.
       image_shape: (height, width, channels).
       num_classes: labels are 0 to num_classes - 1.
-      train: function of an `InputContext` that returns batches of training examples.
-      test: the same for the test examples, which come once.
+      train: makes batches of training examples for an `InputContext`.
+      test: makes batches of test examples, each of which comes once.
 
     Batches are (float32 `[batch, height, width, channels]` in [0, 1], int64 `[batch]`).
     """
@@ -39,18 +40,23 @@ class ImageData:
     test: Callable[[InputContext], tf.data.Dataset]
 
 
-def load(config):
+class Config(Protocol):
+    """The settings that name a data set; see `image_classification.Config`."""
+
+    dataset: str
+    data_path: str
+    train_files: str
+    test_files: str
+    image_size: int
+    channels: int
+    num_classes: int
+
+
+def load(config: Config) -> ImageData:
     """Loads the data set that a config names.
 
-    Args:
-      config: with `dataset`, `data_path`, `train_files`, `test_files`, `image_size`, `channels` and `num_classes`; see
-        `image_classification.Config`.
-
-    Returns:
-      `ImageData`.
-
     Raises:
-      UsageError: if it cannot be had, saying what to do.
+      UsageError: if it is not available; says what to do.
     """
     if config.dataset == "digits":
         return digits()
@@ -64,17 +70,14 @@ def load(config):
     return from_tfds(config.dataset, config.data_path, config.image_size)
 
 
-def in_memory(name, train, test):
-    """Data that is held in memory, its order the keyed permutation of `InputContext.indices`.
+def in_memory(name: str, train: tuple[Any, Any], test: tuple[Any, Any]) -> ImageData:
+    """Makes a data set of arrays in memory, in the order of `InputContext.indices`, a keyed permutation.
 
     Args:
       name: for messages.
       train: pair of arrays: images `[n, height, width]` or `[n, height, width, channels]`, uint8 (0 to 255) or float
         (0 to 1), and integer labels `[n]` or `[n, 1]`.
-      test: the same for the test set.
-
-    Returns:
-      `ImageData`.
+      test: such a pair for the test set.
 
     Raises:
       UsageError: for arrays that do not fit together.
@@ -100,12 +103,12 @@ def in_memory(name, train, test):
             f"{list(splits[1][0].shape[1:])}; expected one shape"
         )
 
-    def source(images, labels):
+    def source(images: np.ndarray, labels: np.ndarray) -> Callable[[InputContext], tf.data.Dataset]:
         # Made once, outside the data set's functions, so that every pipeline shares one copy.
         images, labels = tf.constant(images), tf.constant(labels)
 
         @tf.autograph.experimental.do_not_convert
-        def rows(ids):
+        def rows(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return _to_float(tf.gather(images, ids)), tf.gather(labels, ids)
 
         return lambda context: context.indices(len(labels)).map(rows, num_parallel_calls=tf.data.AUTOTUNE)
@@ -114,10 +117,10 @@ def in_memory(name, train, test):
     return ImageData(name, splits[0][0].shape[1:], num_classes, source(*splits[0]), source(*splits[1]))
 
 
-def digits_arrays():
-    """scikit-learn's 1,797 digits of 8x8 pixels, which come with the package: 1,437 to train on and 360 to test on.
+def digits_arrays() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Loads scikit-learn's 1,797 digits of 8x8 pixels, which come with it: 1,437 to train on and 360 to test on.
 
-    The split is drawn at random once and for all (seed 0) with each digit's share alike in both.
+    The split is random with a fixed seed, and each digit has an equal share of both parts.
 
     Returns:
       ((images, labels) to train on, (images, labels) to test on); images are float32 `[n, 8, 8]` in [0, 1].
@@ -133,19 +136,13 @@ def digits_arrays():
     return (train_x, train_y), (test_x, test_y)
 
 
-def digits():
-    """The digits of `digits_arrays`."""
+def digits() -> ImageData:
+    """Makes a data set of `digits_arrays`."""
     return in_memory("digits", *digits_arrays())
 
 
-def numpy_file(path):
-    """A .npz file with the arrays x_train, y_train, x_test and y_test.
-
-    Args:
-      path: the file.
-
-    Returns:
-      `ImageData`.
+def numpy_file(path: str) -> ImageData:
+    """Reads a .npz file with the arrays x_train, y_train, x_test and y_test.
 
     Raises:
       UsageError: if the file or an array is missing.
@@ -172,8 +169,8 @@ def numpy_file(path):
     return in_memory(path, (x_train, y_train), (x_test, y_test))
 
 
-def tfrecords(train_files, test_files, image_shape, num_classes):
-    """TFRecord files of `tf.train.Example`s with `image/encoded` (JPEG or PNG) and `image/class/label` (int64).
+def tfrecords(train_files: str, test_files: str, image_shape: tuple[int, int, int], num_classes: int) -> ImageData:
+    """Reads TFRecord files of `tf.train.Example`s with `image/encoded` (JPEG or PNG) and `image/class/label` (int64).
 
     Args:
       train_files: pattern of the training files.
@@ -181,11 +178,8 @@ def tfrecords(train_files, test_files, image_shape, num_classes):
       image_shape: (height, width, channels); images are resized to it.
       num_classes: labels are 0 to num_classes - 1.
 
-    Returns:
-      `ImageData`.
-
     Raises:
-      UsageError: if a pattern matches no file.
+      UsageError: if a pattern matches no file, or the first example cannot be read.
     """
     if min(*image_shape, num_classes) < 1 or image_shape[2] not in (1, 3):
         raise UsageError(
@@ -202,7 +196,7 @@ def tfrecords(train_files, test_files, image_shape, num_classes):
         splits.append(files)
     height, width, channels = image_shape
 
-    def decode(record):
+    def decode(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         example = tf.io.parse_single_example(
             record,
             {
@@ -225,25 +219,22 @@ def tfrecords(train_files, test_files, image_shape, num_classes):
                 "tf.train.Examples with image/encoded (JPEG or PNG) and image/class/label (int64 from 0)"
             ) from error
 
-    def source(files):
+    def source(files: list[str]) -> Callable[[InputContext], tf.data.Dataset]:
         return lambda context: _pipeline(context, tf.data.TFRecordDataset(files), decode)
 
     return ImageData("the TFRecord files", image_shape, num_classes, source(splits[0]), source(splits[1]))
 
 
-def from_tfds(name, data_dir, image_size):
-    """Any image classification data set of tensorflow_datasets, "mnist" for one, with `train` and `test` splits.
+def from_tfds(name: str, data_dir: str, image_size: int) -> ImageData:
+    """Loads an image classification data set of tensorflow_datasets, such as "mnist", with `train` and `test` splits.
 
     Args:
       name: its name there.
       data_dir: where it is prepared or is to be downloaded to; empty for the package's own place.
       image_size: height and width to resize to where its images differ in size.
 
-    Returns:
-      `ImageData`.
-
     Raises:
-      UsageError: if it does not exist, cannot be downloaded, or is no image classification data set.
+      UsageError: if it does not exist, cannot be downloaded, or is not an image classification data set.
     """
     import tensorflow_datasets as tfds
 
@@ -276,7 +267,7 @@ def from_tfds(name, data_dir, image_size):
         return dataclasses.replace(data, num_classes=num_classes)
     target = (shape[0] or image_size, shape[1] or image_size)
 
-    def source(split):
+    def source(split: str) -> Callable[[InputContext], tf.data.Dataset]:
         examples = builder.as_dataset(split=split, shuffle_files=False)
         return lambda context: _pipeline(
             context, examples, lambda example: (_resized(example["image"], target), example["label"])
@@ -285,8 +276,8 @@ def from_tfds(name, data_dir, image_size):
     return ImageData(name, (*target, shape[2] or 3), num_classes, source("train"), source(test_split))
 
 
-def _download(builder, name):
-    """Downloads and prepares; without a network it fails at once, and not after minutes of retries."""
+def _download(builder: Any, name: str) -> None:
+    """Downloads and prepares a data set; without a network it fails at once, without minutes of retries."""
     advice = (
         f"prepare it where there is a network (`tfds build {name} --data_dir DIR`), copy DIR here and give "
         "--config.data_path=DIR; or train on --config.dataset=digits, which needs no download"
@@ -304,12 +295,14 @@ def _download(builder, name):
     except Exception as error:  # whatever a downloader of any data set raises
         raise UsageError(
             f"--config.dataset={name} is not in {builder.data_dir} and could not be downloaded "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); {advice}"
+            f"({read(error)}); {advice}"
         ) from error
 
 
-def _pipeline(context, examples, decode):
-    """Examples to batches: shards, shuffles and repeats training data, and keeps every test example once."""
+def _pipeline(
+    context: InputContext, examples: tf.data.Dataset, decode: Callable[..., tuple[tf.Tensor, tf.Tensor]]
+) -> tf.data.Dataset:
+    """Batches examples: shards them, shuffles and repeats training data, and keeps every test example once."""
     examples = examples.shard(context.num_pipelines, context.pipeline_index)
     if context.training:
         examples = examples.shuffle(_SHUFFLE_BUFFER, seed=context.seed).repeat()
@@ -318,11 +311,11 @@ def _pipeline(context, examples, decode):
     return batches.prefetch(tf.data.AUTOTUNE)
 
 
-def _resized(image, size):
+def _resized(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:
     image = _to_float(image)
     image.set_shape([None, None, image.shape[-1]])
     return tf.ensure_shape(tf.image.resize(image, size), [*size, image.shape[-1]])
 
 
-def _to_float(images):
+def _to_float(images: tf.Tensor) -> tf.Tensor:
     return tf.cast(images, tf.float32) / 255 if images.dtype == tf.uint8 else tf.cast(images, tf.float32)

@@ -1,9 +1,12 @@
 """Models for image classification. All return logits."""
 
+from collections.abc import Callable
+from typing import Any
+
 from looplib import UsageError
 
 
-def build(name, image_shape, num_classes):
+def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> Any:
     """Builds a model by name.
 
     Args:
@@ -38,7 +41,7 @@ def build(name, image_shape, num_classes):
     )
 
 
-def _cnn(layers):
+def _cnn(layers: Any) -> list[Any]:
     return [
         layers.Conv2D(32, 3, padding="same", activation="relu"),
         layers.Conv2D(64, 3, padding="same", activation="relu"),
@@ -50,11 +53,11 @@ def _cnn(layers):
     ]
 
 
-def _mlp(layers):
+def _mlp(layers: Any) -> list[Any]:
     return [layers.Flatten(), layers.Dense(128, activation="relu")]
 
 
-def _tpu_guide(layers):
+def _tpu_guide(layers: Any) -> list[Any]:
     return [
         layers.Conv2D(256, 3, activation="relu"),
         layers.Conv2D(256, 3, activation="relu"),
@@ -64,11 +67,11 @@ def _tpu_guide(layers):
     ]
 
 
-_LAYERS = {"cnn": _cnn, "mlp": _mlp, "tpu_guide": _tpu_guide}
+_LAYERS: dict[str, Callable[[Any], list[Any]]] = {"cnn": _cnn, "mlp": _mlp, "tpu_guide": _tpu_guide}
 
 
-def _resnet(name, image_shape, num_classes):
-    # Importing official costs seconds, so only who asks for it pays.
+def _resnet(name: str, image_shape: tuple[int, int, int], num_classes: int) -> Any:
+    # Importing official takes seconds, so only this function does it.
     import tf_keras
     from official.vision.modeling import classification_model
     from official.vision.modeling.backbones import resnet

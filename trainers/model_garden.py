@@ -1,17 +1,20 @@
 """Runs any experiment of TensorFlow Model Garden: `python -m trainers.model_garden --experiment=resnet_imagenet ...`.
 
 Takes the flags of Model Garden's own `train.py` (`--experiment --mode --model_dir --config_file --params_override --tpu
---gin_file --gin_params --tf_data_service`), and looplib's, which come before what the configuration says.
+--gin_file --gin_params --tf_data_service`), and looplib's, which override the configuration.
 """
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import gin
 import tensorflow as tf
 from absl import flags, logging
 from official.common import registry_imports  # noqa: F401  (registers the experiments)
-from official.core import exp_factory, task_factory, train_utils
+from official.core import config_definitions, exp_factory, task_factory, train_utils
 from official.modeling.multitask import configs as multitask_configs
 
-from looplib import UsageError, launch
+from looplib import Controller, Evaluator, Trainer, UsageError, launch
 from looplib.errors import gist
 from trainers import model_garden_config, model_garden_multi_task
 from trainers.model_garden_tasks import Experiment, TaskEvaluator, TaskTrainer
@@ -26,11 +29,16 @@ for _name in ("experiment", "config_file", "params_override", "gin_file", "gin_p
     flags.declare_key_flag(_name)
 
 
-def settings():
+Params = config_definitions.ExperimentConfig
+MakeMultiTask = Callable[[multitask_configs.MultiTaskExperimentConfig], tuple[Any, Any]]
+Parts = tuple[Trainer | None, Mapping[str, Evaluator] | None]
+
+
+def settings() -> tuple[Params, dict[str, Any]]:
     """Reads the experiment's configuration from the flags.
 
     Returns:
-      `(params, values)`: the `ExperimentConfig`, and what it says of looplib's flags.
+      The configuration, and the values that it has for looplib's flags.
 
     Raises:
       UsageError: for an unknown experiment, or a configuration that cannot be read.
@@ -57,56 +65,53 @@ def settings():
     return params, values
 
 
-def experiments():
-    """The names of all registered experiments."""
+def experiments() -> list[str]:
+    """Returns the names of all registered experiments."""
 
-    def walk(found, prefix=""):
+    def walk(found: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         for name, value in found.items():
             yield from walk(value, f"{prefix}{name}/") if isinstance(value, dict) else [prefix + name]
 
     return sorted(walk(exp_factory._REGISTERED_CONFIGS))
 
 
-def build(params, make_multi_task=None):
-    """Builds the experiment that the flags ask for, under the strategy's scope; what `launch.run` calls.
+def build(params: Params, make_multi_task: MakeMultiTask | None = None) -> Parts:
+    """Builds the experiment that the flags ask for, under the strategy's scope; for `launch.run`.
 
     Args:
-      params: the `ExperimentConfig`.
+      params: the configuration.
       make_multi_task: see `make`.
 
     Returns:
-      As `make` does.
+      The trainer and the evaluators, see `make`.
     """
     for sentence in model_garden_config.not_honoured(params):
         logging.warning("not honoured: %s", sentence)
     return make(params, flags.FLAGS.model_dir, flags.FLAGS.mode, make_multi_task)
 
 
-def started(params, controller):
-    """Writes `params.yaml` and the gin bindings of a training that may start; for `launch.run`.
-
-    Args:
-      params: the `ExperimentConfig`.
-      controller: the `looplib.Controller`.
-    """
+def started(params: Params, controller: Controller) -> None:
+    """Writes `params.yaml` and the gin bindings of a training that is about to start; for `launch.run`."""
     if "train" in flags.FLAGS.mode and controller.is_chief:
         train_utils.serialize_config(params, flags.FLAGS.model_dir)
         train_utils.save_gin_config(flags.FLAGS.mode, flags.FLAGS.model_dir)
 
 
-def make(params, model_dir, mode="train_and_eval", make_multi_task=None):
+def make(
+    params: Params, model_dir: str, mode: str = "train_and_eval", make_multi_task: MakeMultiTask | None = None
+) -> Parts:
     """Makes the trainer and the evaluators of an experiment, under the strategy's scope.
 
     Args:
-      params: the `ExperimentConfig`.
+      params: the configuration.
       model_dir: the run directory.
-      mode: what of it is needed, as in `--mode`.
-      make_multi_task: for a `MultiTaskExperimentConfig`: a function of it that returns `(MultiTask, model)`, a
-        `MultiTaskBaseModel` or one model for all tasks; default the tasks that it names on the model of the first.
+      mode: as in `--mode`; decides which of them are needed.
+      make_multi_task: makes the `MultiTask` of a `MultiTaskExperimentConfig` and its model: a `MultiTaskBaseModel`, or
+        one model for all tasks; default the tasks that the configuration names on the model of the first.
 
     Returns:
-      `(trainer, evaluators)`: `TaskTrainer`, and a dict of `TaskEvaluator` by names, which are their TensorBoard
-      directories below `eval`; None for what the mode does not need.
+      The trainer, and the evaluators by name, which are their TensorBoard directories below `eval`; None for those that
+      the mode does not need.
     """
     if model_dir:
         tf.io.gfile.makedirs(model_dir)  # some tasks write there

@@ -1,11 +1,13 @@
-"""What Model Garden's configuration says of looplib's flags, and what of it looplib does not honour."""
+"""The values that Model Garden's configuration has for looplib's flags, and its settings that looplib ignores."""
 
 import math
 import os
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 from official.common import distribute_utils
+from official.core import config_definitions
 
 from looplib import UsageError
 from looplib.errors import whole_number
@@ -16,7 +18,7 @@ _STRATEGIES = {
 }  # fmt: skip
 _PRECISIONS = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16", "float32": "float32"}
 
-# The fields that flags stand for; a flag on the command line replaces the field.
+# The field of each flag; a flag on the command line replaces the field.
 FIELDS = {
     "train_steps": "trainer.train_steps", "steps_per_loop": "trainer.steps_per_loop",
     "eval_interval": "trainer.validation_interval", "eval_steps": "trainer.validation_steps",
@@ -24,9 +26,9 @@ FIELDS = {
     "keep_last": "trainer.max_to_keep", "global_batch_size": "task.train_data.global_batch_size",
     "tpu": "runtime.tpu", "tpu_cores_per_replica": "runtime.num_cores_per_replica",
 }  # fmt: skip
-_TO_THE_END = ("train_steps", "eval_steps")  # of which -1 is all
+_TO_THE_END = ("train_steps", "eval_steps")  # -1 stands for all
 
-# What of `trainer` and `runtime` is honoured by flags, by the task's own objects, or by how looplib works.
+# Fields of `trainer` and `runtime` that flags, the task's own objects, or looplib's own ways honour.
 _HONOURED = {
     "trainer": {
         "optimizer_config", "steps_per_loop", "checkpoint_interval", "max_to_keep", "continuous_eval_timeout",
@@ -55,12 +57,12 @@ _WHY = {
 }
 
 
-def replace(params, path, value):
-    """Replaces a field, and says so where that changes it.
+def replace(params: config_definitions.ExperimentConfig, path: str, value: Any) -> None:
+    """Replaces a field, and logs it if that changes the value.
 
     Args:
-      params: an `ExperimentConfig`.
-      path: its name, such as "trainer.train_steps"; one that this experiment does not have is left alone.
+      params: the configuration.
+      path: its name, such as "trainer.train_steps"; a field that this experiment does not have is left out.
       value: the new value.
     """
     *folders, name = path.split(".")
@@ -74,15 +76,12 @@ def replace(params, path, value):
         section.override({name: value})
 
 
-def flag_values(params, mode="train_and_eval"):
-    """Returns what a configuration says of looplib's flags.
+def flag_values(params: config_definitions.ExperimentConfig, mode: str = "train_and_eval") -> dict[str, Any]:
+    """Returns the values that a configuration has for looplib's flags, by flag.
 
     Args:
-      params: an `ExperimentConfig`.
-      mode: as in `--mode`; the interval of evaluations says nothing where there is none.
-
-    Returns:
-      dict from flag to value.
+      params: the configuration.
+      mode: as in `--mode`; the interval of evaluations is left out where there are none.
 
     Raises:
       UsageError: for a setting that no run can have.
@@ -109,7 +108,7 @@ def flag_values(params, mode="train_and_eval"):
     return values
 
 
-def _check(params):
+def _check(params: config_definitions.ExperimentConfig) -> None:
     trainer, runtime = params.trainer, params.runtime
     for name, value, known in (
         ("distribution_strategy", runtime.distribution_strategy, _STRATEGIES),
@@ -130,8 +129,8 @@ def _check(params):
         )
 
 
-def _recovery(trainer):
-    """Model Garden's recovery: below 0 trials it looks at nothing, at 0 it fails, above it restores so many times."""
+def _recovery(trainer: config_definitions.TrainerConfig) -> dict[str, Any]:
+    """Returns the flags of recovery: below 0 trials Model Garden checks nothing, at 0 it fails, above it restores."""
     if trainer.recovery_max_trials < 0:
         return dict(non_finite="off")
     policy = "rollback" if trainer.recovery_max_trials else "halt"
@@ -144,8 +143,8 @@ def _recovery(trainer):
     )
 
 
-def not_honoured(params):
-    """Returns a sentence for each setting of `trainer` and `runtime` that is changed and not honoured."""
+def not_honoured(params: config_definitions.ExperimentConfig) -> list[str]:
+    """Returns a sentence for each setting of `trainer` and `runtime` that differs from its default and is ignored."""
     sentences = []
     for section, honoured in _HONOURED.items():
         config = getattr(params, section)

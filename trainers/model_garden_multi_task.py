@@ -1,41 +1,46 @@
 """Model Garden's multi-task experiments: its own trainers of several tasks in looplib's adapter for Orbit's classes."""
 
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
 import tensorflow as tf
 from official.core import train_utils
+from official.modeling.multitask import base_trainer, configs, multitask, train_lib
 from official.modeling.multitask import evaluator as multitask_evaluator
-from official.modeling.multitask import multitask, train_lib
 
 import looplib
+
+
+@runtime_checkable
+class _Initialized(Protocol):
+    """A model that loads pre-trained weights, as Model Garden's `MultiTaskBaseModel` does."""
+
+    def initialize(self) -> None: ...
 
 
 class MultiTaskTrainer(looplib.OrbitTrainer):
     """Trains several tasks, interleaved or jointly, by one of Model Garden's own trainers.
 
     Args:
-      trainer: `official.modeling.multitask.base_trainer.MultiTaskBaseTrainer`.
+      trainer: the trainer of Model Garden.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: base_trainer.MultiTaskBaseTrainer) -> None:
         super().__init__(trainer, checkpoint=trainer.checkpoint)
 
-    def initialize(self):
-        """Loads pre-trained weights as the model says."""
-        if hasattr(self.model, "initialize"):
+    def initialize(self) -> None:
+        """Loads the model's pre-trained weights, if it has any."""
+        if isinstance(self.model, _Initialized):
             self.model.initialize()
 
 
-def make(params, model_dir, mode, make_multi_task=None):
-    """Makes the trainer and the evaluator of a multi-task experiment; see `model_garden.make`.
-
-    Args:
-      params: `MultiTaskExperimentConfig`.
-      model_dir: the run directory.
-      mode: what of it is needed.
-      make_multi_task: function of `params` that returns `(MultiTask, model)`.
-
-    Returns:
-      `(MultiTaskTrainer, evaluators)`; None for what the mode does not need.
-    """
+def make(
+    params: configs.MultiTaskExperimentConfig,
+    model_dir: str,
+    mode: str,
+    make_multi_task: Callable[[configs.MultiTaskExperimentConfig], tuple[multitask.MultiTask, Any]] | None = None,
+) -> tuple[MultiTaskTrainer | None, dict[str, looplib.OrbitEvaluator] | None]:
+    """Makes the trainer and the evaluator of a multi-task experiment; see `model_garden.make`."""
     if make_multi_task:
         task, model = make_multi_task(params)
     else:

@@ -6,11 +6,13 @@ import inspect
 import os
 import tempfile
 import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 import tf_keras
-from official.core import base_task, train_utils
+from official.core import base_task, config_definitions, train_utils
 from official.modeling import optimization
 
 import looplib
@@ -19,20 +21,22 @@ from looplib.errors import gist
 
 
 class Experiment:
-    """What a trainer and an evaluator of one experiment share. A plain object: a checkpoint does not look into it.
+    """The task, model and optimizer that a trainer and an evaluator of one experiment share.
+
+    It is a plain object, which a checkpoint does not look into.
 
     Args:
-      task: `official.core.base_task.Task`.
-      params: the `ExperimentConfig`.
+      task: the task.
+      params: the configuration.
       model_dir: the run directory.
 
     Attributes:
       model: the task's model, with its variables.
-      strategy: the `tf.distribute.Strategy` in whose scope this is made.
+      strategy: the strategy in whose scope this is made.
       optimizer: the task's optimizer, with shadow variables if it averages weights; None if the experiment has none.
     """
 
-    def __init__(self, task, params, model_dir):
+    def __init__(self, task: base_task.Task, params: config_definitions.ExperimentConfig, model_dir: str) -> None:
         self.task = task
         self.params = params
         self.model_dir = model_dir
@@ -46,29 +50,29 @@ class Experiment:
             self.optimizer.shadow_copy(self.model)
 
     @property
-    def averages(self):
+    def averages(self) -> bool:
         """Whether the optimizer keeps an exponential moving average of the weights."""
         return isinstance(self.optimizer, optimization.ExponentialMovingAverage)
 
-    def averaged(self):
-        """Yields (weight of the model, its average), both `tf.Variable`."""
+    def averaged(self) -> Iterator[tuple[tf.Variable, tf.Variable]]:
+        """Yields each weight of the model with its average."""
         for weight in self.model.variables:
             try:
                 yield weight, self.optimizer.get_slot(weight, "average")
             except KeyError:
                 pass  # it may keep those of trainable weights only
 
-    def of_task(self, task):
-        """The same experiment, model and all, with another task: one to evaluate."""
+    def of_task(self, task: base_task.Task) -> "Experiment":
+        """Returns a copy of this experiment, with its model, for another task: one to evaluate."""
         other = copy.copy(self)
         other.task = task
         return other
 
-    def inputs(self, data, context):
-        """The task's pipeline for `data`, one of its `DataConfig`s, and a `looplib.InputContext`.
+    def inputs(self, data: config_definitions.DataConfig, context: looplib.InputContext) -> tf.data.Dataset:
+        """Builds the task's pipeline for one of its `DataConfig`s.
 
         Raises:
-          UsageError: if there is no such data.
+          UsageError: if the data cannot be read.
         """
         try:
             return self._inputs(data, context)
@@ -79,17 +83,17 @@ class Experiment:
                 f"({getattr(data, 'input_path', None)!r}) and tfds_name"
             ) from error
 
-    def _inputs(self, data, context):
+    def _inputs(self, data: config_definitions.DataConfig, context: looplib.InputContext) -> tf.data.Dataset:
         if "input_context" not in inspect.signature(self.task.build_inputs).parameters:
             return self.task.build_inputs(data)
         place = tf.distribute.InputContext(context.num_pipelines, context.pipeline_index, context.num_replicas)
         return self.task.build_inputs(data, input_context=place)
 
-    def _make_variables(self):
-        """Calls a model that has no variables before its first call with a batch of zeros."""
+    def _make_variables(self) -> None:
+        """Calls the model with a batch of zeros, because some models make their variables in their first call."""
         dataset = self.task.build_inputs(self.params.task.train_data)
 
-        def zeros(spec):
+        def zeros(spec: tf.TensorSpec) -> tf.Tensor:
             return tf.zeros([size or 1 for size in spec.shape.as_list()], spec.dtype)
 
         inputs = tf.nest.map_structure(zeros, dataset.element_spec)
@@ -99,20 +103,20 @@ class Experiment:
 class TaskTrainer(looplib.Trainer):
     """Trains a Model Garden task by its own `train_step`.
 
-    Reports what Model Garden's driver does under the same names: `training_loss`, the task's training metrics and
+    Reports the values of Model Garden's driver under their names: `training_loss`, the task's training metrics and
     `learning_rate`.
 
     Args:
-      experiment: `Experiment`.
+      experiment: the experiment.
 
     Raises:
       UsageError: if it has no optimizer.
     """
 
     loss_name = "training_loss"
-    batch_size_varies = True  # a translation's are of so many tokens
+    batch_size_varies = True  # batches of a translation have a number of tokens, not of examples
 
-    def __init__(self, experiment):
+    def __init__(self, experiment: Experiment) -> None:
         if experiment.optimizer is None:
             raise UsageError(
                 "the experiment has no optimizer to train with; set the types in trainer.optimizer_config.optimizer "
@@ -125,21 +129,21 @@ class TaskTrainer(looplib.Trainer):
         for name, item in getattr(self.model, "checkpoint_items", {}).items():
             setattr(self, name, item)
 
-    def dataset(self, context):
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Trainer.dataset`."""
         return self._experiment.inputs(self._experiment.params.task.train_data, context)
 
-    def step_fn(self, inputs):
-        """The task's `train_step` on one replica's batch."""
+    def step_fn(self, inputs: Any) -> Mapping[str, Any]:
+        """Calls the task's `train_step` on one replica's batch."""
         task = self._experiment.task
         logs = task.train_step(inputs, model=self.model, optimizer=self.optimizer, metrics=self.train_metrics)
         return {"training_loss": _mean(logs[task.loss], inputs), **_by_name(self.train_metrics)}
 
-    def initialize(self):
+    def initialize(self) -> None:
         """Loads the task's pre-trained checkpoint, if its configuration names one."""
         self._experiment.task.initialize(self.model)
 
-    def loop_end(self, metrics):
+    def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Adds the learning rate, and gives each number of a metric with several a name of its own."""
         rate = self.optimizer.learning_rate
         rate = rate(self.optimizer.iterations) if callable(rate) else rate
@@ -149,15 +153,14 @@ class TaskTrainer(looplib.Trainer):
 class TaskEvaluator(looplib.Evaluator):
     """Evaluates a Model Garden task by its own `validation_step`, with averaged weights where its optimizer has them.
 
-    `validation_loss` is the mean of the batches' losses weighted by their examples: Model Garden's own driver does not
-    weight them, so that a smaller last batch counts too much there. What the task aggregates on the host is handed to
-    its `aggregate_logs`, as its driver does.
+    `validation_loss` is the mean of the batches' losses weighted by their examples. Model Garden's own driver does not
+    weight them, so a smaller last batch counts too much there. The task's `aggregate_logs` gets the logs of each step.
 
     Args:
-      experiment: `Experiment`.
+      experiment: the experiment.
     """
 
-    def __init__(self, experiment):
+    def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self.model = experiment.model
         if experiment.averages:
@@ -172,15 +175,15 @@ class TaskEvaluator(looplib.Evaluator):
         self._options = experiment.params.trainer
 
     @property
-    def _data(self):
+    def _data(self) -> config_definitions.DataConfig:
         return self._experiment.task.task_config.validation_data
 
-    def dataset(self, context):
+    def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Evaluator.dataset`."""
         return self._experiment.inputs(self._data, context)
 
-    def step_fn(self, inputs):
-        """The task's `validation_step` on one replica's batch."""
+    def step_fn(self, inputs: Any) -> Mapping[str, Any]:
+        """Calls the task's `validation_step` on one replica's batch."""
         task = self._experiment.task
         with _results_of_this_replica([*self.validation_metrics, *self._of_task]):
             logs = task.validation_step(inputs, model=self.model, metrics=self.validation_metrics)
@@ -192,10 +195,10 @@ class TaskEvaluator(looplib.Evaluator):
         return outputs
 
     @contextlib.contextmanager
-    def evaluating(self):
-        """Lets the model have its averaged weights; afterwards it has the very same ones again as before.
+    def evaluating(self) -> Iterator[None]:
+        """Gives the model its averaged weights, and afterwards its own weights back, bit by bit.
 
-        The optimizer's own `swap_weights` adds and subtracts, so that rounding errors stay in the weights.
+        The optimizer's own `swap_weights` adds and subtracts, which leaves rounding errors in the weights.
         """
         self._state, self._collected = None, False
         for metric in self._of_task:
@@ -209,15 +212,15 @@ class TaskEvaluator(looplib.Evaluator):
                 weight.assign(average)
             yield
 
-    def _parts(self, variables):
-        """The variables of each replica of this worker behind distributed ones."""
+    def _parts(self, variables: Iterable[tf.Variable]) -> list[tf.Variable]:
+        """Returns the variables of each replica of this worker that distributed variables consist of."""
         return [
             part for variable in variables for part in self._experiment.strategy.experimental_local_results(variable)
         ]
 
     @contextlib.contextmanager
-    def _kept(self, variables):
-        """Gives variables their values of now again after what is done inside."""
+    def _kept(self, variables: Iterable[tf.Variable]) -> Iterator[None]:
+        """Restores the present values of variables at the end of a `with` block."""
         parts = self._parts(variables)
         values = [part.read_value() for part in parts]
         try:
@@ -226,11 +229,11 @@ class TaskEvaluator(looplib.Evaluator):
             for part, value in zip(parts, values):
                 part.assign(value)
 
-    def collect(self, outputs):
-        """Hands a step's logs to the task's `aggregate_logs`.
+    def collect(self, outputs: Sequence[Mapping[str, Any]]) -> None:
+        """Passes a step's logs to the task's `aggregate_logs`.
 
-        Some tasks reset their own metrics in the first call of it, which comes after the first step has updated them:
-        under Model Garden's driver the first batch is missing from the mean IoU of a segmentation. Here it counts.
+        Some tasks reset their own metrics in its first call, which comes after the first step has updated them: under
+        Model Garden's driver the first batch is missing from the mean IoU of a segmentation. Here it counts.
         """
         if not outputs:
             return
@@ -240,8 +243,8 @@ class TaskEvaluator(looplib.Evaluator):
             self._state = self._experiment.task.aggregate_logs(self._state, logs)
         self._collected = True
 
-    def loop_end(self, metrics):
-        """Adds what the task makes of its aggregated logs, and exports the best and the averaged weights."""
+    def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Adds the metrics of the task's aggregated logs, and exports the best and the averaged weights."""
         if self._state is not None:
             reduced = self._experiment.task.reduce_aggregated_logs(self._state, global_step=self.global_step)
             metrics = {**metrics, **{name: np.asarray(value) for name, value in reduced.items()}}
@@ -253,16 +256,16 @@ class TaskEvaluator(looplib.Evaluator):
             self._save_averages()
         return metrics
 
-    def _checkpoint(self):
+    def _checkpoint(self) -> tf.train.Checkpoint:
         items = {"optimizer": self._experiment.optimizer} if self._experiment.optimizer else {}
         return tf.train.Checkpoint(model=self.model, global_step=self.global_step, **items)
 
-    def _directory(self, name):
-        """Where to export to: all workers have to take part in a save, and the chief's is the one that is kept."""
+    def _directory(self, name: str) -> str:
+        """Returns the folder to export to: all workers take part in a save, and only the chief's files are kept."""
         chief = self._experiment.strategy.extended.should_checkpoint
         return os.path.join(self._experiment.model_dir if chief else tempfile.mkdtemp(), name)
 
-    def _export_best(self, metrics):
+    def _export_best(self, metrics: dict[str, Any]) -> dict[str, Any]:
         options, name = self._options, self._options.best_checkpoint_eval_metric
         if name not in metrics:
             raise UsageError(
@@ -277,7 +280,7 @@ class TaskEvaluator(looplib.Evaluator):
         exporter.maybe_export_checkpoint(checkpoint, metrics, int(self.global_step))
         return {**metrics, f"best_{name}": float(exporter.best_ckpt_logs[name])}
 
-    def _save_averages(self):
+    def _save_averages(self) -> None:
         if self._averages is None:
             folder, most = self._directory("ema_checkpoints"), self._options.max_to_keep
             name = "average_weights"
@@ -288,11 +291,11 @@ class TaskEvaluator(looplib.Evaluator):
 
 
 @contextlib.contextmanager
-def _results_of_this_replica(metrics):
-    """Lets `result` of Keras metrics look at this replica alone.
+def _results_of_this_replica(metrics: Sequence[tf_keras.metrics.Metric]) -> Iterator[None]:
+    """Makes `result` of Keras metrics that of this replica alone, within a `with` block.
 
-    Tasks put results into the logs of each step, where nobody reads them; all replicas would have to meet for that,
-    which they cannot where one of them has no example and leaves its step out.
+    Tasks put results into the logs of each step, where nobody reads them. A result over all replicas would need all of
+    them, and a replica without examples leaves its step out.
     """
     kept = [vars(metric).get("result") for metric in metrics]
     for metric in metrics:
@@ -306,15 +309,15 @@ def _results_of_this_replica(metrics):
                 vars(metric)["result"] = result
 
 
-def _mean(loss, inputs):
-    """A batch's mean loss, weighted by the number of its examples."""
+def _mean(loss: tf.Tensor, inputs: Any) -> Any:
+    """Returns a batch's mean loss, weighted by the number of its examples."""
     leaf = next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0)
     return looplib.mean(loss, weight=tf.shape(leaf)[0])
 
 
-def _by_name(metrics):
-    """Metric objects by their names; a second one of a name gets a number."""
-    named = {}
+def _by_name(metrics: Iterable[tf_keras.metrics.Metric]) -> dict[str, tf_keras.metrics.Metric]:
+    """Returns metric objects by their names; a second one of a name gets a number."""
+    named: dict[str, tf_keras.metrics.Metric] = {}
     for metric in metrics:
         name, number = metric.name, 2
         while name in named:
@@ -323,9 +326,9 @@ def _by_name(metrics):
     return named
 
 
-def _flat(metrics):
-    """Numbers by name: a metric that is a list gives one for each element, such as `iou_0`, `iou_1`; images none."""
-    flat = {}
+def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns numbers by name: a list gives one for each element, such as `iou_0`, `iou_1`; an image gives none."""
+    flat: dict[str, Any] = {}
     for name, value in metrics.items():
         value = np.asarray(value)
         if value.dtype.kind in "fiub" and value.ndim <= 1:

@@ -1,8 +1,8 @@
-"""Small data sets made of what is on any machine that has looplib, in the formats that Model Garden reads.
+"""Small data sets in the formats that Model Garden reads, made of files that any machine with looplib has.
 
     python -m trainers.small_data --dir=build/small_data
 
-writes, without a download and the same each time with the same versions of the packages:
+writes, without a download, and bit by bit alike with equal versions of the packages:
 
 - `digits/`: scikit-learn's digits as JPEG images of 32x32 pixels, for the experiments of image classification;
 - `text/`: sentences of the documentation in Python files, each with the package that it comes from, for
@@ -20,13 +20,20 @@ import pathlib
 import random
 import re
 import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from absl import app, flags
 
 from trainers import image_data
 
-# Whose sentences they are is the class: a name is a label, in this order.
+if TYPE_CHECKING:
+    import numpy as np
+    from official.nlp.tools.tokenization import FullTokenizer
+
+Features = dict[str, tf.train.Feature]
+# The class of a sentence is the package that it comes from; labels are in this order.
 PACKAGES = ("python", "numpy", "sklearn", "tf_keras")
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -42,31 +49,31 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2
 _SENTENCE = re.compile(r"(?:^|(?<=[.:] ))[A-Z][A-Za-z ,;'-]{30,200}\.(?= |$)")
 
 
-def int64_feature(values):
-    """A `tf.train.Feature` of whole numbers."""
+def int64_feature(values: Iterable[int]) -> tf.train.Feature:
+    """Makes a `tf.train.Feature` of whole numbers."""
     return tf.train.Feature(int64_list=tf.train.Int64List(value=list(values)))
 
 
-def float_feature(values):
-    """A `tf.train.Feature` of floats."""
+def float_feature(values: Iterable[float]) -> tf.train.Feature:
+    """Makes a `tf.train.Feature` of floats."""
     return tf.train.Feature(float_list=tf.train.FloatList(value=list(values)))
 
 
-def bytes_feature(value):
-    """A `tf.train.Feature` of one string or bytes."""
+def bytes_feature(value: str | bytes) -> tf.train.Feature:
+    """Makes a `tf.train.Feature` of one string or bytes."""
     value = value.encode() if isinstance(value, str) else value
     return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
 
 
-def write_records(path, examples):
-    """Writes a TFRecord file of `tf.train.Example`s, and the folder that it is in.
+def write_records(path: str | os.PathLike[str], examples: Iterable[Features]) -> int:
+    """Writes a TFRecord file of `tf.train.Example`s, and makes the folder that it is in.
 
     Args:
       path: the file.
-      examples: an iterable of dicts from a name to a `tf.train.Feature`.
+      examples: the features of each example, by name.
 
     Returns:
-      How many there were.
+      The number of examples.
     """
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     count = 0
@@ -79,8 +86,8 @@ def write_records(path, examples):
     return count
 
 
-def digit_examples(images, labels, size=_IMAGE_SIZE):
-    """Examples of image classification: `image/encoded`, a JPEG of three channels, and `image/class/label`.
+def digit_examples(images: "np.ndarray", labels: "np.ndarray", size: int = _IMAGE_SIZE) -> Iterator[Features]:
+    """Makes examples of image classification: `image/encoded`, a JPEG of three channels, and `image/class/label`.
 
     Args:
       images: float `[n, height, width]` in [0, 1].
@@ -88,7 +95,7 @@ def digit_examples(images, labels, size=_IMAGE_SIZE):
       size: height and width that the images are enlarged to.
 
     Yields:
-      A dict of features for each.
+      The features of each example.
     """
     for image, label in zip(images, labels):
         enlarged = tf.image.resize(image[..., None] * 255, (size, size), method="bicubic")
@@ -99,7 +106,7 @@ def digit_examples(images, labels, size=_IMAGE_SIZE):
         }
 
 
-def read_documents(package, num_sentences=None, seed=0):
+def read_documents(package: str, num_sentences: int | None = None, seed: int = 0) -> list[list[str]]:
     """Reads the sentences in the docstrings of a package, without importing it.
 
     Args:
@@ -108,7 +115,7 @@ def read_documents(package, num_sentences=None, seed=0):
       seed: of the order.
 
     Returns:
-      A list of documents, one a file: each is the list of its sentences in order. No sentence comes twice.
+      One document for each file: its sentences in order. No sentence comes twice.
     """
     if package == "python":
         root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -132,7 +139,7 @@ def read_documents(package, num_sentences=None, seed=0):
     return documents
 
 
-def _sentences(path):
+def _sentences(path: pathlib.Path) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):  # some packages carry templates, and files that are wrong on purpose
@@ -143,16 +150,16 @@ def _sentences(path):
                 yield from _SENTENCE.findall(" ".join(paragraph.split()))
 
 
-def write_vocab(path, sentences, size):
+def write_vocab(path: str | os.PathLike[str], sentences: Iterable[str], size: int) -> "FullTokenizer":
     """Learns word pieces from sentences and writes them, one a line, after the special tokens.
 
     Args:
       path: the file.
-      sentences: an iterable of strings.
+      sentences: the sentences.
       size: about how many word pieces; the learner comes close.
 
     Returns:
-      The tokenizer of that file, `official.nlp.tools.tokenization.FullTokenizer`, which makes all letters small.
+      The tokenizer of that file, which converts text to lower case.
     """
     from official.nlp.tools import tokenization
     from tensorflow_text.tools.wordpiece_vocab import wordpiece_tokenizer_learner_lib as learner
@@ -161,7 +168,7 @@ def write_vocab(path, sentences, size):
     basic = tokenization.BasicTokenizer(do_lower_case=True)
     for sentence in sentences:
         words.update(basic.tokenize(sentence))
-    # Sorted, as the learner breaks ties by order.
+    # Sorted, because the learner breaks ties by order.
     counts = sorted(words.items(), key=lambda item: (-item[1], item[0]))
     pieces = learner.learn(counts, vocab_size=size, reserved_tokens=list(SPECIAL_TOKENS))
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -169,16 +176,18 @@ def write_vocab(path, sentences, size):
     return tokenization.FullTokenizer(vocab_file=str(path), do_lower_case=True)
 
 
-def sentence_examples(labelled, tokenizer, seq_length):
-    """Examples of sentence prediction: `input_ids`, `input_mask`, `segment_ids` and `label_ids`.
+def sentence_examples(
+    labelled: Iterable[tuple[str, int]], tokenizer: "FullTokenizer", seq_length: int
+) -> Iterator[Features]:
+    """Makes examples of sentence prediction: `input_ids`, `input_mask`, `segment_ids` and `label_ids`.
 
     Args:
-      labelled: an iterable of (sentence, label).
+      labelled: sentences with their labels.
       tokenizer: see `write_vocab`.
       seq_length: sentences are cut and padded to it.
 
     Yields:
-      A dict of features for each.
+      The features of each example.
     """
     for sentence, label in labelled:
         tokens = ["[CLS]", *tokenizer.tokenize(sentence)[: seq_length - 2], "[SEP]"]
@@ -186,8 +195,14 @@ def sentence_examples(labelled, tokenizer, seq_length):
         yield {**features, "label_ids": int64_feature([label])}
 
 
-def masked_lm_examples(documents, tokenizer, buckets, copies=1, seed=0):
-    """Examples of BERT's pretraining: a sentence, the one after it or one of anywhere, and some of their words masked.
+def masked_lm_examples(
+    documents: Iterable[Sequence[str]],
+    tokenizer: "FullTokenizer",
+    buckets: Sequence[tuple[int, int]],
+    copies: int = 1,
+    seed: int = 0,
+) -> Iterator[Features]:
+    """Makes examples of BERT's pretraining: a sentence and the next or a random one, with some of their words masked.
 
     Args:
       documents: lists of sentences.
@@ -195,10 +210,10 @@ def masked_lm_examples(documents, tokenizer, buckets, copies=1, seed=0):
       buckets: (length, predictions) pairs, short to long. An example is padded to the shortest length that holds it,
         or cut to the last, and has that many places for masked words.
       copies: how often each sentence comes, with other words masked each time.
-      seed: of what is masked and what follows what.
+      seed: of the masks and of the random sentences.
 
     Yields:
-      A dict of features for each.
+      The features of each example.
     """
     draw = random.Random(seed)
     pieces = list(tokenizer.vocab)
@@ -229,7 +244,7 @@ def masked_lm_examples(documents, tokenizer, buckets, copies=1, seed=0):
             }
 
 
-def _token_features(ids, segments, length):
+def _token_features(ids: list[int], segments: list[int], length: int) -> Features:
     padding = [0] * (length - len(ids))
     return {
         "input_ids": int64_feature(ids + padding),
@@ -238,19 +253,19 @@ def _token_features(ids, segments, length):
     }
 
 
-def write_digits(directory):
-    """Writes the folder `digits` into a directory; returns how many examples each file has, by its path."""
+def write_digits(directory: str | os.PathLike[str]) -> dict[str, int]:
+    """Writes the folder `digits` into a directory; returns the number of examples of each file, by its path."""
     train, test = image_data.digits_arrays()
     return _write_splits(pathlib.Path(directory, "digits"), digit_examples(*train), digit_examples(*test))
 
 
-def write_text(directory):
-    """Writes the folders `text` and `masked_lm` into a directory; returns how many examples each file has."""
+def write_text(directory: str | os.PathLike[str]) -> dict[str, int]:
+    """Writes the folders `text` and `masked_lm` into a directory; returns the number of examples of each file."""
     directory = pathlib.Path(directory)
     train, validation = [], []
     for label, package in enumerate(PACKAGES):
         documents = read_documents(package, _SENTENCES_PER_PACKAGE)
-        # Whole files, as sentences of one file resemble each other.
+        # Whole files, because sentences of one file resemble each other.
         num_train = round((1 - _VALIDATION_SHARE) * len(documents))
         train += [(document, label) for document in documents[:num_train]]
         validation += [(document, label) for document in documents[num_train:]]
@@ -274,15 +289,15 @@ def write_text(directory):
     return counts
 
 
-def _write_splits(folder, train, validation):
+def _write_splits(folder: pathlib.Path, train: Iterable[Features], validation: Iterable[Features]) -> dict[str, int]:
     return {
         str(folder / f"{name}.tfrecord"): write_records(folder / f"{name}.tfrecord", examples)
         for name, examples in (("train", train), ("validation", validation))
     }
 
 
-def main(argv):
-    """Writes everything and says what."""
+def main(argv: Sequence[str]) -> None:
+    """Writes all files, and prints their paths."""
     del argv
     for write in (write_digits, write_text):
         for path, count in write(flags.FLAGS.dir).items():

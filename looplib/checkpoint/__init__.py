@@ -1,13 +1,15 @@
 """A run directory's checkpoints: when to save, what to keep, what proves them, and how a run starts from one.
 
 Names that other rooms may use, by file:
+    beginning: begin
     commits: SET_ASIDE, checkpoints, listing, place_of, verify
     lock: none
     manager: latest_checkpoint, peek
     marker: Commit
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-    run_directory: resolve
+    recovery: Recovery
+    run_directory: RunDirectory, resolve
     snapshot: none
-    store: Store
-    warm_start: continue_from, warm_start
+    store: Rollback, Store
+    warm_start: none
 """

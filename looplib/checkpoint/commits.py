@@ -2,37 +2,44 @@
 
 A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
 `ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without a whole marker does not count,
-whatever else is there. What is proven damaged is set aside; what cannot be read now, or is of a newer looplib, is not.
+whatever other files it has. A checkpoint that is proven damaged is set aside; one that cannot be read now, or that a
+newer looplib wrote, is not.
+
+`ckpt-<step>.unfinished` is beside files that are being written, moved or deleted. It shows the next start that a part
+of them is looplib's own. Files without it and without a marker may be another program's: they stay, and are set aside
+only when a checkpoint of their step is to be written.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import re
 import sys
 import time
-from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from looplib import files
 from looplib.checkpoint import marker
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.marker import Commit, Measured
 from looplib.errors import UsageError, gist
 
 SET_ASIDE = "set_aside"
-_NAME = re.compile(r"(ckpt-(\d+))(?:\.commit|\.commit\.new|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp)/?$")
+UNFINISHED = ".unfinished"
+_OWN = r"\.(?:commit|unfinished)(?:\.new)?"  # of names that looplib alone gives
+_NAME = re.compile(rf"(ckpt-(\d+))(?:({_OWN})|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp)/?$")
 _BLOCK = 1 << 22
 
 
 class CannotReadError(UsageError):
-    """A file of a checkpoint could not be read, which does not say that it is damaged."""
+    """A file of a checkpoint could not be read, which does not prove that it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a directory holds of one step.
+    """The checkpoint of one step as a directory holds it.
 
     Attributes:
       step: the global step.
@@ -70,14 +77,24 @@ def commit(path: str, step: int) -> Commit:
     names = [name for name in tf.io.gfile.listdir(directory) if own.fullmatch(name)]
     if f"{prefix}.index" not in names or len(names) < 2:
         raise OSError(f"only {', '.join(sorted(names)) or 'nothing'} of the files of {prefix} was written")
-    tf.train.list_variables(path)  # what TensorFlow itself cannot open is not committed
+    tf.train.list_variables(path)  # a checkpoint that TensorFlow cannot open is not committed
     measured = {name: _measure(os.path.join(directory, name)) for name in sorted(names)}
     for name in names:
         files.make_durable(os.path.join(directory, name))
     versions = {"looplib": marker.version(), "tensorflow": tf.__version__, "python": sys.version.split()[0]}
     done = Commit(path, step, time.time(), measured, {}, versions)
     marker.write(done)
+    _remove_if_there(path + UNFINISHED)
     return done
+
+
+def begin(path: str) -> None:
+    """Notes that the files of a checkpoint are about to be written or moved; `commit` ends it.
+
+    Raises:
+      OSError, tf.errors.OpError: if it cannot be written.
+    """
+    files.write_whole(path + UNFINISHED, "looplib was writing, moving or deleting the files of this checkpoint\n")
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
@@ -115,7 +132,7 @@ def place_of(directory: str | os.PathLike[str]) -> str:
 
 
 def listing(directory: str) -> list[Found]:
-    """Lists the checkpoints of a directory, newest first, those that do not count among them.
+    """Lists looplib's checkpoints in a directory, newest first, those that do not count among them.
 
     Args:
       directory: where they are; it need not exist.
@@ -123,12 +140,46 @@ def listing(directory: str) -> list[Found]:
     Raises:
       UsageError: if a newer looplib wrote a checkpoint in a format that this one cannot read.
     """
+    found = _by_step(directory)
+    return [_look_at(directory, step, found[step]) for step in sorted(found, reverse=True) if _is_own(found[step])]
+
+
+def _by_step(directory: str) -> dict[int, list[str]]:
+    """Returns the names of the files of each step, whoever made them."""
     found: dict[int, list[str]] = {}
     for name in _names(directory):
         match = _NAME.match(name)
         if match:
             found.setdefault(int(match[2]), []).append(name.rstrip("/"))
-    return [_look_at(directory, step, found[step]) for step in sorted(found, reverse=True)]
+    return found
+
+
+def _is_own(names: list[str]) -> bool:
+    return any(_NAME.match(name)[3] for name in names)
+
+
+def foreign(directory: str) -> list[int]:
+    """Returns the steps of which a directory holds files that looplib does not know for its own."""
+    return sorted(step for step, names in _by_step(directory).items() if not _is_own(names))
+
+
+def make_way(directory: str, step: int) -> None:
+    """Moves files of another program, which stand where a step's checkpoint is to be written, into `set_aside`."""
+    if step in foreign(directory):
+        place = set_aside(directory, step)
+        logging.warning("files of ckpt-%d without looplib's marker were in the way of a save; now in %s", step, place)
+
+
+def list_is_foreign(directory: str) -> bool:
+    """Whether TensorFlow's list `checkpoint` names as the newest one a checkpoint that is there and not looplib's."""
+    try:
+        match = re.search(r'model_checkpoint_path: "([^"]+)"', files.read_text(os.path.join(directory, "checkpoint")))
+    except (OSError, ValueError, tf.errors.OpError):
+        return False
+    path = os.path.join(directory, match[1]) if match else ""
+    return tf.io.gfile.exists(f"{path}.index") and not any(
+        tf.io.gfile.exists(path + ending) for ending in (".commit", UNFINISHED)
+    )
 
 
 def _look_at(directory: str, step: int, names: list[str]) -> Found:
@@ -176,7 +227,7 @@ def verify(done: Commit, thorough: bool = True) -> str:
     return ""
 
 
-def _compare(path: str, expected: dict[str, Any], thorough: bool) -> str:
+def _compare(path: str, expected: Measured, thorough: bool) -> str:
     name = os.path.basename(path)
     try:
         found = _measure(path) if thorough else {"bytes": _size(path), "sha256": expected["sha256"]}
@@ -231,6 +282,11 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
         for step, reason in others:
             place = set_aside(directory, step)
             logging.warning("the checkpoint of step %d does not count: %s; it was moved to %s", step, reason, place)
+        if others := foreign(directory):
+            logging.warning(
+                "%s in %s have no marker of looplib, so they do not count; they stay where they are",
+                ", ".join(f"ckpt-{step}" for step in others), directory
+            )  # fmt: skip
     return intact
 
 
@@ -239,13 +295,17 @@ def set_aside(directory: str, step: int) -> str:
     prefix = f"ckpt-{step}"
     place = _free_place(directory, prefix)
     tf.io.gfile.makedirs(place)
+    unfinished = path_of(directory, step) + UNFINISHED
+    if not tf.io.gfile.exists(unfinished):
+        begin(path_of(directory, step))
     # The marker goes first: at no moment does a checkpoint count that is not whole.
     names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
     for name in names:
         match = _NAME.match(name)
-        if match and match[1] == prefix:
-            name = name.rstrip("/")
+        name = name.rstrip("/")
+        if match and match[1] == prefix and (match[3] != UNFINISHED or tf.io.gfile.isdir(unfinished)):
             tf.io.gfile.rename(os.path.join(directory, name), os.path.join(place, name), overwrite=True)
+    _remove_if_there(unfinished)
     return place
 
 
@@ -265,19 +325,25 @@ def _free_place(directory: str, name: str) -> str:
 
 def remove(done: Commit) -> None:
     """Deletes a committed checkpoint: the marker first, then the files that it names, and nothing else."""
-    tf.io.gfile.remove(done.path + ".commit")
+    tf.io.gfile.rename(done.path + ".commit", done.path + UNFINISHED, overwrite=True)
     for name in done.files:  # names of this checkpoint's files, in this directory: `marker.read` has looked
         path = os.path.join(os.path.dirname(done.path), name)
         if os.path.lexists(path) or tf.io.gfile.exists(path):
             if not tf.io.gfile.isdir(path) or os.path.islink(path):
                 tf.io.gfile.remove(path)
+    _remove_if_there(done.path + UNFINISHED)
+
+
+def _remove_if_there(path: str) -> None:
+    with contextlib.suppress(tf.errors.NotFoundError):
+        tf.io.gfile.remove(path)
 
 
 def _names(directory: str) -> list[str]:
     return tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
 
 
-def _measure(path: str) -> dict[str, Any]:
+def _measure(path: str) -> Measured:
     digest, size = hashlib.sha256(), 0
     with files.open_regular(path) as file:
         while block := file.read(_BLOCK):

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from typing import TextIO
 
 from absl import logging
 
@@ -34,7 +35,7 @@ class RunLock:
     """
 
     def __init__(self, directory: str, give_up: Callable[[], None]) -> None:
-        self._file = None
+        self._file: TextIO | None = None
         self.give_up = give_up
         self._directory = directory
         self._key = os.path.realpath(directory)
@@ -82,8 +83,8 @@ class RunLock:
             "may write there and this one ends; stop that one, or run the same command again with another model_dir"
         )
 
-    def _holder(self):
-        """Says who has the lock; it may have taken it this very moment, and write its name in the next."""
+    def _holder(self) -> str:
+        """Returns who has the lock. A process that has just taken it may not have written its name yet."""
         for _ in range(20):
             self._file.seek(0)
             if text := self._file.read(1 << 16):
@@ -98,7 +99,8 @@ class RunLock:
         if self._file is not None:
             self._file.close()
 
-    __del__ = release
+    def __del__(self) -> None:
+        self.release()
 
 
 def _let_go_in_a_child() -> None:
@@ -130,7 +132,7 @@ def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
     return lock
 
 
-def _describe(text):
+def _describe(text: str) -> str:
     try:
         holder = files.parse_json(text)
         command = " ".join(holder["command"])[:200]

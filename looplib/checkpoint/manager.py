@@ -1,23 +1,34 @@
 """Checkpoints of one run: saved in the background, pruned by the policy, restored strictly."""
 
 import dataclasses
-import json
+import enum
 import os
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
-from looplib._tf import lost_server
+from looplib import _tf, files
 from looplib.checkpoint import commits, marker
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.snapshot import Snapshots, host_device
-from looplib.checkpoint.warm_start import take_what_fits, told
+from looplib.checkpoint.warm_start import describe_differences, take_what_fits
 from looplib.errors import UsageError, gist
+from looplib.task.record import RunRecord
+
+_MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
+
+
+class RestoreMode(enum.Enum):
+    """Which differences between a checkpoint and the objects here a restore allows."""
+
+    STRICT = enum.auto()  # none
+    SUBSET = enum.auto()  # the checkpoint may hold more, such as the optimizer, which an evaluation does not have
+    INTERSECTION = enum.auto()  # both may hold more
 
 
 class Checkpoints:
@@ -31,8 +42,8 @@ class Checkpoints:
       directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
       objects: dict from name to trackable object: the whole state.
       policy: `CheckpointPolicy`.
-      writes: False for a worker that is not the chief. It has to read all values with it, as some are summed over
-        workers, and writes nothing.
+      writes: False for a worker that is not the chief. It writes nothing, but has to read all values together with
+        the chief, because some are summed over workers.
       check: raises `UsageError` if the directory is not this process's any more; called before files are written and
         before they are committed.
       sync: puts on the disk what the checkpoint calls reported; called before the commit.
@@ -40,13 +51,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory,
-        objects,
-        policy=CheckpointPolicy(),
-        writes=True,
+        directory: str,
+        objects: Mapping[str, Any],
+        policy: CheckpointPolicy = CheckpointPolicy(),
+        writes: bool = True,
         check: Callable[[], None] = lambda: None,
         sync: Callable[[], None] = lambda: None,
-    ):
+    ) -> None:
         self.directory = directory
         self._writes = writes
         self._check = check
@@ -56,16 +67,11 @@ class Checkpoints:
         _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
         # The files are this process's, also of variables on parameter servers.
         self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
-        self._snapshots = None
-        self._thread = None
-        self._error = None
+        self._snapshots: Snapshots | None = None
+        self._thread: threading.Thread | None = None
+        self._error: UsageError | None = None
 
-    @property
-    def latest(self):
-        """The path of the newest committed checkpoint, or None."""
-        return latest_checkpoint(self.directory)
-
-    def save(self, step, wait):
+    def save(self, step: int, wait: bool) -> str:
         """Saves the state as `ckpt-<step>`.
 
         Args:
@@ -73,7 +79,7 @@ class Checkpoints:
           wait: returns only when it is committed.
 
         Returns:
-          str, its path.
+          The path of the checkpoint.
 
         Raises:
           UsageError: if it, or the save before it, could not be written.
@@ -88,26 +94,29 @@ class Checkpoints:
             self.wait()
         return path
 
-    def _save(self, path, step):
+    def _save(self, path: str, step: int) -> None:
         if not self._writes:
             self._read_along()
             return
         self._check()
         tf.io.gfile.makedirs(self.directory)
         self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
+        commits.make_way(self.directory, step)
         if not self._policy.in_background or self._snapshots is None:
+            commits.begin(path)
             self._checkpoint.write(path, self._options)
             self._commit(path, step)
             self._learn_from(path)
             return
         snapshot = self._snapshots.take()
 
-        def write():
+        def write() -> None:
             try:
+                commits.begin(path)
                 self._snapshots.write(path, snapshot)
                 snapshot.clear()
                 self._commit(path, step)
-            except Exception as error:  # whatever it is, it belongs to whoever waits for this save
+            except Exception as error:  # of any kind; it is raised where the run waits for this save
                 self._error = self._failure(path, error)
 
         self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
@@ -126,7 +135,7 @@ class Checkpoints:
                 "the checkpoint of step %d is of a run that continued otherwise; it is now in %s", step, place
             )
 
-    def _learn_from(self, path):
+    def _learn_from(self, path: str) -> None:
         """Gets ready to take snapshots, by the keys of a checkpoint that TensorFlow wrote."""
         if self._policy.in_background and self._snapshots is None:
             try:
@@ -135,37 +144,40 @@ class Checkpoints:
                 self._policy = dataclasses.replace(self._policy, in_background=False)
                 logging.info("only TensorFlow can save %s, so the training waits for each save", error)
 
-    def _read_along(self):
+    def _read_along(self) -> None:
+        """Reads all values as the writing worker does, because reading some of them is a sum over workers."""
         if self._snapshots is not None:
             self._snapshots.take()
             return
         with tempfile.TemporaryDirectory() as folder:
             self._learn_from(self._checkpoint.write(os.path.join(folder, "ckpt")))
 
-    def _commit(self, path, step):
+    def _commit(self, path: str, step: int) -> None:
         self._sync()
         self._check()
         commits.commit(path, step)
         self._prune()
-        # For tf.train.latest_checkpoint and other tools, TensorFlow's text file of what there is.
+        if commits.list_is_foreign(self.directory):
+            return
+        # TensorFlow's text file that lists the checkpoints, for tf.train.latest_checkpoint and other tools.
         names = [os.path.basename(done.path) for done in reversed(commits.committed(self.directory))]
         lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
         files.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
 
-    def _failure(self, path, error):
+    def _failure(self, path: str, error: Exception) -> UsageError:
         if isinstance(error, UsageError):
             return error
-        return lost_server(error) or UsageError(
+        return _tf.lost_server(error) or UsageError(
             f"the checkpoint {path} could not be saved ({gist(error)}); free space or mend the permissions and "
             "run the same command again"
         )
 
     @property
-    def saving(self):
+    def saving(self) -> bool:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
-    def wait(self):
+    def wait(self) -> None:
         """Waits for a save under way.
 
         Raises:
@@ -175,14 +187,14 @@ class Checkpoints:
             self._thread.join()
         self.check()
 
-    def check(self):
+    def check(self) -> None:
         """Raises the `UsageError` of a save that has failed meanwhile; does not wait."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
-    def add_scores(self, step, scores):
-        """Notes the metrics of an evaluation with the checkpoint of its step, if there is one, and tidies.
+    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Adds the metrics of an evaluation to the checkpoint of its step, if there is one, and prunes.
 
         Args:
           step: the global step.
@@ -201,37 +213,36 @@ class Checkpoints:
                 marker.add_scores(done, scores)
         self._prune()
 
-    def _prune(self):
+    def _prune(self) -> None:
         kept = commits.committed(self.directory)
         wanted = {done.step for rule in self._policy.keep for done in rule.select(kept)}
         for done in kept[1:]:
             if done.step not in wanted:
                 commits.remove(done)
 
-    def restore(self, path, partial=False):
+    def restore(self, path: str, mode: RestoreMode = RestoreMode.STRICT) -> None:
         """Restores the state.
 
         Args:
           path: a checkpoint's path, `.../ckpt-<step>`.
-          partial: lets the checkpoint hold more than the objects here, as an evaluation needs; "both" lets also the
-            objects here be more than it holds.
+          mode: `RestoreMode`, which differences are allowed.
 
         Raises:
           UsageError: if the checkpoint is not one of this model; it lists the keys of both sides. The variables may
             then be partly restored.
         """
         self.wait()
-        if partial == "both":
+        if mode is RestoreMode.INTERSECTION:
             take_what_fits(self._checkpoint, path)
             return
         try:
             status = self._checkpoint.restore(path, self._options)
-            if partial:
+            if mode is RestoreMode.SUBSET:
                 status.assert_existing_objects_matched().expect_partial()
             else:
                 status.assert_consumed()
         except (ValueError, AssertionError) as error:
-            raise UsageError(self._mismatch(path, partial)) from error
+            raise UsageError(self._mismatch(path, mode)) from error
         except (tf.errors.OpError, IndexError) as error:
             raise UsageError(
                 f"the checkpoint {path} cannot be read ({gist(error)}); name an older one that is "
@@ -239,7 +250,7 @@ class Checkpoints:
             ) from error
 
     def differs(self, step: int) -> bool:
-        """Whether the variables have other values than the checkpoint of a step; False on workers that do not write."""
+        """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""
         self.wait()
         with tempfile.TemporaryDirectory() as folder:
             live = self._checkpoint.write(os.path.join(folder, "live"), self._options)
@@ -249,7 +260,7 @@ class Checkpoints:
             if not tf.io.gfile.exists(f"{path}.commit"):
                 return True
             ours, theirs = tf.train.load_checkpoint(live), tf.train.load_checkpoint(path)
-            keys = [key for key in ours.get_variable_to_shape_map() if key.endswith("/VARIABLE_VALUE")]
+            keys = [key for key in ours.get_variable_to_shape_map() if _tf.is_variable_key(key)]
             return any(
                 not theirs.has_tensor(key)  # after a partial restore
                 or np.asarray(ours.get_tensor(key)).tobytes() != np.asarray(theirs.get_tensor(key)).tobytes()
@@ -257,14 +268,14 @@ class Checkpoints:
                 if not key.startswith("save_counter/")
             )
 
-    def _mismatch(self, path, partial):
-        """Compares keys with a throw-away checkpoint of what is here: TensorFlow names only the first difference."""
+    def _mismatch(self, path: str, mode: RestoreMode) -> str:
+        """Returns the sentence that lists all differences; TensorFlow names only the first one."""
         theirs = _keys(path)
         with tempfile.TemporaryDirectory() as folder:
             ours = _keys(self._checkpoint.write(os.path.join(folder, "live"), self._options))
         differences = {
             "only here": ours.keys() - theirs.keys(),
-            "only there": set() if partial else theirs.keys() - ours.keys(),
+            "only there": set() if mode is RestoreMode.SUBSET else theirs.keys() - ours.keys(),
             "other shapes": [
                 f"{key} {theirs[key]} there, {ours[key]} here" for key in ours.keys() & theirs.keys()
                 if theirs[key] != ours[key]
@@ -273,39 +284,49 @@ class Checkpoints:
         return (
             f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
             "build the model that the checkpoint was made with, or ask for a partial restore "
-            f"(CheckpointPolicy(partial=True), --partial_restore) ({told(differences)})"
+            f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(differences)})"
         )
 
 
-def latest_checkpoint(directory):
+def latest_checkpoint(directory: str) -> str | None:
     """Returns the path of the newest committed checkpoint in a directory, or None."""
     done = commits.newest(directory)
     return done.path if done else None
 
 
-def peek(path):
-    """Reads the global step and the controller's own state without touching the model.
+def peek(path: str) -> tuple[int, RunRecord]:
+    """Reads the global step and the run record without touching the model.
 
     Args:
       path: a checkpoint's path.
 
-    Returns:
-      `(step, values)`: int and dict.
-
     Raises:
-      UsageError: if it is not a looplib checkpoint.
+      UsageError: if it is not a looplib checkpoint, or its run record cannot be read.
     """
     try:
         reader = tf.train.load_checkpoint(path)
-        step = int(reader.get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
-        return step, json.loads(reader.get_tensor("run_state/.ATTRIBUTES/py_state"))
-    except (ValueError, IndexError, tf.errors.OpError) as error:
+        step = int(reader.get_tensor(_tf.variable_key("global_step")))
+        if os.path.basename(path) != f"ckpt-{step}":
+            raise ValueError(f"the step in it is {step}")
+        text = reader.get_tensor(_tf.python_state_key("run_state"))
+    except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
             f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
-            "such as <model_dir>/checkpoints/ckpt-1000"
+            "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
         ) from error
+    record = RunRecord.from_json(text, path)
+    if not 0 <= step + record.input_offset < _MOST_STEPS:
+        raise UsageError(
+            f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
+            f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
+        )
+    return step, record
 
 
-def _keys(path):
-    return {key.replace("/.ATTRIBUTES/VARIABLE_VALUE", ""): shape for key, shape in tf.train.list_variables(path)
-            if not key.startswith(("_CHECKPOINTABLE", "save_counter")) and not key.endswith("py_state")}  # fmt: skip
+def _keys(path: str) -> dict[str, list[int]]:
+    """Returns the shapes of a checkpoint's variables by name."""
+    return {
+        _tf.name_of_variable(key): shape
+        for key, shape in tf.train.list_variables(path)
+        if not key.startswith((_tf.OBJECT_GRAPH_KEY, "save_counter")) and not _tf.is_python_state_key(key)
+    }

@@ -1,4 +1,4 @@
-"""The marker of a checkpoint: what was committed, and what proves it.
+"""The marker of a checkpoint, which lists the committed files and the checksums that prove them.
 
 A marker, `ckpt-<step>.commit`, is one JSON object: `format` (1), `step`, `time`, `files` (with sizes and SHA-256
 checksums), `scores`, `versions`, and `sha256`, the checksum of all the others. Fields that are not known here are kept
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from typing import Any
+from typing import Any, TypedDict
 
 from looplib import files
 from looplib.errors import UsageError
@@ -20,9 +20,16 @@ from looplib.errors import UsageError
 FORMAT = 1
 
 
+class Measured(TypedDict):
+    """The size and the checksum of one file, the objects of a marker's `files`."""
+
+    bytes: int
+    sha256: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """A committed checkpoint, as its marker describes it.
+    """A committed checkpoint, described by its marker.
 
     Attributes:
       path: `<directory>/ckpt-<step>`, what TensorFlow calls the prefix.
@@ -36,7 +43,7 @@ class Commit:
     path: str
     step: int
     time: float
-    files: dict[str, dict[str, Any]]
+    files: dict[str, Measured]
     scores: dict[str, float | None]
     versions: dict[str, str]
 
@@ -112,7 +119,7 @@ def _check(done: Commit) -> None:
 
 
 def _write(path: str, fields: dict[str, Any]) -> None:
-    # Without a newline at its end, so that whatever is cut off makes it no JSON.
+    # Without a newline at its end, so that a marker that was cut off anywhere is not JSON.
     files.write_whole(path + ".commit", json.dumps({**fields, "sha256": _checksum(fields)}, indent=1))
 
 

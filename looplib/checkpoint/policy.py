@@ -108,22 +108,22 @@ class KeepEvery:
 class CheckpointPolicy:
     """When to save, what to keep, and what a run may start from.
 
-    A save before each evaluation inside a training run, and one at the end, happen whatever the interval is.
+    A run also saves before each evaluation inside a training, and at its end, for any interval.
 
     Attributes:
       every_steps: save at exact multiples of this many steps; default 1000.
-      keep: what to keep, a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or anything with their `select`; a checkpoint
-        is kept if one of them wants it. The newest always is.
-      in_background: writes while the training goes on; default True.
+      keep: the rules that select checkpoints to keep: a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or any `KeepRule`.
+        A checkpoint is kept if one rule selects it. The newest one always is.
+      in_background: writes while the training continues; default True.
       partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
         default False, which refuses a checkpoint of another model.
-      guards: `Guards`, what may be committed, and when to go back to a checkpoint.
+      guards: `Guards`, which decide when nothing is committed, and when to go back to a checkpoint.
       warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, or a SavedModel's directory,
         from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
       continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
         do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
-        newest. A run without a checkpoint of its own goes on from there, step, weights and optimizer, with its data
-        from the start, as such a checkpoint has no place in it; default "" for none.
+        newest. A run without a checkpoint of its own continues with its step, weights and optimizer, and with the data
+        from the start, because such a checkpoint holds no position in the data; default "" for none.
       start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
         refuses that. It has no effect on a run that has a whole checkpoint, or never had one.
     """

@@ -1,11 +1,24 @@
-"""The run directory: its name, and what may stand in it."""
+"""The run directory: its name, what it may contain, and what a controller opens in it."""
 
+import math
 import os
+import time
+from collections.abc import Callable
 
+import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError
+from looplib.checkpoint import commits, marker
+from looplib.checkpoint.lock import RunLock, acquire
+from looplib.checkpoint.manager import latest_checkpoint, peek
+from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.cluster.collectives import Workers
+from looplib.errors import UsageError, gist
+from looplib.task.record import RunRecord
+
+_WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
 
 # TensorFlow takes these in the name of a checkpoint for a pattern.
 _PATTERN = set("[]\\*?")
@@ -61,3 +74,230 @@ def check_inside(model_dir: str, writes: bool) -> None:
             place = files.free_name(f"{path}.aside")
             os.rename(path, place)
             logging.warning("%s is not a file; it was moved to %s", path, place)
+
+
+class RunDirectory:
+    """The run directory of one controller: the lock on it, and the checkpoints in it.
+
+    Opening it for a training locks the directory, sets damaged and unfinished checkpoints aside, and finds the newest
+    one that is intact. An evaluation only reads. Workers share the directory, and the chief writes.
+
+    Args:
+      model_dir: the run directory; None for a run that keeps nothing.
+      policy: `CheckpointPolicy`.
+      writes: whether the controller trains.
+      workers: `Workers`.
+      give_up: closes the controller, see `lock.RunLock`.
+
+    Attributes:
+      checkpoints: the path of the folder of the checkpoints; None without a `model_dir`.
+      writes: whether the controller trains.
+      writable: whether metrics can be written to the directory.
+      start: the `Commit` that the run starts from, or None.
+
+    Raises:
+      UsageError: if the directory is in use by another process, or a training cannot write to it.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | None,
+        policy: CheckpointPolicy,
+        writes: bool,
+        workers: Workers,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._policy = policy
+        self._workers = workers
+        self._lock: RunLock | None = None
+        self._verified: str | None = None  # the path of the checkpoint that was just read through
+        self._wait_noted = -math.inf
+        self.writes = writes
+        self.writable = bool(model_dir)
+        self.checkpoints = os.path.join(model_dir, "checkpoints") if model_dir else None
+        self.start: Commit | None = None
+        if not model_dir:
+            return
+        try:
+            if workers.is_chief:
+                files.check_writable(model_dir)
+        except UsageError as error:
+            if writes or not tf.io.gfile.isdir(model_dir):
+                raise
+            self.writable = False
+            logging.warning("%s; this evaluation reports on the console only", error)
+        if workers.is_chief:
+            check_inside(model_dir, writes)
+            if writes:
+                self._lock = acquire(model_dir, give_up)
+        self.start = self.newest_intact()
+
+    def need(self, what: str) -> None:
+        """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
+        if not self.checkpoints:
+            raise UsageError(f"{what} needs a model_dir, and this controller has none; give Controller(model_dir=...)")
+
+    def check_lock(self) -> None:
+        """Raises `UsageError` if the run directory is not this controller's any more."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def release(self) -> None:
+        """Lets another process, or another controller of this one, write to the directory."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def check_nothing_is_lost(self, saved_step: int | None) -> None:
+        """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it.
+
+        Args:
+          saved_step: the newest step that the run is known to have saved, or None.
+
+        Raises:
+          UsageError: if there was one, and none is whole.
+        """
+        if self.start or not self.writes or not self.checkpoints or self._policy.start_anew:
+            return
+        aside = commits.set_aside_before(self.checkpoints)
+        if not (aside or saved_step):
+            return
+        what = f"of step {saved_step} and before" if saved_step else f"in {', '.join(aside)}"
+        raise UsageError(
+            f"no checkpoint in {self.checkpoints} is whole, and the run had some ({what}); bring one back, or let the "
+            "run start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
+        )
+
+    def peek(self) -> tuple[int, RunRecord]:
+        """Returns the global batches consumed by `start` and its run record; 0 and an empty one without a `start`."""
+        if not self.start:
+            return 0, RunRecord()
+        step, record = peek(self.start.path)
+        return step + record.input_offset, record
+
+    def path_of(self, step: int) -> str:
+        """Returns the path of a step's checkpoint."""
+        return commits.path_of(self.checkpoints, step)
+
+    @property
+    def latest(self) -> str | None:
+        """The path of the newest committed checkpoint, or None."""
+        return latest_checkpoint(self.checkpoints) if self.checkpoints else None
+
+    def agreed_latest(self) -> str | None:
+        """Returns `latest` as the chief sees it, which may be writing another one now; workers wait for each other."""
+        done = self._agreed(commits.newest(self.checkpoints)) if self.checkpoints else None
+        return done.path if done else None
+
+    def newest_intact(self) -> Commit | None:
+        """Returns the newest checkpoint that reads as it was written, or None; workers wait for each other.
+
+        A training sets newer ones that do not count aside.
+        """
+        done = None
+        if self._workers.is_chief:
+            done = commits.newest_intact(self.checkpoints, tidy=self.writes)
+            self._verified = done.path if done else None
+        return self._agreed(done)
+
+    def best(self) -> str | None:
+        """Returns the path of the best committed checkpoint by the policy's first `KeepBest`; None without one.
+
+        Raises:
+          UsageError: if the policy has no `KeepBest`.
+        """
+        rule = self._policy.best
+        if rule is None:
+            raise UsageError(
+                "there is no best checkpoint, because the policy does not say by what; give "
+                'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))'
+            )
+        kept = commits.committed(self.checkpoints) if self.checkpoints else []
+        return next((done.path for done in rule.select(kept)), None)
+
+    def check_intact(self, path: str) -> None:
+        """Reads a checkpoint through before TensorFlow is given it, which may end the process on a damaged one.
+
+        Raises:
+          UsageError: if it is damaged, or has no whole marker.
+        """
+        if path == self._verified or not self._workers.is_chief:
+            self._verified = None  # once: it may be changed by the next time
+            return
+        try:
+            reason = commits.verify(marker.read(path))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
+            if isinstance(error, UsageError):
+                raise
+            if not tf.io.gfile.exists(f"{path}.index"):
+                return  # not a checkpoint at all, which is said when it is opened
+            reason = f"its marker cannot be read ({gist(error)})"
+        if reason:
+            raise UsageError(
+                f"{path} is not a checkpoint that looplib can read: {reason}; name another one, such as those that "
+                "`python -m looplib inspect --verify` calls intact"
+            )
+
+    def wait_for_newer(self, than: str | None, timeout: float | None) -> str | None:
+        """Waits until the newest checkpoint is another one.
+
+        Args:
+          than: the path that is known; None for any.
+          timeout: seconds to wait; None waits for ever.
+
+        Returns:
+          The path, or None if none came in time.
+        """
+        done = self._agreed(self._wait_for_newer(than, timeout) if self._workers.is_chief else None)
+        return done.path if done else None
+
+    def _wait_for_newer(self, than: str | None, timeout: float | None) -> Commit | None:
+        started, damaged = time.monotonic(), None
+        while True:
+            done = commits.newest(self.checkpoints)
+            if done and done.path != than and done != damaged:
+                try:
+                    reason = commits.verify(done)
+                    if not reason:
+                        self._verified = done.path
+                        return done
+                    if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
+                        logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
+                        damaged = done
+                except commits.CannotReadError as error:  # it may be readable at the next look
+                    logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
+            waited = time.monotonic() - started
+            if timeout is not None and waited >= timeout:
+                return None
+            self._note_wait(than, timeout, waited)
+            time.sleep(min(1.0, timeout if timeout else 1.0))
+
+    def _note_wait(self, than: str | None, timeout: float | None, waited: float) -> None:
+        now = time.monotonic()
+        if now - self._wait_noted < _WAIT_NOTES:
+            return
+        self._wait_noted = now
+        logging.info(
+            "waiting for a checkpoint%s in %s, %s%s",
+            f" newer than {os.path.basename(than)}" if than else "",
+            self.checkpoints,
+            "as long as it takes" if timeout is None else f"for up to {timeout:g} s",
+            f" ({waited:.0f} s so far)" if waited >= 1 else "",
+        )
+
+    def _agreed(self, done: Commit | None) -> Commit | None:
+        """Returns the `Commit` that the chief has found, or None."""
+        if self._workers.count == 1:
+            return done
+        step = self._workers.agree(done.step if done else -1)
+        if step < 0:
+            return None
+        return done if self._workers.is_chief else self._seen_by_the_chief(step)
+
+    def _seen_by_the_chief(self, step: int) -> Commit:
+        for done in commits.committed(self.checkpoints):
+            if done.step == step:
+                return done
+        raise UsageError(
+            f"worker {self._workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "
+            "which the chief goes on; let model_dir be on a file system that all workers share"
+        )

@@ -1,21 +1,21 @@
-"""A snapshot of all state in memory, to be written while the training goes on.
+"""A snapshot of all state in memory, to be written while the training continues.
 
 TensorFlow's own asynchronous checkpoints fail on Keras 3 variables (TensorFlow 2.20, Keras 3.15: the second save makes
-variables inside a `tf.function`). This reads each value as TensorFlow would save it, under the key that TensorFlow gave
-it, and writes the same files.
+variables inside a `tf.function`). A snapshot reads each value as TensorFlow would save it, under the key that
+TensorFlow gave it, and is written as the same files.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import tensorflow as tf
-from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from looplib import _keras
-from looplib.task.state import variables_below
-
-_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+from looplib import _keras, _tf
+from looplib.task.state import SlotOptimizer, variables_below
 
 
-def host_device():
-    """The name of this process's CPU, as opposed to those of other processes that it is connected to."""
+def host_device() -> str:
+    """Returns the name of this process's CPU, as opposed to that of another process that it is connected to."""
     with tf.device("/cpu:0"):
         return tf.constant(0).device
 
@@ -32,31 +32,37 @@ class Snapshots:
         be saved by TensorFlow only, while the training waits.
     """
 
-    def __init__(self, checkpoint, path):
-        self._graph = tf.train.load_checkpoint(path).get_tensor(_GRAPH)
-        self._readers = {}
-        proto = trackable_object_graph_pb2.TrackableObjectGraph.FromString(self._graph)
-        objects = _objects(proto, checkpoint)
-        for number, node in enumerate(proto.nodes):
+    def __init__(self, checkpoint: tf.train.Checkpoint, path: str) -> None:
+        reader = tf.train.load_checkpoint(path)
+        graph = _tf.object_graph(reader)
+        if graph is None:
+            raise NotImplementedError(f"with TensorFlow {tf.__version__} any checkpoint")
+        self._graph = reader.get_tensor(_tf.OBJECT_GRAPH_KEY)
+        self._readers: dict[str, Callable[[], tf.Tensor]] = {}
+        objects = _objects(graph, checkpoint)
+        for number, node in enumerate(graph.nodes):
             for attribute in node.attributes:
                 self._readers[attribute.checkpoint_key] = _reader(objects.get(number), attribute)
 
-    def take(self):
+    def take(self) -> dict[str, tf.Tensor]:
         """Returns a dict from checkpoint key to a tensor in host memory.
 
         It costs no copy on a CPU: TensorFlow copies a variable's buffer when the variable is next updated while
         somebody still holds its value.
         """
         with tf.device(host_device()):
-            return {_GRAPH: tf.constant(self._graph), **{key: read() for key, read in self._readers.items()}}
+            return {
+                _tf.OBJECT_GRAPH_KEY: tf.constant(self._graph),
+                **{key: read() for key, read in self._readers.items()},
+            }
 
     @staticmethod
-    def write(path, snapshot):
+    def write(path: str, snapshot: dict[str, tf.Tensor]) -> None:
         """Writes a snapshot as the files of a checkpoint.
 
         Args:
           path: the checkpoint's path.
-          snapshot: what `take` returned.
+          snapshot: the dict that `take` returned.
 
         Raises:
           tf.errors.OpError: if it cannot be written.
@@ -70,24 +76,35 @@ class Snapshots:
             )
 
 
-def assign_what_fits(root, path):
+class Taken(NamedTuple):
+    """The result of `assign_what_fits`.
+
+    Attributes:
+      count: how many values were taken.
+      others: dict from a reason to the names of what was not taken.
+    """
+
+    count: int
+    others: dict[str, list[str]]
+
+
+def assign_what_fits(root: Any, path: str) -> Taken:
     """Gives objects the values of a checkpoint where names and shapes agree.
 
     Args:
       root: a trackable object, such as a `tf.train.Checkpoint` or a model.
       path: the checkpoint.
 
-    Returns:
-      `(taken, others)`: how many values were taken, and a dict from a reason to names of what was not.
-
     Raises:
       ValueError, IndexError, tf.errors.OpError: if it cannot be read.
     """
     reader = tf.train.load_checkpoint(path)
-    proto = trackable_object_graph_pb2.TrackableObjectGraph.FromString(reader.get_tensor(_GRAPH))
-    objects, taken = _objects(proto, root), set()
+    graph = _tf.object_graph(reader)
+    if graph is None:
+        raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
+    objects, taken = _objects(graph, root), set()
     others = {"only here": [], "only there": [], "of another shape": []}
-    for number, node in enumerate(proto.nodes):
+    for number, node in enumerate(graph.nodes):
         for attribute in node.attributes:
             value, key = objects.get(number), attribute.checkpoint_key
             variable = value.value if _keras.is_variable(value) else value
@@ -106,29 +123,30 @@ def assign_what_fits(root, path):
     others["only here"] = [
         name for name, variable in variables_below(root) if id(variable) not in taken and name != "save_counter:0"
     ]
-    return len(taken) - len(others["of another shape"]), others
+    return Taken(len(taken) - len(others["of another shape"]), others)
 
 
-def _objects(proto, checkpoint):
-    """Walks a saved object graph and the live one side by side; returns a dict from node number to object."""
+def _objects(graph: Any, checkpoint: Any) -> dict[int, Any]:
+    """Returns the live objects by the numbers of their nodes in a saved object graph."""
     view = tf.train.TrackableView(checkpoint)
     objects, todo = {0: checkpoint}, [0]
     while todo:
         number = todo.pop()
         live = view.children(objects[number])
-        for child in proto.nodes[number].children:
+        for child in graph.nodes[number].children:
             if child.node_id not in objects and child.local_name in live:
                 objects[child.node_id] = live[child.local_name]
                 todo.append(child.node_id)
-    for number, node in enumerate(proto.nodes):  # the slots of optimizers of tf_keras.optimizers.legacy are no children
+    for number, node in enumerate(graph.nodes):  # the slots of an old optimizer are not its children
         for slot in node.slot_variables:
             owner, original = objects.get(number), objects.get(slot.original_variable_node_id)
-            if owner is not None and original is not None and slot.slot_name in owner.get_slot_names():
+            if isinstance(owner, SlotOptimizer) and original is not None and slot.slot_name in owner.get_slot_names():
                 objects[slot.slot_variable_node_id] = owner.get_slot(original, slot.slot_name)
     return objects
 
 
-def _reader(value, attribute):
+def _reader(value: Any, attribute: Any) -> Callable[[], tf.Tensor]:
+    """Returns the function that reads one saved value of an object."""
     if isinstance(value, tf.train.experimental.PythonState) and attribute.name == "py_state":
         return lambda: tf.constant(value.serialize())
     if _keras.is_variable(value):

@@ -2,24 +2,25 @@
 
 import os
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
+from looplib import _keras, _tf
 from looplib.checkpoint import commits
 from looplib.checkpoint.snapshot import assign_what_fits
-from looplib.errors import UsageError, gist
-from looplib.health.guards import listing
+from looplib.errors import UsageError, gist, join_names
 from looplib.task.state import variables_of
 
 
-def told(differences):
-    """Says how a checkpoint and some objects differ: a dict from a title to names, as a phrase; empty for none."""
-    return "; ".join(f"{title}: {listing(sorted(names), most=4)}" for title, names in differences.items() if names)
+def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
+    """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
+    return "; ".join(f"{title}: {join_names(sorted(names), most=4)}" for title, names in differences.items() if names)
 
 
-def take_what_fits(root, path):
+def take_what_fits(root: Any, path: str) -> None:
     """Restores the values that a checkpoint and some objects have in common, by name and shape; logs the others.
 
     Args:
@@ -33,7 +34,7 @@ def take_what_fits(root, path):
         taken, others = assign_what_fits(root, path)
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
-    left_out = told(others)
+    left_out = describe_differences(others)
     if not taken:
         raise UsageError(
             f"nothing in {path} fits ({left_out}); name a checkpoint of the same model, or of a part of it under the "
@@ -44,16 +45,16 @@ def take_what_fits(root, path):
         logging.warning("not taken from %s (%s)", path, left_out)
 
 
-def warm_start(objects, path):
+def warm_start(objects: Mapping[str, Any], path: str) -> None:
     """Takes the weights that fit, by name and shape, from another run's checkpoint or a SavedModel.
 
-    Only models and layers are looked at; optimizers start anew. What does not fit, such as a head for other classes, is
-    left as it is and named in the log.
+    Only models and layers take values; optimizers keep their initial ones. What does not fit, such as a head for other
+    classes, keeps its values and is named in the log.
 
     Args:
       objects: dict from attribute name to trackable object.
       path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for its newest; or the directory
-        of a SavedModel, which is taken for the only model here.
+        of a SavedModel, which is that of the only model here.
 
     Raises:
       UsageError: if it cannot be read or fits nothing.
@@ -66,7 +67,7 @@ def warm_start(objects, path):
         if len(models) == 1:
             root = next(iter(models.values()))
             if exported := _exported_variables(path):
-                if exported != len(root.variables):  # by their places in a list: nothing else tells them apart
+                if exported != len(root.variables):  # an export has a list of them, and no names
                     raise UsageError(
                         f"nothing in {path} fits: it has {exported} variables and the model here "
                         f"{len(root.variables)}; expected an export of the same model"
@@ -77,7 +78,7 @@ def warm_start(objects, path):
     take_what_fits(root, path.removesuffix(".index"))
 
 
-def continue_from(objects, global_step, path):
+def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: str) -> tuple[str, int]:
     """Takes step, weights and optimizers from a checkpoint that another program wrote.
 
     Args:
@@ -86,7 +87,7 @@ def continue_from(objects, global_step, path):
       path: the checkpoint, or a directory, for its newest.
 
     Returns:
-      `(path, step)`: what was taken.
+      `(path, step)`: the checkpoint that was taken and its step.
 
     Raises:
       UsageError: if it cannot be read, has no `global_step`, or lacks a weight or a variable of an optimizer.
@@ -96,7 +97,7 @@ def continue_from(objects, global_step, path):
     path = path.removesuffix(".index")
     needed = {name: value for name, value in objects.items() if _keras.is_layer(value) or _keras.is_optimizer(value)}
     try:
-        global_step.assign(tf.train.load_checkpoint(path).get_tensor("global_step/.ATTRIBUTES/VARIABLE_VALUE"))
+        global_step.assign(tf.train.load_checkpoint(path).get_tensor(_tf.variable_key("global_step")))
         _, others = assign_what_fits(tf.train.Checkpoint(global_step=global_step, **objects), path)
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
@@ -105,16 +106,17 @@ def continue_from(objects, global_step, path):
     names = {name for name, _ in variables_of(needed)}
     missing = [name for name in others["only here"] if name in names]
     if missing or others["of another shape"]:
+        differences = describe_differences({**others, "only here": missing})
         raise UsageError(
-            f"{path} cannot be continued from, as it is of another model or optimizer "
-            f"({told({**others, 'only here': missing})}); start from the weights of it that fit with warm_start instead"
+            f"{path} cannot be continued from, as it is of another model or optimizer ({differences}); start from the "
+            "weights of it that fit with warm_start instead"
         )
     return path, int(global_step)
 
 
-def _exported_variables(path):
-    """How many variables a SavedModel of `model.export` has, which holds a list of them and not the layers; else 0."""
+def _exported_variables(path: str) -> int:
+    """Returns how many variables a SavedModel of `model.export` lists instead of its layers; 0 for another one."""
     try:
         return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(path))
     except (ValueError, tf.errors.OpError):
-        return 0  # it is told by whoever reads it
+        return 0  # whoever reads it next raises the error

@@ -1,19 +1,20 @@
-"""The processes that step together: which of them this one is, and what they agree on.
+"""The workers that train in step: which of them this process is, and the values that they gather and agree on.
 
-Under MultiWorkerMirroredStrategy each process runs the whole program, and a collective op waits until all have come to
-it. So whatever decides about the next op (to stop, to save, to go back) has to be decided alike everywhere.
+Under MultiWorkerMirroredStrategy each process runs the whole program, and a collective op waits until all processes
+reach it. So all of them have to make every decision about the next op (to stop, to save, to roll back) alike.
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
 
 class Workers:
-    """The workers of a strategy; one, whatever the strategy, unless it is a MultiWorkerMirroredStrategy.
+    """The workers of a strategy: one, unless it is a MultiWorkerMirroredStrategy.
 
-    Every method that is said to wait has to be called by all workers at the same point of the program.
+    All workers have to call each method that waits for the others at the same point of the program.
 
     Args:
       strategy: `tf.distribute.Strategy`.
@@ -23,7 +24,7 @@ class Workers:
       index: which one this process is; 0 is the chief.
     """
 
-    def __init__(self, strategy):
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy = strategy
         self.count, self.index = 1, 0
         if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
@@ -33,12 +34,12 @@ class Workers:
             self.index = (resolver.task_id or 0) + (resolver.task_type == "worker" and "chief" in jobs)
 
     @property
-    def is_chief(self):
+    def is_chief(self) -> bool:
         """Whether this process writes for all."""
         return self.index == 0
 
-    def gather(self, value):
-        """Waits for the others, and returns the value of each.
+    def gather(self, value: float | np.ndarray) -> np.ndarray:
+        """Waits for the others, and returns the values of all.
 
         Args:
           value: number or numeric array, of one shape on all workers.
@@ -57,14 +58,14 @@ class Workers:
         values = [np.frombuffer(row.tobytes()[: len(content)], value.dtype) for row in summed]
         return np.stack(values).reshape(self.count, *value.shape)
 
-    def gather_tensors(self, rows):
+    def gather_tensors(self, rows: list[Sequence[tf.Tensor]]) -> list[Sequence[tf.Tensor]]:
         """Waits for the others, and returns the rows of all.
 
         Args:
-          rows: list, as long on each worker, of sequences of eager tensors; the same dtypes in each, any shapes.
+          rows: sequences of eager tensors, with equal dtypes in each row and any shapes; as many rows on each worker.
 
         Returns:
-          list of such rows, those of worker 0 first.
+          The rows of all workers, those of worker 0 first.
         """
         if self.count == 1:
             return rows
@@ -82,31 +83,37 @@ class Workers:
             for row in tf.unstack(part)
         ]
 
-    def agree(self, number):
+    def agree(self, number: int) -> int:
         """Waits for the others, and returns the chief's whole number."""
         return int(self.gather(np.int64(number))[0])
 
-    def any_of(self, flag):
-        """Waits for the others, and returns whether a Python boolean is true on any."""
+    def any_of(self, flag: bool) -> bool:
+        """Waits for the others, and returns whether a Python boolean is true on any worker."""
         return bool(self.gather(np.int64(flag)).any())
 
     @tf.autograph.experimental.do_not_convert
-    def any(self, flag):
-        """The same of a boolean scalar tensor, in a `tf.function` or not."""
+    def any(self, flag: tf.Tensor) -> tf.Tensor:
+        """Waits for the others, and returns whether a boolean scalar tensor is true on any worker.
+
+        It may be called in a `tf.function`.
+        """
         if self.count == 1:
             return flag
         return _sum(self._strategy, tf.cast(flag, tf.float32)) > 0
 
     @tf.autograph.experimental.do_not_convert
-    def mean(self, value):
-        """The mean over workers of a float64 scalar tensor, in a `tf.function` or not; waits for the others."""
+    def mean(self, value: tf.Tensor) -> tf.Tensor:
+        """Waits for the others, and returns the mean over workers of a float64 scalar tensor.
+
+        It may be called in a `tf.function`.
+        """
         return _sum(self._strategy, value) / self.count if self.count > 1 else value
 
 
-def _sum(strategy, value):
-    """The sum over workers of a tensor of each."""
+def _sum(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+    """Sums a tensor over workers."""
 
-    def local():  # a worker with several replicas counts once
+    def local() -> tf.Tensor:  # a worker with several replicas counts once
         first = tf.distribute.get_replica_context().replica_id_in_sync_group % local_replicas == 0
         return tf.where(first, value, tf.zeros_like(value))
 
@@ -115,6 +122,6 @@ def _sum(strategy, value):
 
 
 @functools.cache
-def _summing(strategy):
-    """The same as a function that is traced once for each shape."""
+def _summing(strategy: tf.distribute.Strategy) -> tf.types.experimental.PolymorphicFunction:
+    """Makes `_sum` of a strategy a function that is traced once for each shape."""
     return tf.function(lambda value: _sum(strategy, value), autograph=False)

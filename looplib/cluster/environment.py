@@ -1,4 +1,4 @@
-"""Who the processes of a run are: TF_CONFIG, Slurm or Kubernetes, as one `Cluster`. Imports no TensorFlow.
+"""The processes of a run, read from TF_CONFIG, Slurm or Kubernetes as one `Cluster`. Imports no TensorFlow.
 
 TensorFlow's own `SlurmClusterResolver` is not used: it fails on nodes without NVIDIA GPUs, and sorts the hosts by name,
 so that on node[9-10] rank 0, which runs on node9, is given the address of node10.
@@ -9,12 +9,13 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Mapping
 
 from looplib.errors import UsageError
 
 PORT = 2222  # where an environment names hosts only; LOOPLIB_PORT changes it
 
-# What to write where a cluster is needed and `resolve` returned None.
+# For messages, where a cluster is needed and `resolve` returned None.
 EXPECTED = (
     "expected TF_CONFIG, or a step started by srun, or an Indexed Job or JobSet with LOOPLIB_NUM_WORKERS and the other "
     "variables of docs/cluster.md; on one machine, `python -m looplib launch --workers=2 -- COMMAND` sets TF_CONFIG"
@@ -25,8 +26,8 @@ EXPECTED = (
 class Cluster:
     """The processes of a run, and which of them this one is.
 
-    Without parameter servers all `workers` train in step, the first one being the chief, and `task_type` is "worker"
-    (or "evaluator", which stands beside them). With them the chief coordinates, and is not among `workers`.
+    Without parameter servers all `workers` train in step. The first is the chief, and `task_type` is "worker" (or
+    "evaluator", which is not one of them). With parameter servers the chief coordinates, and is not among `workers`.
 
     Attributes:
       workers: their addresses, "host:port".
@@ -34,8 +35,8 @@ class Cluster:
       chief: the coordinator's address, with parameter servers only.
       task_type: "worker", "chief", "ps" or "evaluator".
       task_index: the index among the tasks of this type.
-      source: where it was read, such as "TF_CONFIG".
-      job_id: tells two starts of the same addresses apart, if the environment does.
+      source: where this was read, such as "TF_CONFIG".
+      job_id: distinguishes two starts on the same addresses, if the environment does.
     """
 
     workers: tuple[str, ...]
@@ -46,8 +47,8 @@ class Cluster:
     source: str = ""
     job_id: str = ""
 
-    def __post_init__(self):
-        """Raises `UsageError` for addresses or a task that cannot be."""
+    def __post_init__(self) -> None:
+        """Checks the addresses and the task, and raises `UsageError` if they cannot be right."""
         tasks = {**self.spec, "evaluator": ()}
         addresses = list(itertools.chain(*tasks.values()))
         for address in addresses:
@@ -71,38 +72,38 @@ class Cluster:
             )
 
     @property
-    def index(self):
+    def index(self) -> int | None:
         """The index of this process among the workers that train in step; None for any other process."""
         return self.task_index if self.task_type == "worker" and not self.parameter_servers else None
 
     @property
-    def is_chief(self):
-        """Whether this process is the one that reports, writes and, with parameter servers, coordinates."""
+    def is_chief(self) -> bool:
+        """Whether this process reports, writes and, with parameter servers, coordinates."""
         return self.task_type == "chief" or self.index == 0
 
     @property
-    def spec(self):
-        """The addresses as a dict from task type to list, for `tf.train.ClusterSpec`."""
+    def spec(self) -> dict[str, list[str]]:
+        """The addresses by task type, for `tf.train.ClusterSpec`."""
         groups = {"chief": [self.chief] if self.chief else [], "worker": self.workers, "ps": self.parameter_servers}
         return {name: list(addresses) for name, addresses in groups.items() if addresses}
 
     @property
-    def tf_config(self):
-        """The value of the environment variable TF_CONFIG that says the same."""
+    def tf_config(self) -> str:
+        """The value of the environment variable TF_CONFIG for this process."""
         return json.dumps({"cluster": self.spec, "task": {"type": self.task_type, "index": self.task_index}})
 
 
-def resolve(environ=os.environ):
-    """Reads the cluster from the environment, the first of TF_CONFIG, Slurm, JobSet and Indexed Job that is there.
+def resolve(environ: Mapping[str, str] = os.environ) -> Cluster | None:
+    """Reads the cluster from the environment: from the first of TF_CONFIG, Slurm, JobSet and Indexed Job that is set.
 
     Args:
-      environ: the environment's variables, a mapping.
+      environ: the environment's variables.
 
     Returns:
-      `Cluster`, or None if the environment describes none.
+      The `Cluster`; None if the environment describes none.
 
     Raises:
-      UsageError: if what is there cannot be right.
+      UsageError: if the environment's variables cannot be right.
     """
     for read in (_tf_config, _slurm, _kubernetes):
         cluster = read(environ)
@@ -111,8 +112,8 @@ def resolve(environ=os.environ):
     return None
 
 
-def expand_hostlist(text):
-    """The hosts of Slurm's short form, in its order: "a[1-2,7],b" is a1, a2, a7, b; "n[01-03]" keeps the zeros.
+def expand_hostlist(text: str) -> list[str]:
+    """Expands Slurm's short form of hosts, in its order: "a[1-2,7],b" is a1, a2, a7, b; "n[01-03]" keeps the zeros.
 
     Raises:
       UsageError: for text of another form.
@@ -131,7 +132,7 @@ _RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
 _HOST = rf"(?:[\w.-]|{_RANGES})+"
 
 
-def _expand_ranges(text):
+def _expand_ranges(text: str) -> list[str]:
     numbers = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -139,7 +140,7 @@ def _expand_ranges(text):
     return numbers
 
 
-def _tf_config(environ):
+def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     text = environ.get("TF_CONFIG", "").strip()
     if not text:
         return None
@@ -150,7 +151,7 @@ def _tf_config(environ):
     if not isinstance(config, dict):
         raise UsageError(f"TF_CONFIG is a JSON {type(config).__name__}; expected an object, such as {_EXAMPLE}")
     if not config.get("cluster"):
-        return None  # as platforms set it for a process that is alone
+        return None  # platforms set it so for a process that is alone
     cluster, task = config["cluster"], config.get("task")
     if not isinstance(cluster, dict) or not all(
         isinstance(group, list) and all(isinstance(address, str) for address in group) for group in cluster.values()
@@ -170,7 +171,7 @@ def _tf_config(environ):
         )
     if kind == "chief" and not chiefs or kind == "ps" and not servers:
         raise UsageError(f'TF_CONFIG says that this process is a {kind}, and its "cluster" names none')
-    if not servers:  # then a chief is the first of the workers, for every process alike
+    if not servers:  # then every process counts a chief as the first of the workers
         if kind == "worker" and index >= len(workers):
             raise UsageError(
                 f"TF_CONFIG says that this process is worker {index}, and names {len(workers)} of them; expected an "
@@ -188,8 +189,8 @@ def _tf_config(environ):
 _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
-def _slurm(environ):
-    # The variables of a step: a batch script's own shell, which srun did not start, is alone.
+def _slurm(environ: Mapping[str, str]) -> Cluster | None:
+    # Only a process that srun started has these; the shell of a batch script is alone.
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_STEP_NODELIST" not in environ:
         return None
     hosts = expand_hostlist(environ["SLURM_STEP_NODELIST"])
@@ -205,7 +206,7 @@ def _slurm(environ):
             f"Slurm's variables disagree: SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE "
             f"{len(sizes)} with {sum(sizes)} tasks, SLURM_STEP_NUM_TASKS says {count}"
         )
-    places = [(local, node) for node, size in enumerate(sizes) for local in range(size)]  # rank after rank, by blocks
+    places = [(local, node) for node, size in enumerate(sizes) for local in range(size)]  # by rank: node after node
     if environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic"):
         places.sort()  # one task to each node in turn
     port = _number(environ, "LOOPLIB_PORT", PORT)
@@ -221,10 +222,10 @@ def _slurm(environ):
     return Cluster(workers, task_index=rank, source="the Slurm step", job_id=".".join(job))
 
 
-def _kubernetes(environ):
-    """An Indexed Job, alone or in a JobSet; docs/cluster has the manifests that set the variables."""
+def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
+    """Reads an Indexed Job, alone or in a JobSet; docs/cluster has the manifests that set the variables."""
     if "LOOPLIB_NUM_WORKERS" not in environ or "JOB_COMPLETION_INDEX" not in environ:
-        return None  # any Indexed Job has an index, also one whose pods have nothing to do with each other
+        return None  # any Indexed Job has an index, also one whose pods do not work together
     count, index = _number(environ, "LOOPLIB_NUM_WORKERS"), _number(environ, "JOB_COMPLETION_INDEX")
     port = _number(environ, "LOOPLIB_PORT", PORT)
     jobset = environ.get("JOBSET_NAME")
@@ -251,20 +252,20 @@ def _kubernetes(environ):
     return Cluster(workers, task_index=index, source=source, job_id=environ.get("LOOPLIB_JOB_ID", ""))
 
 
-def _text(environ, name):
+def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
         raise UsageError(f"{name} is missing in the pod's environment; docs/cluster.md has manifests that set it")
     return environ[name]
 
 
-def _number(environ, name, default=None):
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise UsageError(f"{name} is {text!r}; expected a whole number, 0 or more")
     return int(text)
 
 
-def _check_address(address, source):
+def _check_address(address: str, source: str) -> None:
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:.%]+\]", host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"{source} has the address {address!r}; expected host:port, such as worker-0.train:2222")

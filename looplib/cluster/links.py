@@ -5,53 +5,57 @@ import re
 import selectors
 import socket
 import time
+from collections.abc import Sequence
+from typing import Any
 
-_LONGEST = 65536  # bytes of a line; more is no peer
+_LONGEST = 65536  # bytes of a line; only a stranger sends more
 
 
 class Link:
-    """One connection; nothing in it blocks.
+    """One connection; no method blocks.
 
     Attributes:
       index: of the worker at the other end, or None while it has not said.
+      who: the process at the other end, in words; "" while it has not said.
       unread: messages that `receive` has returned and is to return again.
-      over: the other end has closed it, or is no peer.
-      left: the other end has said goodbye.
+      over: whether the other end has closed it, or is a stranger.
+      left: whether the other end has said goodbye.
       heard: when something last came, by `time.monotonic`.
     """
 
-    def __init__(self, connection, index=None):
+    def __init__(self, connection: socket.socket, index: int | None = None) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._inbox, self._outbox = b"", b""
-        self.unread = []
+        self.unread: list[dict[str, Any]] = []
         self.index = index
+        self.who = ""
         self.over = self.left = False
         self.heard = time.monotonic()
 
-    def fileno(self):
-        """For selectors."""
+    def fileno(self) -> int:
+        """Returns the descriptor, for selectors."""
         return self._socket.fileno()
 
     @property
-    def silence(self):
+    def silence(self) -> float:
         """Seconds since something came."""
         return time.monotonic() - self.heard
 
-    def send(self, message=None):
-        """Sends a message (a dict), or a beat; what the network does not take now goes with the next one."""
+    def send(self, message: dict[str, Any] | None = None) -> None:
+        """Sends a message, or a beat; bytes that the network does not take now are sent with the next one."""
         if message is not None:
             self._outbox += json.dumps(message).encode() + b"\n"
         elif not self._outbox:
             self._outbox = b"\n"
         try:
             self._outbox = self._outbox[self._socket.send(self._outbox) :]
-        except OSError:  # full, or closed, which `receive` finds out
+        except OSError:  # full, or closed: `receive` notices that
             pass
 
-    def receive(self):
-        """Returns the messages that have come since, and sets `over` at the end of the connection."""
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have come since the last call, and sets `over` at the end of the connection."""
         try:
             while data := self._socket.recv(_LONGEST):
                 self.heard = time.monotonic()
@@ -59,7 +63,7 @@ class Link:
             self.over = True
         except (ConnectionResetError, BrokenPipeError):
             self.over = True
-        except OSError:  # nothing more yet, or an interface is down, and may come up again: silence decides
+        except OSError:  # nothing more yet, or an interface is down and may come up again: `silence` decides
             pass
         *lines, self._inbox = self._inbox.split(b"\n")
         try:
@@ -72,21 +76,25 @@ class Link:
         messages, self.unread = self.unread + messages, []
         return messages
 
-    def finish(self):
-        """Nothing more will be sent; what was, still gets out."""
+    def finish(self) -> None:
+        """Ends sending; the bytes that were sent still arrive."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError:
             pass
 
-    def close(self):
+    def close(self) -> None:
         """Closes this end."""
         self.over = True
         self._socket.close()
 
 
-def connect(address, timeout):
-    """Connects to "host:port"; returns a `Link`, or raises OSError."""
+def connect(address: str, timeout: float) -> Link:
+    """Connects to "host:port" within some seconds.
+
+    Raises:
+      OSError: if nobody answers there.
+    """
     connection = socket.create_connection(_split(address), timeout)
     if connection.getsockname() == connection.getpeername():
         # Where nobody listens on a port of the range for outgoing connections, TCP can connect a socket with itself.
@@ -95,7 +103,7 @@ def connect(address, timeout):
     return Link(connection)
 
 
-def listen(address):
+def listen(address: str) -> socket.socket:
     """Listens on the port of "host:port", on all interfaces unless the host is this machine's loopback."""
     host, port = _split(address)
     if re.fullmatch(r"localhost|127\.[\d.]+", host):
@@ -103,18 +111,21 @@ def listen(address):
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-        except OSError:  # IPv6 is switched off on this machine, or else the next line says what is wrong
+        except OSError:  # IPv6 is switched off on this machine; if not, the next line raises the error
             pass
     return socket.create_server(("", port), backlog=1024)
 
 
-def _split(address):
+def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def drain(open_links, seconds):
-    """Closes links once the others have read everything: one that is closed too early loses its last words."""
+def drain(open_links: Sequence[Link], seconds: float) -> None:
+    """Closes links once the other ends have read everything, within some seconds.
+
+    A link that is closed earlier loses its last messages.
+    """
     for link in open_links:
         link.finish()
     end = time.monotonic() + seconds

@@ -1,24 +1,44 @@
-"""When one process of a run dies, freezes or is cut off, all leave within a bound, each with one line that says why.
+"""Failures of other processes: when one dies, freezes or is cut off, all exit within a bound, each with one line why.
 
 Each worker keeps a connection to the chief, and both sides send a beat each second from a thread. An end without a
-goodbye is a death; silence is a freeze or a cut link, which TCP alone does not tell for many minutes. The chief decides
-what came first and tells everybody. The connections are plain TCP, as TensorFlow's own between workers are.
+goodbye is a death; silence is a freeze or a cut link, which TCP alone does not notice for many minutes. The chief
+decides which failure came first and tells everybody. The connections are plain TCP, like TensorFlow's own.
 """
 
 import collections
+import dataclasses
 import os
 import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 from looplib import console
 from looplib.cluster import links, rendezvous
 from looplib.cluster.environment import Cluster
-from looplib.errors import EXIT_PREEMPTED
+from looplib.errors import EXIT_FAILED, EXIT_PREEMPTED
 
-_DRAIN = 2.0  # seconds that the last messages have to get out
+_DRAIN = 2.0  # seconds that the last messages have to arrive
 _AGAIN = "run the same command on all workers again to go on from the newest checkpoint"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cause:
+    """Why all workers of a run exit.
+
+    Attributes:
+      index: of the worker that failed or was preempted.
+      code: the exit code of all.
+      what: what happened to that worker: the predicate of a sentence.
+    """
+
+    index: int
+    code: int
+    what: str
+
+    def as_message(self) -> dict[str, dict[str, int | str]]:
+        return {"cause": dataclasses.asdict(self)}
 
 
 class Peers:
@@ -37,16 +57,16 @@ class Peers:
 
     Attributes:
       cluster: the `Cluster`.
-      silence_limit: seconds without a word after which a worker is given up.
+      silence_limit: seconds of silence after which a worker counts as lost.
     """
 
-    def __init__(self, cluster, *, join_limit=60.0, silence_limit=20.0):
+    def __init__(self, cluster: Cluster, *, join_limit: float = 60.0, silence_limit: float = 20.0) -> None:
         """Connects to nobody yet.
 
         Args:
           cluster: a `Cluster` in which this process has an `index`.
-          join_limit: seconds that the workers may come one after the other.
-          silence_limit: seconds without a word after which a worker is given up.
+          join_limit: seconds within which all workers have to come.
+          silence_limit: seconds of silence after which a worker counts as lost.
         """
         if cluster.index is None:
             raise ValueError(f"the {cluster.task_type} of a cluster does not train in step with workers")
@@ -54,19 +74,19 @@ class Peers:
         self.silence_limit = silence_limit
         self._join_limit = join_limit
         self._beat = min(1.0, silence_limit / 5)
-        self._links = {}
-        self._thread = None
-        self._ending = None  # the way in which this process ends by itself: "last words" or "goodbye"
+        self._links: dict[int, links.Link] = {}
+        self._thread: threading.Thread | None = None
+        self._ending = ""  # the way in which this process ends by itself: "last words" or "goodbye"
         self._done = threading.Event()  # the others have noted it, or none is left
-        self._named = threading.Event()  # another worker has failed, and this process is about to leave
-        self._orders = collections.deque()  # functions for the thread to call
+        self._named = threading.Event()  # another worker has failed, and this process is about to exit
+        self._orders: collections.deque[Callable[[], None]] = collections.deque()  # for the thread to call
 
     @property
-    def joined(self):
-        """Whether there are others, and they have been met."""
+    def joined(self) -> bool:
+        """Whether there are others, and this process has met them."""
         return self._thread is not None
 
-    def join(self):
+    def join(self) -> None:
         """Meets the others at the chief's address, which is free again afterwards, and begins to watch them.
 
         Raises:
@@ -80,37 +100,37 @@ class Peers:
         self._thread = threading.Thread(target=self._watch, name="looplib-peers", daemon=True)
         self._thread.start()
 
-    def first_cause(self, seconds):
-        """Waits whether another worker has failed first; then this process leaves in here, with that one's line.
+    def first_cause(self, seconds: float) -> None:
+        """Waits for the news that another worker failed first; if it comes, this process exits here with that cause.
 
         Args:
-          seconds: how long; a worker that is frozen or cut off is known after `silence_limit`.
+          seconds: how long to wait; a frozen worker, or one that is cut off, is known after `silence_limit`.
         """
         if self._thread:
             self._thread.join(seconds)  # it ends when nobody is left to watch
             if self._named.is_set():
                 self._thread.join()  # it ends the process
 
-    def last_words(self, code, sentence):
-        """Tells the others that this process ends by itself: they leave with the same code and a line that says so.
+    def last_words(self, code: int, sentence: str) -> None:
+        """Tells the others that this process ends by itself; they exit with its code, and a line that says so.
 
-        Returns once the chief has noted it. If the chief has another cause already, this process leaves with that one.
+        Returns once the chief has noted it. If the chief has another cause already, this process exits with that one.
 
         Args:
-          code: the exit code to come: 1, or 75 after a signal.
+          code: the exit code of this process.
           sentence: why, such as "ValueError: no such file".
         """
         if self._begin("last words"):
             what = f"was preempted: {sentence}" if code == EXIT_PREEMPTED else f"failed: {sentence}"
-            self._order(lambda: self._report({"index": self.cluster.index, "code": code, "what": what}))
+            self._order(lambda: self._report(_Cause(self.cluster.index, code, what)))
             self._done.wait(2 * _DRAIN)
         self.first_cause(0)
 
-    def leave(self, seconds=None):
-        """Says goodbye, and waits until all others have or `seconds` are over: one that fails till then counts.
+    def leave(self, seconds: float | None = None) -> None:
+        """Says goodbye, and waits until all others have too; a failure of one of them until then ends this process.
 
         Args:
-          seconds: default `silence_limit`.
+          seconds: how long to wait; default `silence_limit`.
         """
         if self._begin("goodbye"):
             self._order(self._say_goodbye)
@@ -119,13 +139,13 @@ class Peers:
             self._order(self._stop)
             self._thread.join(2 * _DRAIN)
 
-    def _begin(self, ending):
+    def _begin(self, ending: str) -> bool:
         if self._thread is None or self._ending:
             return False
         self._ending = ending
         return True
 
-    def _order(self, function):
+    def _order(self, function: Callable[[], None]) -> None:
         self._orders.append(function)
         try:
             self._mouth.send(b".")
@@ -134,7 +154,7 @@ class Peers:
 
     # In the thread.
 
-    def _watch(self):
+    def _watch(self) -> None:
         with selectors.DefaultSelector() as self._selector:
             for connection in (self._ear, *self._links.values()):
                 self._selector.register(connection, selectors.EVENT_READ)
@@ -144,7 +164,7 @@ class Peers:
             while self._links:
                 ready = [key.fileobj for key, _ in self._selector.select(max(0.0, beat - time.monotonic()))]
                 now = time.monotonic()
-                if now - looked > self.silence_limit / 2:  # it was this process that stood still
+                if now - looked > self.silence_limit / 2:  # this process itself stood still
                     for link in self._links.values():
                         link.heard = now
                 looked = now
@@ -156,17 +176,17 @@ class Peers:
                         link.send()
                     ready = (self._ear, *self._links.values())  # also those that are silent
                 for link in ready:
-                    if link is not self._ear and not link.over:  # by what another one said
+                    if link is not self._ear and not link.over:  # a message of another link may have ended it
                         self._hear(link)
                 while self._orders and self._links:
                     self._orders.popleft()()
         self._done.set()
         self._close()
 
-    def _hear(self, link):
+    def _hear(self, link: links.Link) -> None:
         for message in link.receive():
             if "cause" in message:
-                return self._end_for(message["cause"])
+                return self._end_for(_Cause(**message["cause"]))
             if "goodbye" in message:
                 link.left = True
         if link.over:
@@ -184,63 +204,63 @@ class Peers:
         elif link.silence > self.silence_limit:
             self._give_up(link, f"was not heard of for {self.silence_limit:g} s: it is frozen, or cut off")
 
-    def _give_up(self, link, what):
-        cause = {"index": link.index, "code": 1, "what": f"{what}; {_AGAIN}"}
-        link.send({"cause": cause})  # for one that is frozen and wakes up
+    def _give_up(self, link: links.Link, what: str) -> None:
+        cause = _Cause(link.index, EXIT_FAILED, f"{what}; {_AGAIN}")
+        link.send(cause.as_message())  # a frozen worker may wake up
         self._end_for(cause)
 
-    def _report(self, cause):
-        """The last words of this process."""
+    def _report(self, cause: _Cause) -> None:
+        """Sends the last words of this process."""
         if self.cluster.is_chief:
             self._end_for(cause)
         else:
-            self._links[0].send({"cause": cause})  # which sends it back
+            self._links[0].send(cause.as_message())  # the chief sends it back
 
-    def _end_for(self, cause):
-        """The first cause: the chief tells it to all; whoever is not ending by itself for it leaves."""
-        own = self._ending == "last words" and cause["index"] == self.cluster.index
+    def _end_for(self, cause: _Cause) -> None:
+        """Ends this process for the first cause, which the chief sends to all, unless the cause is its own."""
+        own = self._ending == "last words" and cause.index == self.cluster.index
         if not own:
             self._named.set()
         if self.cluster.is_chief:
             for link in self._links.values():
-                link.send({"cause": cause})
+                link.send(cause.as_message())
         self._drain()
         if not own:
             self._exit(cause)
 
-    def _say_goodbye(self):
+    def _say_goodbye(self) -> None:
         if not self.cluster.is_chief:
             self._links[0].send({"goodbye": True})
         elif all(link.left for link in self._links.values()):
             self._stop()
 
-    def _stop(self):
+    def _stop(self) -> None:
         if self.cluster.is_chief:
             for link in self._links.values():
                 link.send({"goodbye": True})
         self._drain()
 
-    def _drain(self):
+    def _drain(self) -> None:
         for link in self._links.values():
             self._selector.unregister(link)
         links.drain(list(self._links.values()), _DRAIN)
         self._links.clear()
 
-    def _forget(self, link):
+    def _forget(self, link: links.Link) -> None:
         self._selector.unregister(link)
         link.close()
         del self._links[link.index]
 
-    def _exit(self, cause):
-        role = ", the chief," if cause["index"] == 0 else ""
-        error = "" if cause["code"] == EXIT_PREEMPTED else "error: "
-        name = f"worker {cause['index']} ({self.cluster.workers[cause['index']]}){role}"
-        console.last_line(f"looplib: {error}{name} {cause['what']}")
-        os._exit(cause["code"])
+    def _exit(self, cause: _Cause) -> None:
+        role = ", the chief," if cause.index == 0 else ""
+        error = "" if cause.code == EXIT_PREEMPTED else "error: "
+        name = f"worker {cause.index} ({self.cluster.workers[cause.index]}){role}"
+        console.last_line(f"looplib: {error}{name} {cause.what}")
+        os._exit(cause.code)
 
-    def _close(self):
+    def _close(self) -> None:
         for connection in (self._ear, self._mouth, *self._links.values()):
             connection.close()
 
 
-current = Peers(Cluster(("localhost:1",)))  # those of the run; `runtime.setup` finds out whether there are others
+current = Peers(Cluster(("localhost:1",)))  # the run's own, alone until `runtime.setup` finds others

@@ -1,4 +1,4 @@
-"""The workers of a run meet at the chief's address, before TensorFlow opens its servers there."""
+"""The meeting of a run's workers at the chief's address, before TensorFlow opens its servers there."""
 
 import hashlib
 import json
@@ -9,21 +9,22 @@ import time
 
 from looplib import console
 from looplib.cluster import links
+from looplib.cluster.environment import Cluster
 from looplib.errors import UsageError
 
-_PATIENCE = 5.0  # seconds for an answer of whoever listens at the chief's address
+_PATIENCE = 5.0  # seconds for an answer from the chief's address
 
 
-def meet(cluster, join_limit, silence_limit):
-    """Returns once all workers are there; the chief's port is free again then.
+def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int, links.Link]:
+    """Waits until all workers have come; the chief's port is free again afterwards.
 
     Args:
       cluster: a `Cluster` of workers that train in step, this process among them.
-      join_limit: seconds that the workers may come one after the other.
-      silence_limit: seconds without a word after which one that waits is taken for gone.
+      join_limit: seconds within which all workers have to come.
+      silence_limit: seconds of silence after which a worker that waits counts as lost.
 
     Returns:
-      dict from index to `Link`: to all other workers at the chief, to the chief at the others.
+      The links by index: to all other workers at the chief, to the chief at the others.
 
     Raises:
       UsageError: if a worker has not come in time, says which; if this process does not belong here, says why.
@@ -33,7 +34,7 @@ def meet(cluster, join_limit, silence_limit):
 
 
 class _Meeting:
-    def __init__(self, cluster, join_limit, silence_limit):
+    def __init__(self, cluster: Cluster, join_limit: float, silence_limit: float) -> None:
         self._cluster = cluster
         self._limit = join_limit
         self._deadline = time.monotonic() + join_limit
@@ -45,19 +46,20 @@ class _Meeting:
 
     # The chief.
 
-    def await_workers(self):
-        """At the chief: waits until all others have come."""
-        links_here, present = [], {}
-        beat, told = time.monotonic(), time.monotonic() + 10
+    def await_workers(self) -> dict[int, links.Link]:
+        """Waits, at the chief, until all others have come."""
+        links_here: list[links.Link] = []
+        present: dict[int, links.Link] = {}
+        beat, remind = time.monotonic(), time.monotonic() + 10
         with self._listen() as listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
             try:
                 while missing := [i for i in range(1, len(self._cluster.workers)) if i not in present]:
                     if time.monotonic() >= self._deadline:
                         raise self._lacking(missing, present)
-                    if time.monotonic() >= told:
+                    if time.monotonic() >= remind:
                         console.say(f"looplib: waiting for {self._names(missing)}")
-                        told = float("inf")
+                        remind = float("inf")
                     for key, _ in selector.select(min(self._beat, 0.2)):
                         if key.fileobj is listener:
                             links_here.append(links.Link(listener.accept()[0]))
@@ -82,7 +84,7 @@ class _Meeting:
             link.send({"go": True})
         return present
 
-    def _hear(self, link, present):
+    def _hear(self, link: links.Link, present: dict[int, links.Link]) -> None:
         for message in link.receive():
             index = message.get("index")
             other = present.get(index) if isinstance(index, int) else None
@@ -98,14 +100,14 @@ class _Meeting:
                     "; give each an index of its own"
                 )
             else:
-                link.index, link.who = index, message.get("who")
+                link.index, link.who = index, message.get("who", "")
                 present[index] = link
                 link.send({"wait": True})
                 continue
             link.send({"refused": refusal})
             link.finish()
 
-    def _lacking(self, missing, present):
+    def _lacking(self, missing: list[int], present: dict[int, links.Link]) -> UsageError:
         error = UsageError(
             f"{self._names(missing)} did not come within {self._limit:g} s; start the same command on all workers, and "
             "look into the logs of those"
@@ -115,15 +117,15 @@ class _Meeting:
         links.drain(list(present.values()), 1.0)
         return error
 
-    def _names(self, indices):
+    def _names(self, indices: list[int]) -> str:
         named = [f"worker {i} ({self._cluster.workers[i]})" for i in indices[:8]]
         return ", ".join(named) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
 
-    def _listen(self):
+    def _listen(self) -> socket.socket:
         while True:
             try:
                 return links.listen(self._chief)
-            except OSError as error:  # an earlier run may still be ending there, or it is a second chief's
+            except OSError as error:  # an earlier run may still be ending there, or a second chief listens
                 self._knock()
                 if time.monotonic() >= self._deadline:
                     raise UsageError(
@@ -134,8 +136,8 @@ class _Meeting:
 
     # The others.
 
-    def find_chief(self):
-        """At the others: waits until the chief has let this process in, and all have come."""
+    def find_chief(self) -> dict[int, links.Link]:
+        """Waits, at a worker, until the chief has let this process in and all have come."""
         while True:
             link, said = self._knock()
             if link:
@@ -147,15 +149,15 @@ class _Meeting:
                 )
             time.sleep(0.2)
 
-    def _knock(self):
-        """Asks to be let in at the chief's address, and waits for the others; returns its link, or None and why not."""
+    def _knock(self) -> tuple[links.Link | None, str]:
+        """Asks the chief to be let in, and waits for the others; returns the link, or None and the reason."""
         try:
             link = links.connect(self._chief, _PATIENCE)
         except OSError as error:
             return None, error.strerror or str(error)
         link.index = 0
         link.send({"index": self._cluster.index, "run": self._run, "who": _who()})
-        limit = min(_PATIENCE, self._silence_limit)  # until the chief has answered; from then on its deadline counts
+        limit = min(_PATIENCE, self._silence_limit)  # until the chief has answered; then the chief's deadline counts
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(link, selectors.EVENT_READ)
@@ -177,5 +179,5 @@ class _Meeting:
         return None, "something listens there, but no chief that waits: has an earlier run not ended yet?"
 
 
-def _who():
+def _who() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"

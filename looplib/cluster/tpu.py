@@ -1,6 +1,6 @@
-"""A TPU: finding it, connecting to it, dividing its cores, and starting again when it was lost.
+"""A TPU: finding it, connecting to it, dividing its cores, and starting again after it was lost.
 
-No TPU was at hand to try this on. What can run elsewhere is tested there; see docs/tpu.md for what that leaves.
+None of this has run on a TPU. The tests run the parts that need none; docs/tpu.md lists the rest.
 """
 
 import math
@@ -9,6 +9,8 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -24,31 +26,34 @@ _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError)
 _NAMED_BY = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
 
 
-def named():
-    """The name or address of the TPU that the environment names, or None."""
+def named() -> str | None:
+    """Returns the name or address of the TPU that the environment names, or None."""
     return next((os.environ[name] for name in _NAMED_BY if os.environ.get(name)), None)
 
 
-def is_here():
+def is_here() -> bool:
     """Whether the environment names a TPU, or this machine has one."""
     return bool(named() or os.environ.get("TPU_CONFIG") or tf.config.list_physical_devices("TPU"))
 
 
-def connect(tpu=None, *, cores_per_replica=1, replicas=None, spmd=False):
+def connect(
+    tpu: str | None = None, *, cores_per_replica: int = 1, replicas: int | None = None, spmd: bool = False
+) -> tf.distribute.TPUStrategy:
     """Connects to a TPU, initialises it, and makes its strategy; once a process, before any tensor is made.
 
     Args:
       tpu: a name, "projects/<project>/locations/<zone>/nodes/<name>", an address such as "10.0.0.2:8470" (several with
-        commas between), "local" for one of this machine; default what the environment names, else this machine's.
-      cores_per_replica: cores that one replica has for itself, as its logical devices.
-      replicas: default as many as the cores are enough for.
+        commas between), "local" for one of this machine; default the one that the environment names, else this
+        machine's.
+      cores_per_replica: cores of one replica, which are its logical devices.
+      replicas: how many; default as many as the cores allow.
       spmd: divides one program over a replica's cores by the shardings of its tensors, instead of ops over cores.
 
     Returns:
-      `tf.distribute.TPUStrategy`.
+      The strategy.
 
     Raises:
-      UsageError: if the TPU cannot be reached, or its cores not be divided so.
+      UsageError: if the TPU cannot be reached, or its cores cannot be divided so.
     """
     if spmd and cores_per_replica == 1:
         raise UsageError("tpu_spmd divides a replica over its cores, and it has one; give it more (cores_per_replica)")
@@ -65,8 +70,8 @@ def connect(tpu=None, *, cores_per_replica=1, replicas=None, spmd=False):
     )
 
 
-def resolver_of(tpu=None):
-    """Makes the `tf.distribute.cluster_resolver.TPUClusterResolver` of a TPU, see `connect`."""
+def resolver_of(tpu: str | None = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Makes the resolver of a TPU, see `connect`."""
     tpu, place = tpu or named() or "", {}
     if match := re.fullmatch(r"projects/([^/]+)/locations/([^/]+)/nodes/([^/]+)", tpu):
         place = {"project": match[1], "zone": match[2]}
@@ -78,16 +83,18 @@ def resolver_of(tpu=None):
     return tf.distribute.cluster_resolver.TPUClusterResolver(tpu=tpu, **place)
 
 
-def device_assignment(topology, cores_per_replica, replicas=None):
+def device_assignment(
+    topology: tf.tpu.experimental.Topology, cores_per_replica: int, replicas: int | None = None
+) -> tf.tpu.experimental.DeviceAssignment:
     """Gives each replica a compact block of cores.
 
     Args:
-      topology: `tf.tpu.experimental.Topology`.
+      topology: of the TPU.
       cores_per_replica: cores of a replica.
-      replicas: default as many as the cores are enough for.
+      replicas: how many; default as many as the cores allow.
 
     Returns:
-      `tf.tpu.experimental.DeviceAssignment`.
+      The assignment.
 
     Raises:
       UsageError: if the cores cannot be divided so.
@@ -111,12 +118,12 @@ def device_assignment(topology, cores_per_replica, replicas=None):
     )
 
 
-def split_over_cores(tensor, parts):
+def split_over_cores(tensor: tf.Tensor, parts: Sequence[int]) -> tf.Tensor:
     """Divides a tensor over the cores of a replica; in `step_fn`. Without a TPU it changes nothing.
 
     Args:
       tensor: tensor whose shape is known.
-      parts: list, into how many parts each dimension is cut; their product is the cores of a replica.
+      parts: into how many parts each dimension is cut; their product is the cores of a replica.
 
     Returns:
       The tensor.
@@ -134,33 +141,34 @@ def split_over_cores(tensor, parts):
     return strategy.experimental_split_to_logical_devices(tensor, parts) if strategy else tensor
 
 
-def replicate_over_cores(tensor):
+def replicate_over_cores(tensor: tf.Tensor) -> tf.Tensor:
     """Gives every core of a replica the whole tensor; in `step_fn`. Without a TPU it changes nothing."""
     strategy = _tpu_strategy()
     return strategy.experimental_replicate_to_logical_devices(tensor) if strategy else tensor
 
 
-def assign_to_core(tensor, core):
+def assign_to_core(tensor: tf.Tensor, core: int) -> tf.Tensor:
     """Computes a tensor on one core of a replica (not with spmd); in `step_fn`. Without a TPU it changes nothing."""
     strategy = _tpu_strategy()
     return strategy.experimental_assign_to_logical_device(tensor, core) if strategy else tensor
 
 
-def is_lost(strategy, error):
-    """Whether an error says that the TPU of a strategy is gone, as after its preemption or maintenance."""
+def is_lost(strategy: tf.distribute.Strategy, error: BaseException) -> bool:
+    """Whether an error means that the TPU of a strategy is gone, for example after preemption or maintenance."""
     return isinstance(strategy, tf.distribute.TPUStrategy) and isinstance(error, _LOST)
 
 
-def start_again(step):
-    """Replaces this process by a new start of its command, which waits for the TPU and goes on from the checkpoint.
+def start_again(step: int) -> NoReturn:
+    """Replaces this process by a new start of its command, which waits for the TPU and resumes from the checkpoint.
 
-    A new process, as variables and compiled programs of a lost TPU cannot be told from good ones in the old one.
+    It has to be a new process: in the old one, the variables and compiled programs of a lost TPU cannot be
+    distinguished from good ones.
 
     Args:
       step: of the newest checkpoint, 0 without one.
 
     Raises:
-      UsageError: after so many starts without a new checkpoint that another one will do no better.
+      UsageError: after too many starts without a new checkpoint between them.
     """
     count, _, before = os.environ.get(RESTARTS, "").partition(":")
     count = int(count) + 1 if count and int(before) == step else 1
@@ -176,7 +184,9 @@ def start_again(step):
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _initialise(tpu):
+def _initialise(
+    tpu: str | None,
+) -> tuple[tf.distribute.cluster_resolver.TPUClusterResolver, tf.tpu.experimental.Topology]:
     deadline = time.monotonic() + (_PATIENCE_SECONDS if os.environ.get(RESTARTS) else 0.0)
     while True:
         try:
@@ -194,18 +204,18 @@ def _initialise(tpu):
             time.sleep(_PAUSE_SECONDS)
 
 
-def _knock(resolver):
-    """Raises `OSError` where nobody listens; TensorFlow would wait there for ever."""
+def _knock(resolver: tf.distribute.cluster_resolver.TPUClusterResolver) -> None:
+    """Raises `OSError` where nobody listens; TensorFlow would wait there without end."""
     cluster = resolver.cluster_spec()
     for address in cluster.job_tasks("worker")[:1] if "worker" in cluster.jobs else ():
         host, _, port = address.rpartition(":")
         socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
 
 
-def _name(tpu):
+def _name(tpu: str | None) -> str:
     return tpu or named() or "of this machine"
 
 
-def _tpu_strategy():
+def _tpu_strategy() -> tf.distribute.TPUStrategy | None:
     strategy = tf.distribute.get_strategy()
     return strategy if isinstance(strategy, tf.distribute.TPUStrategy) else None

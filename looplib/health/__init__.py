@@ -2,8 +2,10 @@
 
 Names that other rooms may use, by file:
     debuggers: none
-    guards: Guards, POLICIES, StateCheck, Trouble, listing, look_for_a_jump, look_for_nothing_but_skips, note, watched
+    guards: Guards, POLICIES, Trouble
+    non_finite: StateCheck, check_skipped, note_gradients, run_watched
     preemption: SIGNALS, notice
     running_time: none
+    spikes: check_loss
     watchdog: Watchdog
 """

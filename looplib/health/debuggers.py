@@ -1,4 +1,4 @@
-"""Debuggers: whether one holds the process, so that what stands still is no stall."""
+"""Debuggers: a process that one holds makes no progress, and has not stalled."""
 
 import sys
 
@@ -9,10 +9,10 @@ _AROUND_STEPS = "looplib.controller"
 
 
 def hold_a_thread() -> bool:
-    """Whether a debugger, or a console inside of a step, holds one of this process's threads.
+    """Returns whether a debugger, or a console inside of a step, holds one of this process's threads.
 
-    Recognized are `pdb` and whatever is built on `bdb`, debugpy and PyCharm's debugger (pydevd), `code.interact` and
-    `IPython.embed`. A plain `input()` leaves no frame, and is not.
+    This recognizes `pdb` and other debuggers built on `bdb`, debugpy and PyCharm's debugger (pydevd), `code.interact`
+    and `IPython.embed`. It does not recognize a plain `input()`, which leaves no frame.
     """
     for frame in sys._current_frames().values():
         console = False

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 from absl import logging
@@ -24,42 +24,48 @@ from looplib.health import debuggers
 from looplib.health.running_time import RunningTime
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
-# Those that come again by themselves (a closed terminal sends two, the limit of CPU time one each second), so that a
-# later one says nothing new; and that a program may be started to ignore, as by nohup.
+# These come again by themselves (a closed terminal sends two, the limit of CPU time one each second), so a later one
+# means nothing new. A program may be started to ignore them, such as by nohup.
 _REPEATED = (signal.SIGHUP, signal.SIGXCPU)
 GRACE_SECONDS = 15.0
 _TICK = 0.2  # seconds between looks at a step that is to end
 
 
 class Notice:
-    """The process's one place where a request to end is noted. Use the module's `notice`.
+    """The request to end this process, if one has come. There is one notice in a process: the module's `notice`.
 
     Attributes:
       requested: the name of the signal that came, such as "SIGTERM", or "".
       step_seconds: how long the slowest step took; three times as long is given to the current one, and at least 15 s.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.requested = ""
         self.step_seconds = 0.0
         self._depth = 0
         self._deferred = 0
-        self._flag = None
-        self._busy = lambda: False
+        self._flag: tf.Variable | None = None
+        self._busy: Callable[[], bool] = lambda: False
         self._owns_the_process = False
-        self._received = self._handled = 0  # signals, as the thread and as Python's handler count them
+        self._received = self._handled = 0  # signals that the thread, and Python's handler, have counted
+        self._ran: RunningTime | None = None  # of the thread that listens
 
     @property
-    def flag(self):
-        """Boolean `tf.Variable` on the host that the loops read between steps; made at the first use."""
+    def suspended(self) -> float:
+        """Seconds that the process was suspended since it listens; they are no part of a step's time."""
+        return self._ran.suspended if self._ran else 0.0
+
+    @property
+    def flag(self) -> tf.Variable:
+        """The boolean variable on the host that the loops read between steps; made at the first use."""
         if self._flag is None:
-            # In a thread of its own, as the scope of a strategy, which would distribute it, belongs to a thread.
+            # In a thread of its own, because the scope of a strategy belongs to a thread and would distribute it.
             thread = threading.Thread(target=self._make_flag)
             thread.start()
             thread.join()
         return self._flag
 
-    def _make_flag(self):
+    def _make_flag(self) -> None:
         with tf.device("/cpu:0"):
             self._flag = tf.Variable(False, trainable=False, name="stop")
 
@@ -67,9 +73,9 @@ class Notice:
     def listening(self, to_the_end: bool = False) -> Iterator[None]:
         """Listens for signals inside a `with` block; in the main thread, and once if blocks are nested.
 
-        Outside of `deferred` a signal raises `Preempted` at once, as there is nothing to save. A second signal ends the
-        process at once, except for a SIGINT in a process that does not end with the block, such as a notebook: that one
-        raises `KeyboardInterrupt`, as soon as the op that the main thread runs has ended.
+        Outside of `deferred` a signal raises `Preempted` at once, because there is nothing to save. A second signal
+        ends the process at once, except for a SIGINT in a process that does not end with the block, such as a notebook:
+        that one raises `KeyboardInterrupt`, as soon as the op that the main thread runs has ended.
 
         Args:
           to_the_end: the process ends with the block, so that signals are ignored after it.
@@ -88,12 +94,12 @@ class Notice:
                 self._end(to_the_end)
 
     @contextlib.contextmanager
-    def deferred(self, busy):
+    def deferred(self, busy: Callable[[], bool]) -> Iterator[None]:
         """Inside this `with` block a signal only sets `requested` and `flag`: a save is needed before the run ends.
 
         Args:
-          busy: function without arguments that tells whether a save is under way, so that the process may not be ended
-            although the current step does not end in time.
+          busy: function without arguments that returns whether a save is under way. The process is not ended then,
+            even if the current step does not end in time.
         """
         previous, self._busy = self._busy, busy
         self._deferred += 1
@@ -113,17 +119,19 @@ class Notice:
         os.set_blocking(self._write, False)
         heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
         self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
+        self._ran = RunningTime(_TICK)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
         self._thread.start()
 
-    def _end(self, to_the_end):
+    def _end(self, to_the_end: bool) -> None:
         for signum in self._handlers:
             signal.signal(signum, signal.SIG_IGN)
         signal.set_wakeup_fd(self._previous)
         os.close(self._write)  # the thread reads the end of the pipe
         self._thread.join()
         os.close(self._read)
+        self._ran = None
         if not to_the_end:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
@@ -143,18 +151,17 @@ class Notice:
             raise Preempted(f"{what}; nothing is lost, run the same command again", alone=True)
 
     def _in_a_session(self) -> bool:
-        """Whether the process is a notebook or a console, whose state is worth more than the run."""
-        return not self._owns_the_process and (hasattr(sys, "ps1") or bool(sys.flags.interactive))
+        """Returns whether the process is a notebook or a console, whose state is worth more than the run."""
+        return not self._owns_the_process and (getattr(sys, "ps1", None) is not None or bool(sys.flags.interactive))
 
     def _listen(self) -> None:
         left = math.inf  # seconds that the current step has to end
-        ran = RunningTime(_TICK)
         while True:
-            ready = select.select([self._read], [], [], None if left == math.inf else _TICK)[0]
+            ready = select.select([self._read], [], [], _TICK)[0]
             received = os.read(self._read, 64) if ready else None
             if received == b"":
                 return  # closed by _end
-            left -= ran.since_last()
+            left -= self._ran.since_last()
             for signum in received or b"":
                 if self._count(signum):
                     left = max(GRACE_SECONDS, 3 * self.step_seconds)
@@ -163,7 +170,7 @@ class Notice:
                 left = math.inf
 
     def _count(self, signum: int) -> bool:
-        """Takes note of a signal; returns whether it is the first."""
+        """Counts a signal; returns whether it is the first."""
         if signum not in SIGNALS or signal.getsignal(signum) != self._handle:
             return False  # a debugger, say, has taken it for itself
         if signum in _REPEATED and self._received:
@@ -185,7 +192,7 @@ class Notice:
         return True
 
     def _end_the_step(self) -> None:
-        """Ends the process, as the current step has not ended in time, or warns where it is not to be ended."""
+        """Ends the process because the current step has not ended in time; in a session or a debugger it only warns."""
         if self.requested == "SIGINT" and (debuggers.hold_a_thread() or self._in_a_session()):
             logging.warning(
                 "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "

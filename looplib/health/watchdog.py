@@ -4,6 +4,8 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from looplib import console
 from looplib.cluster import peers
@@ -17,31 +19,42 @@ _GENEROUS = {"train": 900.0, "evaluate": 900.0, "save": 1800.0}
 _GENEROUS_ELSE = 3600.0
 
 
+class Phases(Protocol):
+    """The part of a `Clock` that the watchdog reads."""
+
+    @property
+    def current(self) -> tuple[str, int]:
+        """The phase, and how many phases were entered before it."""
+
+
 class Watchdog:
     """Ends the process when neither the phase nor the steps change for too long.
 
-    How long is learned: 20 times the longest pause seen in that phase of this run, and at least 15 minutes in training
-    and evaluation, 30 in a save, an hour in tracing and all else. Time in which a debugger or a console holds a thread,
-    or in which the process is suspended, does not count.
+    The limit is learned: 20 times the longest pause seen in that phase of this run, and at least 15 minutes in training
+    and evaluation, 30 in a save, an hour in tracing and all other phases. Time in which a debugger or a console holds a
+    thread, or in which the process is suspended, does not count.
 
     Args:
       clock: the run's `Clock`, for the phase.
-      steps: function without arguments that returns the steps done in training and in evaluation; called from another
-        thread.
+      steps: function without arguments that returns the steps done in training and in evaluation, and anything else
+        that changes with progress; called from another thread.
       checkpoint: function without arguments that returns the newest checkpoint's path, or None.
       limit: seconds without progress in any phase, instead of what is learned; None learns, 0 never ends the process.
     """
 
-    def __init__(self, clock, steps, checkpoint, limit=None):
+    def __init__(
+        self, clock: Phases, steps: Callable[[], Sequence[Any]], checkpoint: Callable[[], str | None],
+        limit: float | None = None,
+    ) -> None:  # fmt: skip
         self._clock = clock
         self._steps = steps
         self._checkpoint = checkpoint
         self._limit = limit
-        self._longest = {}
+        self._longest: dict[str, float] = {}
         self._depth = 0
 
     @contextlib.contextmanager
-    def watching(self):
+    def watching(self) -> Iterator[None]:
         """Watches while a `with` block runs."""
         if self._limit == 0 or self._depth:
             yield
@@ -57,13 +70,13 @@ class Watchdog:
             thread.join()
             self._depth -= 1
 
-    def allowed(self, phase):
+    def allowed(self, phase: str) -> float:
         """Returns the seconds without progress that are granted in a phase now."""
         if self._limit is not None:
             return self._limit
         return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
 
-    def _watch(self, ended):
+    def _watch(self, ended: threading.Event) -> None:
         interval = min(1.0, (self._limit or 4.0) / 4)
         seen, paused, ran = None, 0.0, RunningTime(interval)
         while not ended.wait(interval):
@@ -79,7 +92,7 @@ class Watchdog:
             elif paused > self.allowed(phase):
                 self._end(phase, progress[-1], paused)
 
-    def _end(self, phase, steps, seconds):
+    def _end(self, phase: str, steps: Sequence[Any], seconds: float) -> None:
         console.last_line("\n".join(["looplib: where every thread is:", *_stacks()]))
         kept = self._checkpoint()
         advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"

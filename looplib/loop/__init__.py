@@ -11,11 +11,15 @@ Names that other rooms may use, by file:
     example_checksum: METRIC, VARIABLE
     fused_optimizers: none
     graph: none
+    loops: LoopSettings, Loops
     optimizers: TrainingOptimizers
     packing: none
+    recorded: RecordedParts
     reducer: Accumulator, Reducer, State
+    schedule: Boundary, Schedule
     step: Step, StepFn
     stepwise: none
-    task_loop: as_numbers, check_evaluation, make_loop
+    task_loop: TaskLoop, as_numbers, check_evaluation
     timing: timed
+    window: Window
 """

@@ -6,16 +6,16 @@ import statistics
 import time
 from collections.abc import Generator
 from collections.abc import Iterator as PythonIterator
-from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
-from looplib.loop.chunks import Unrolled, XlaProgram, size_of_chunk, why_not_xla
+from looplib.loop.chunks import LONGEST, Unrolled, XlaProgram, size_of_chunk, why_not_xla
 from looplib.loop.graph import GraphLoop
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
+from looplib.task.record import EngineChoice
 
 _CHUNK_SECONDS = 0.1  # of an XLA program, which nothing stops under way
 _UNROLLED = 4
@@ -69,7 +69,7 @@ class AutoLoop(InnerLoop):
     """
 
     def __init__(
-        self, step: Step, steps_per_loop: int, clock: Clock, tracing: float, chosen: dict[str, Any] | None = None
+        self, step: Step, steps_per_loop: int, clock: Clock, tracing: float, chosen: EngineChoice | None = None
     ) -> None:
         self._record = chosen
         self.step = step
@@ -81,15 +81,16 @@ class AutoLoop(InnerLoop):
         self._lasted, self._horizon, self._misfits = 0.0, 0, 0
         self._trials: Generator[_Wanted, _Took, GraphLoop] | None = None
         self._wanted: _Wanted | None = None
-        if chosen and (chosen["loop"] == "graph" or step.strategy.num_replicas_in_sync == 1):
-            self._chosen = self._used = Plan(chosen["loop"], chosen["chunk"]).build(step)
+        fits = chosen and 1 <= chosen.chunk <= LONGEST  # it comes from a checkpoint, whose values may be any
+        if fits and (chosen.loop == "graph" or step.strategy.num_replicas_in_sync == 1):
+            self._chosen = self._used = Plan(chosen.loop, chosen.chunk).build(step)
         else:
             self._trials = self._try_all()
             self._wanted = next(self._trials)
 
     @property
-    def record(self) -> dict[str, Any] | None:
-        """The choice: `loop`, `chunk`, and `seconds_per_step` of each candidate; None before it is made."""
+    def record(self) -> EngineChoice | None:
+        """See `InnerLoop`."""
         return self._record
 
     @property
@@ -168,10 +169,8 @@ class AutoLoop(InnerLoop):
         best = min(seconds, key=seconds.get)
         if seconds[Plan()] < _GAIN * seconds[best]:
             best = Plan()
-        self._record = {
-            **dataclasses.asdict(best),
-            "seconds_per_step": {str(plan): round(value, 9) for plan, value in seconds.items() if math.isfinite(value)},
-        }
+        known = {str(plan): round(value, 9) for plan, value in seconds.items() if math.isfinite(value)}
+        self._record = EngineChoice(best.loop, best.chunk, known)
         found = ", ".join(f"{plan} {1e3 * value:.3g}" for plan, value in seconds.items())
         logging.info("the loop continues with the engine %s (milliseconds a step: %s)", best, found)
         return best

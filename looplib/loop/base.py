@@ -14,6 +14,7 @@ from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
 from looplib.task.evaluator import Evaluator
+from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
 
 Metrics = dict[str, Any]  # what a user's metrics are, before `loop_end`: Python numbers and numpy arrays by name
@@ -102,8 +103,8 @@ class InnerLoop(abc.ABC):
         """Traces the loop for an iterator, so that no later call does. A loop that traces nothing does nothing."""
 
     @property
-    def record(self) -> dict[str, Any] | None:
-        """The choice of a loop that chooses between engines, as JSON can hold it; None for all other loops."""
+    def record(self) -> EngineChoice | None:
+        """The choice of a loop that chooses between engines; None before it is made, and for all other loops."""
         return None
 
 
@@ -137,7 +138,7 @@ class Specification:
     counter: tf.Variable | None = None
     start_step: int = 0
     non_finite: str = "off"
-    chosen: dict[str, Any] | None = None
+    chosen: EngineChoice | None = None
 
     @property
     def training(self) -> bool:
@@ -168,7 +169,7 @@ class Loop(abc.ABC):
       who: the class name of the user's object, for messages.
       reducer: what the steps have added up since the last `read`.
       traces: how often the loop was traced.
-      chosen: what an engine has chosen for itself, as JSON can hold it, or None.
+      chosen: the choice of `loop="auto"`, or None.
       metric_names: the names of the metrics that `read` returns; None where they are not known before.
     """
 
@@ -176,7 +177,7 @@ class Loop(abc.ABC):
     who: str
     reducer: Accumulator
     traces: int = 0
-    chosen: dict[str, Any] | None = None
+    chosen: EngineChoice | None = None
     metric_names: frozenset[str] | None = None
 
     @property

@@ -10,7 +10,7 @@ from looplib.loop.step import Step
 from looplib.loop.timing import timed
 
 # An XLA program's call costs as much as a small step, so that longer chunks hardly help; nothing stops one under way.
-_LONGEST, _BYTES = 50, 8 * 2**20
+LONGEST, _BYTES = 50, 8 * 2**20
 
 
 class Chunk(abc.ABC):
@@ -93,7 +93,7 @@ def do_step(step: Step, iterator: Iterator) -> tf.Tensor:
 def size_of_chunk(longest: int, step: Step, steps_per_loop: int) -> int:
     """Returns the number of steps for an XLA program: at most `longest`, and leaving few steps of a call over."""
     size = sum(spec.shape.num_elements() * spec.dtype.size for spec in tf.nest.flatten(step.stream.full_spec))
-    longest = max(1, min(longest, _LONGEST, steps_per_loop, _BYTES // max(1, size)))
+    longest = max(1, min(longest, LONGEST, steps_per_loop, _BYTES // max(1, size)))
     return min(range(longest, longest // 2, -1), key=lambda chunk: steps_per_loop % chunk)
 
 

@@ -1,7 +1,5 @@
 """The engines that run the inner loop on this process's replicas, by name."""
 
-from typing import Any
-
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
 from looplib.loop.auto import AutoLoop
@@ -10,13 +8,14 @@ from looplib.loop.chunks import XlaProgram, size_of_chunk, why_not_xla
 from looplib.loop.graph import GraphLoop
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
+from looplib.task.record import EngineChoice
 
 ENGINES = ("auto", "graph", "xla", "eager")
 _PINNED_CHUNK = 20
 
 
 def make(
-    engine: str, step: Step, *, steps_per_loop: int, clock: Clock, tracing: float, chosen: dict[str, Any] | None = None
+    engine: str, step: Step, *, steps_per_loop: int, clock: Clock, tracing: float, chosen: EngineChoice | None = None
 ) -> InnerLoop:
     """Makes a loop for a traced step.
 

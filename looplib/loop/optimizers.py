@@ -18,7 +18,7 @@ import tensorflow as tf
 from looplib import _keras
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError
-from looplib.health import guards
+from looplib.health import non_finite
 from looplib.loop import fused_optimizers
 from looplib.task.trainer import Trainer
 
@@ -47,7 +47,7 @@ class TrainingOptimizers:
     Args:
       trainer: the `Trainer` that holds the optimizers.
       strategy: `tf.distribute.Strategy` that runs its steps.
-      noted: whether gradients are noted for `guards.watched`.
+      noted: whether gradients are noted for `non_finite.run_watched`.
       fuse: whether large variables are updated by fused kernels.
 
     Raises:
@@ -134,7 +134,7 @@ class TrainingOptimizers:
             if replica in self._inside or tf.distribute.in_cross_replica_context():
                 return plain(grads, trainable_variables, **kwargs)
             if noted:
-                guards.note(grads, trainable_variables)
+                non_finite.note_gradients(grads, trainable_variables)
             self._make_ready(optimizer, trainable_variables)
             self._inside.add(replica)
             try:
@@ -182,7 +182,7 @@ class TrainingOptimizers:
             pairs = list(grads_and_vars)
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
             if noted:
-                guards.note(gradients, variables)
+                non_finite.note_gradients(gradients, variables)
             sums_itself = len(args) > 1 or any(kwargs.get(name) == value for name, value in skip.items())
             varies = any(_varies(gradient) for gradient in gradients)
             if not self._sums or not varies or sums_itself or tf.distribute.in_cross_replica_context():
@@ -294,7 +294,7 @@ def _adapter(optimizer: Any) -> type:
 def _noting(apply: Callable) -> Callable:
     def noting(grads: Iterable, trainable_variables: Any = None, **kwargs: Any) -> Any:
         grads = list(grads)
-        guards.note(grads, trainable_variables)
+        non_finite.note_gradients(grads, trainable_variables)
         return apply(grads, trainable_variables, **kwargs)
 
     return noting

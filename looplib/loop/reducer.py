@@ -14,10 +14,11 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
-from looplib.health import guards
+from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
+from looplib.task.record import RunningTotals
 
-State = dict[str, Any]  # an accumulator's own, as JSON can hold it
+State = RunningTotals | dict[str, float]  # the second is that of an Orbit trainer
 
 
 class Accumulator(abc.ABC):
@@ -92,7 +93,7 @@ class Reducer(Accumulator):
         """
         batch = batch_size(inputs)
         if self._guarded:
-            return self._watch(*guards.watched(step_fn, inputs), inputs)
+            return self._watch(*non_finite.run_watched(step_fn, inputs), inputs)
         if not may_be_empty or batch is None:
             return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
         return tf.cond(
@@ -269,14 +270,12 @@ class Reducer(Accumulator):
         """See `Accumulator`.
 
         Returns:
-          dict of `names`, and `totals`, a list for each replica.
+          `RunningTotals`; before the first step, the argument of `load`.
         """
         if not self.created:
-            return self._pending or {}
-        return {
-            "names": self.packer.names,
-            "totals": [totals[: self.packer.size].tolist() for totals in self._of_all_replicas()],
-        }
+            return self._pending or RunningTotals([], [])
+        totals = [totals[: self.packer.size].tolist() for totals in self._of_all_replicas()]
+        return RunningTotals(self.packer.names, totals)
 
     def load(self, state: State) -> None:
         """Continues from a `state()`; from zero if that has other metrics, which belong to an earlier program.
@@ -294,14 +293,16 @@ class Reducer(Accumulator):
         for part, values in zip(local, totals[workers.index * len(local) :]):
             part.assign(np.pad(values, [0, int(part.shape[0]) - self.packer.size]))
 
-    def _totals_of(self, state: dict[str, Any]) -> np.ndarray:
+    def _totals_of(self, state: State) -> np.ndarray:
         """Returns the totals of a `state()` in this order of metrics, float64 `[replicas, n]`; zeros if they differ."""
         sizes = {slot.name: slot.size for slot in self.packer.slots}
-        earlier = {name: sizes.get(name, 1) for name in state.get("names", ())}
-        totals = np.asarray(state.get("totals", np.zeros([1, 0])), np.float64)
+        state = state if isinstance(state, RunningTotals) else RunningTotals([], [])
+        earlier = {name: sizes.get(name, 1) for name in state.names}
         others = (earlier.keys() ^ sizes.keys()) - {"skipped_steps"}
-        if not earlier or not sizes or others or totals.shape[1] != sum(earlier.values()):
+        lengths = {len(totals) for totals in state.totals}
+        if not earlier or not sizes or others or lengths != {sum(earlier.values())}:
             return np.zeros([1, self.packer.size])
+        totals = np.asarray(state.totals, np.float64)
         parts = dict(zip(earlier, np.split(totals, np.cumsum([*earlier.values()])[:-1], axis=1)))
         return np.concatenate([parts.get(name, np.zeros([len(totals), 1])) for name in sizes], axis=1)
 

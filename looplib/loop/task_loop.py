@@ -14,8 +14,7 @@ from looplib import _tf, runtime, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.data import pipelines
 from looplib.data.stream import Stream
-from looplib.errors import UsageError, gist, whole_number
-from looplib.health import guards
+from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
@@ -26,6 +25,7 @@ from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
+from looplib.task.record import EngineChoice
 from looplib.task.state import variables_of
 from looplib.task.trainer import Trainer
 
@@ -126,7 +126,7 @@ class TaskLoop(TrainingLoop):
         return self._inner.traces
 
     @property
-    def chosen(self) -> dict[str, Any] | None:
+    def chosen(self) -> EngineChoice | None:
         """See `Loop`."""
         return self._inner.record
 
@@ -155,12 +155,13 @@ class TaskLoop(TrainingLoop):
                 self._inner.trace(self._iterator)
 
     def _run(self, request: Request, phase: str) -> Ran:
-        before = self._clock.of(phase)
+        before, suspended = self._clock.of(phase), notice.suspended
         sure = max(0, self._sure)
         ran = self._inner.run(self._iterator, Request(request.steps, sure, request.read, request.horizon))
         self._sure -= ran.done
         if ran.done:
-            notice.step_seconds = max(ran.to_stop, (self._clock.of(phase) - before) / ran.done)
+            seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
+            notice.step_seconds = max(ran.to_stop, seconds / ran.done)
         self._clock.move(ran.compiled, phase, "compile")
         if phase == "train":
             self._clock.move(ran.waited, phase, "input")
@@ -177,7 +178,7 @@ class TaskLoop(TrainingLoop):
     def position(self) -> bytes | None:
         """See `TrainingLoop`."""
         if self._sizes and self.reducer.created:
-            self._sizes.look(self.reducer.packer, self.reducer.state()["totals"])
+            self._sizes.look(self.reducer.packer, self.reducer.state().totals)
         return self._stream.position(self._iterator) if self._iterator is not None else self._position
 
     def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
@@ -262,7 +263,7 @@ class TaskLoop(TrainingLoop):
                 "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
                 "layers",
                 self.who,
-                guards.listing(random),
+                join_names(random),
             )
 
 

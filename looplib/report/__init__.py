@@ -2,6 +2,14 @@
 
 Names that other rooms may use, by file:
     clock: Clock
+    console_writer: ConsoleWriter
+    event_files: none
+    jsonl_writer: JsonlWriter
+    outcome: Outcome, broken, done, failed, is_quit, preempted, served
+    ownership: none
+    records: read_jsonl
     run_json: RunReport, Standing, path_of, read
-    writers: ConsoleWriter, JsonlWriter, TensorBoardWriter, Writer, make_writers, read_jsonl
+    tensorboard_writer: TensorBoardWriter
+    writer: Writer
+    writers: Writers, make_writers
 """

@@ -1,11 +1,13 @@
 """Where the time went: seconds by phase, adding up to the wall time."""
 
 import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-_SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, whatever it does
-# What to try where most of the time goes.
+_IMPORTED = time.perf_counter()
+_SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, however many steps it runs
+# The advice for the phase that takes most of the time.
 _AGAINST = {
     "train": "try --loop=auto, a lower precision, or more devices",
     "input": "try map(..., tf.data.AUTOTUNE) on whole batches, cache(), prefetch(), or context.resident for arrays",
@@ -30,17 +32,17 @@ class Clock:
         clock.seconds()  # {"save": 0.2, "train": 1.3, "other": 0.01, "wall": 1.51}
     """
 
-    def __init__(self, now=time.perf_counter):
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
         self._started = self._mark = now()
         self._stack = ["other"]
         self._seconds = {"other": 0.0}
-        self._calls = {}
+        self._calls: dict[str, int] = {}
         self._before_evaluations = 0.0
         self._entered = 0
 
     @contextlib.contextmanager
-    def phase(self, name):
+    def phase(self, name: str) -> Iterator[None]:
         """Counts the time of a `with` block for the phase `name`."""
         self._close_span()
         self._stack.append(name)
@@ -54,42 +56,46 @@ class Clock:
             self._entered += 1
 
     @property
-    def current(self):
-        """The phase of this moment, and how often it has changed: `(name, count)`; may be read by another thread."""
+    def current(self) -> tuple[str, int]:
+        """The current phase, and how often it has changed: `(name, count)`; may be read by another thread."""
         return self._stack[-1], self._entered
 
-    def seconds(self):
-        """Returns a dict from phase to seconds; `other` is what no phase took, `wall` the sum of all."""
+    def seconds(self) -> dict[str, float]:
+        """Returns a dict from phase to seconds; `other` is time outside of all phases, `wall` the sum of all."""
         self._close_span()
         wall = self._mark - self._started
         return {**{name: round(value, 3) for name, value in sorted(self._seconds.items())}, "wall": round(wall, 3)}
 
-    def move(self, seconds, source, target):
+    def move(self, seconds: float, source: str, target: str) -> None:
         """Counts seconds of one phase for another, at most those that it has."""
         seconds = min(seconds, self.of(source))
         self._seconds[source] -= seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
 
-    def add(self, name, seconds):
+    def add(self, name: str, seconds: float) -> None:
         """Counts seconds that passed before there was a clock."""
         self._started -= seconds
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    def add_start(self) -> None:
+        """Counts the time from the start of the process to this clock's own as "start"."""
+        self.add("start", max(0.0, _process_seconds() - self.seconds()["wall"]))
+
     @contextlib.contextmanager
     def saving_for_an_evaluation(self) -> Iterator[None]:
-        """Notes that the saves in a `with` block are those that come before an evaluation, whatever the interval is."""
+        """Notes that saves in a `with` block are made because of an evaluation, not because of the interval."""
         before = self.of("save")
         try:
             yield
         finally:
             self._before_evaluations += self.of("save") - before
 
-    def summary(self):
+    def summary(self) -> tuple[str, str]:
         """Says where the time went, for a person.
 
         Returns:
-          `(line, verdict)`: all phases with their shares, the longest first; and what the run was bound by, a word
-          ending in "-bound", with what to try.
+          `(line, verdict)`: all phases with their shares, the longest first; and the bottleneck of the run, a word
+          ending in "-bound", with a remedy to try.
         """
         seconds = self.seconds()
         wall = max(seconds.pop("wall"), 1e-9)
@@ -97,7 +103,7 @@ class Clock:
         shares = ", ".join(f"{name} {value:.1f} ({value / wall:.0%})" for name, value in longest)
         return f"time {wall:.1f} s: {shares}", self._verdict(seconds, wall)
 
-    def _verdict(self, seconds, wall):
+    def _verdict(self, seconds: dict[str, float], wall: float) -> str:
         train, waited, evaluated = (seconds.get(name, 0.0) for name in ("train", "input", "evaluate"))
         training, calls = train + waited, self._calls.get("train", 0)
         others = {name: value for name, value in seconds.items() if name not in ("train", "input", "evaluate")}
@@ -116,13 +122,23 @@ class Clock:
             return f"overhead-bound: a call of the loop takes {1e3 * train / calls:.1f} ms; {_AGAINST['report']}"
         return f"compute-bound: the device computes {train / wall:.0%} of the time; {_AGAINST['train']}"
 
-    def of(self, name):
+    def of(self, name: str) -> float:
         """Returns the seconds of one phase so far."""
         self._close_span()
         return self._seconds.get(name, 0.0)
 
-    def _close_span(self):
+    def _close_span(self) -> None:
         now = self._now()
         phase = self._stack[-1]
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
         self._mark = now
+
+
+def _process_seconds() -> float:
+    """Returns the seconds since the process started; where the system does not say, since this file was imported."""
+    try:
+        with open("/proc/self/stat") as file:
+            started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, AttributeError, ValueError, IndexError):
+        return time.perf_counter() - _IMPORTED

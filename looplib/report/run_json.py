@@ -18,6 +18,7 @@ from looplib import console
 from looplib.errors import Preempted, UsageError, gist
 from looplib.files import parse_json, read_text, write_whole
 from looplib.report.clock import Clock
+from looplib.report.ownership import this_process
 
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
 
@@ -51,9 +52,9 @@ class RunReport:
     """The report of a run directory, replaced whole whenever its status changes.
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
-    all starts. `starts` lists them, each with `started`, `command`, `versions`, `restored_from`, `status`, `step`,
-    `seconds`, `verdict`, and `changed`: the settings that differ from the start before. Where something that was
-    printed is lost, `console` says why.
+    all starts. `starts` lists them, each with `started`, `command`, `process`, `versions`, `restored_from`, `status`,
+    `step`, `seconds`, `verdict`, and `changed`: the settings that differ from the start before. Where something that
+    was printed is lost, `console` says why.
 
     Attributes:
       path: the file; None writes nothing.
@@ -106,6 +107,7 @@ class RunReport:
         self._start = {
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": sys.argv,
+            "process": dataclasses.asdict(this_process()),
             "versions": _versions(),
             "restored_from": restored_from,
             "changed": {name: list(values) for name, values in changed.items()},

@@ -8,7 +8,8 @@ Names that other rooms may use, by file:
     learning_rates: LearningRates
     own_loop: OwnLoop
     perturbation: VARIABLE, nudge, requested
+    record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, each, last, mean, total
-    state: InputState, ReplicaState, RunState, differing_variables, state_of, variables_below, variables_of
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, variables_below, variables_of
     trainer: Trainer
 """

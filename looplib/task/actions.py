@@ -1,4 +1,4 @@
-"""Actions: what a user attaches to the outer loop."""
+"""Actions: callables that a user attaches to the outer loop."""
 
 import abc
 import collections

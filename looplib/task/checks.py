@@ -1,6 +1,8 @@
-"""What trainers and evaluators hold: checked to run together, completed, found for checkpoints."""
+"""Checks that a trainer and evaluators can run together; makes missing optimizer slots; collects the state."""
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
@@ -12,8 +14,16 @@ from looplib.task.state import state_of
 from looplib.task.trainer import Trainer
 
 
-def check_tasks(trainer, evaluator):
-    """Checks what a controller was given; returns the evaluators as a dict from name to `Evaluator`.
+@runtime_checkable
+class _Buildable(Protocol):
+    """An optimizer that can make its slots at once, which those of `tf_keras.optimizers.legacy` cannot."""
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Makes the slots."""
+
+
+def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
+    """Checks the trainer and the evaluators of a controller; returns the evaluators by name.
 
     Raises:
       UsageError: for objects of other kinds, bad names, or nothing at all.
@@ -39,8 +49,8 @@ def check_tasks(trainer, evaluator):
     return dict(evaluators)
 
 
-def check_kinds(strategy, actions):
-    """Raises `UsageError` if the strategy is none, or an action cannot be called."""
+def check_kinds(strategy: Any, actions: Iterable[Any]) -> None:
+    """Raises `UsageError` if the strategy is not one, or an action cannot be called."""
     if not isinstance(strategy, tf.distribute.Strategy):
         raise UsageError(
             f"strategy is {strategy!r}; expected a tf.distribute.Strategy, as looplib.runtime.setup returns"
@@ -50,8 +60,10 @@ def check_kinds(strategy, actions):
             raise UsageError(f"the action {action!r} is not callable; expected a function of one looplib.Event")
 
 
-def check_together(trainer, evaluators, strategy, engine):
-    """Checks that what the tasks hold can run together, on this strategy and engine.
+def check_together(
+    trainer: Trainer | None, evaluators: Mapping[str, Evaluator], strategy: tf.distribute.Strategy, engine: str
+) -> None:
+    """Checks that the models, optimizers and metrics of the tasks can run together, on this strategy and engine.
 
     Args:
       trainer: the `Trainer` or None.
@@ -68,7 +80,7 @@ def check_together(trainer, evaluators, strategy, engine):
         f"{type(task).__name__}.{name}": value
         for task in tasks
         for name, value in vars(task).items()
-        if name != "global_step"  # of the controller that had the task before
+        if name != "global_step"  # which belongs to the controller that had the task before
     }
     _keras.check_one_family(held)
     if engine == "eager" and isinstance(strategy, tf.distribute.TPUStrategy):
@@ -79,7 +91,7 @@ def check_together(trainer, evaluators, strategy, engine):
     may_wait = {id(value) for task in tasks if isinstance(task, OwnLoop) for value in vars(task).values()}
     for what, value in held.items():
         if _keras.is_model(value) and not value.built and id(value) in may_wait:
-            continue  # for a loop that is not looplib's
+            continue  # the task's own loop may build it
         if _keras.is_model(value) and not value.built:
             _check_unbuilt(what, strategy, engine)
         elif not _keras.is_layer(value) or value.built:
@@ -96,11 +108,11 @@ def check_together(trainer, evaluators, strategy, engine):
                 )
 
 
-def collect_state(trainer, evaluators):
+def collect_state(trainer: Trainer | None, evaluators: Mapping[str, Evaluator]) -> dict[str, Any]:
     """Finds the whole state of a run; after tracing, when all variables exist.
 
     Returns:
-      dict from attribute name to trackable object. An evaluator's attributes join the trainer's, but for its metrics.
+      dict from attribute name to trackable object: the trainer's attributes, and the evaluators' without metrics.
     """
     objects = state_of(trainer) if trainer else {}
     for task in evaluators.values():
@@ -110,20 +122,23 @@ def collect_state(trainer, evaluators):
     return objects
 
 
-def build_optimizers(trainer, strategy):
-    """Makes the slots of an optimizer that has none yet, where it is plain whose they are, so that all state exists."""
+def build_optimizers(trainer: Trainer, strategy: tf.distribute.Strategy) -> None:
+    """Makes the slots of an optimizer that has none yet, so that all state exists.
+
+    Only where it is clear which variables it trains: those of the only layer that the trainer holds.
+    """
     held = list(vars(trainer).values())
     layers = [value for value in held if _keras.is_layer(value) and value.built and value.trainable_variables]
     variables = [value for value in held if isinstance(value, tf.Variable) or _keras.is_variable(value)]
-    loose = any(variable.trainable for variable in variables)  # the optimizer may be meant to train them too
+    loose = any(variable.trainable for variable in variables)  # the optimizer may have to train them too
     if len(layers) == 1 and not loose:
         for optimizer in filter(_keras.is_optimizer, held):
-            if hasattr(optimizer, "build"):
+            if isinstance(optimizer, _Buildable):
                 with strategy.scope():
                     optimizer.build(layers[0].trainable_variables)
 
 
-def _check_unbuilt(what, strategy, engine):
+def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> None:
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     if engine == "eager" or strategy.num_replicas_in_sync > 1 or remote:
         raise UsageError(
@@ -132,7 +147,8 @@ def _check_unbuilt(what, strategy, engine):
         )
 
 
-def _variables(value):
+def _variables(value: Any) -> list[Any]:
+    """Returns the variables, of Keras or TensorFlow, that an attribute holds."""
     if isinstance(value, tf.Variable):
         return [value]
     if isinstance(value, (list, tuple)):

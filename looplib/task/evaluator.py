@@ -1,9 +1,13 @@
-"""Evaluator: what a researcher writes to evaluate a model."""
+"""Evaluator: the class that a researcher subclasses to evaluate a model."""
 
 import abc
 import contextlib
+from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
+
+from looplib.task.input_context import InputContext
 
 
 class Evaluator(abc.ABC):
@@ -33,7 +37,7 @@ class Evaluator(abc.ABC):
     global_step: tf.Variable | None = None
 
     @abc.abstractmethod
-    def dataset(self, context):
+    def dataset(self, context: InputContext) -> tf.data.Dataset:
         """Returns the evaluation data of one input pipeline.
 
         Args:
@@ -46,7 +50,7 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_fn(self, inputs):
+    def step_fn(self, inputs: Any) -> dict[str, Any]:
         """Evaluates one batch on one replica.
 
         Args:
@@ -57,10 +61,10 @@ class Evaluator(abc.ABC):
           first dimension of the first tensor of `inputs`, unless the dict has an `examples` of its own.
         """
 
-    def evaluating(self):
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that an evaluation runs in, up to its report; does nothing by default.
 
-        For what holds during an evaluation only, such as averaged weights that are swapped in and out again:
+        For changes that are undone after the evaluation, such as averaged weights that are swapped in and out:
 
             @contextlib.contextmanager
             def evaluating(self):
@@ -72,8 +76,8 @@ class Evaluator(abc.ABC):
         """
         return contextlib.nullcontext()
 
-    def collect(self, outputs):
-        """Takes what a step returned as `looplib.each`, on the host; once a step, in order.
+    def collect(self, outputs: list[dict[str, Any]]) -> None:
+        """Takes the values that a step returned as `looplib.each`; on the host, once a step, in order.
 
         Args:
           outputs: list with a dict for each replica that had examples, of all workers, from metric name to the
@@ -81,6 +85,6 @@ class Evaluator(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__}.step_fn returns looplib.each, and there is no collect")
 
-    def loop_end(self, metrics):
+    def loop_end(self, metrics: dict[str, Any]) -> Mapping[str, Any]:
         """Finishes the metrics of an evaluation; returns them unchanged by default. See `Trainer.loop_end`."""
         return metrics

@@ -1,4 +1,6 @@
-"""Input: what a data set is told of its place, batch math, and the keyed permutation."""
+"""The input context: what a `dataset` function learns about its pipeline, batch sizes, and the keyed permutation."""
+
+from typing import Any
 
 import tensorflow as tf
 
@@ -11,37 +13,36 @@ _BLOCK, _BLOCK_IDS = 32, 8192  # batches, and ids, that are drawn at once
 
 
 class InputContext:
-    """What `dataset(context)` needs to know about its input pipeline.
+    """The input pipeline of one `dataset(context)`.
 
     Attributes:
       global_batch_size: examples of one step over all replicas.
       per_replica_batch_size: examples of one step on one replica: the size of the batches to make.
       num_replicas: replicas that step together, over all workers.
-      pipeline_index: which input pipeline this is; there is one a worker.
-      num_pipelines: how many there are.
+      pipeline_index: the index of this input pipeline; each worker has one.
+      num_pipelines: the number of input pipelines.
       replicas_per_pipeline: replicas that this pipeline feeds; its batches go to them in turn.
       seed: the run's seed, for shuffles and augmentation.
       training: False for an evaluation.
       start_step: global batches that were consumed before this pipeline starts; 0 in a new run.
-      arrays: what `resident` was given; else None.
-
-    For workers that read by themselves (parameter servers), `dataset` is called in a `tf.function`, where
-    `pipeline_index` may be an int64 tensor, and `numbers` is a data set of int64 scalars: the batches of `indices` that
-    this pipeline is to make, by their places in the run's or the evaluation's order. Elsewhere it is None.
+      arrays: the argument of `resident`, or None.
+      numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
+        the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
+        in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
     """
 
     def __init__(
         self,
         *,
-        global_batch_size,
-        num_replicas,
-        pipeline_index,
-        num_pipelines,
-        seed,
-        training,
-        start_step,
-        numbers=None,
-    ):
+        global_batch_size: int,
+        num_replicas: int,
+        pipeline_index: int | tf.Tensor,
+        num_pipelines: int,
+        seed: int,
+        training: bool,
+        start_step: int,
+        numbers: tf.data.Dataset | None = None,
+    ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
         self.num_replicas = num_replicas
@@ -52,34 +53,35 @@ class InputContext:
         self.training = training
         self._start_step = start_step
         self.numbers = numbers
-        self.batches = None  # that `indices` makes of an evaluation
+        self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
         self.positioned = False
         self.asked_for_its_part = self.asked_for_its_start = False
-        self.arrays = None
+        self.arrays: Any = None
 
     @property
-    def pipeline_index(self):
-        """See the attributes; who asks for it means to shard."""
+    def pipeline_index(self) -> int | tf.Tensor:
+        """The index of this pipeline; a `dataset` that reads it is taken to shard its data itself."""
         self.asked_for_its_part = True
         return self._pipeline_index
 
     @property
-    def start_step(self):
-        """See the attributes; who asks for it may mean to start there."""
+    def start_step(self) -> int:
+        """The global batches consumed before; a `dataset` that reads it may start there itself."""
         self.asked_for_its_start = True
         return self._start_step
 
-    def indices(self, num_examples, seeds=False):
-        """Batches of example ids: the order of a run, decided by its seed alone.
+    def indices(self, num_examples: int, seeds: bool = False) -> tf.data.Dataset:
+        """Makes batches of example ids, in an order that the run's seed alone decides.
 
         For training, epoch after epoch without end, each a keyed permutation of all ids (the op behind
         `tf.random.experimental.index_shuffle`): entering it at any position costs O(1), no shuffle buffer is held, and
-        the global order is the same for any number of replicas and workers. Batches are always full and run across the
-        end of an epoch. For evaluation, every id once, in order, the last batch smaller.
+        the global order is the same for any number of replicas and workers. Batches are always full, and one may
+        hold the end of an epoch and the start of the next. For evaluation, every id once, in order, the last batch
+        smaller.
 
-        With `seeds`, each example comes with a seed for random augmentation by `tf.random.stateless_*`. It depends on
-        the run's seed and the example's place in the run alone, so that a resumed run, or one on other devices, has the
-        same: in training an example gets another each epoch, in evaluation always one.
+        With `seeds`, each example comes with a seed for random augmentation by `tf.random.stateless_*`. It depends only
+        on the run's seed and the example's position in the run, so that a resumed run, or one on other devices, has the
+        same seeds. In training an example gets another seed each epoch, in evaluation always the same one.
 
             def augment(ids, seeds):
                 flip = lambda one: tf.image.stateless_random_flip_left_right(one[0], seed=one[1])
@@ -108,12 +110,12 @@ class InputContext:
         self.positioned = True
         return self._shuffled(num_examples, seeds) if self.training else self._in_order(num_examples, seeds)
 
-    def resident(self, arrays):
-        """Batches of rows of arrays that stay on the device, drawn as `indices` draws ids.
+    def resident(self, arrays: Any) -> tf.data.Dataset:
+        """Makes batches of rows of arrays that stay on the device, in the order of `indices`.
 
         Only the ids travel; the rows are gathered in the step, where XLA makes the gather part of its program. For data
-        that fits in the memory of each device. Return the data set as it is: what is to be done with a batch, such as
-        augmentation, belongs into `step_fn`.
+        that fits in the memory of each device. Return the data set as it is: augmentation and the like belong into
+        `step_fn`.
 
             def dataset(self, context):
                 return context.resident((self.x, self.y))  # step_fn gets (x, y), each [b, ...]
@@ -136,12 +138,12 @@ class InputContext:
         self.arrays = arrays
         return self.indices(lengths[0])
 
-    def _shuffled(self, num_examples, with_seeds):
+    def _shuffled(self, num_examples: int, with_seeds: bool) -> tf.data.Dataset:
         size = self.per_replica_batch_size
         block = max(1, min(_BLOCK, _BLOCK_IDS // size))
 
         @tf.autograph.experimental.do_not_convert
-        def ids(first, block=block):  # of a block of batches at once, at half the cost of one by one
+        def ids(first: tf.Tensor, block: int = block) -> Any:  # a block of batches at once, at half the cost
             batches = self._global_batch_index(first + tf.range(block, dtype=tf.int64))
             positions = tf.reshape(batches[:, None] * size + tf.range(size, dtype=tf.int64), [-1])
             epoch, position = positions // num_examples, positions % num_examples
@@ -158,7 +160,7 @@ class InputContext:
         blocks = tf.data.Dataset.counter(first, block)
         return blocks.map(ids, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).unbatch()
 
-    def _in_order(self, num_examples, with_seeds):
+    def _in_order(self, num_examples: int, with_seeds: bool) -> tf.data.Dataset:
         batch = self.per_replica_batch_size
         batches = -(-num_examples // batch)
         rounds, rest = divmod(batches, self.num_replicas)
@@ -166,7 +168,7 @@ class InputContext:
         own += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
 
         @tf.autograph.experimental.do_not_convert
-        def ids(element):
+        def ids(element: tf.Tensor) -> Any:
             start = self._global_batch_index(element) * batch
             positions = tf.range(start, tf.minimum(start + batch, num_examples))
             return (positions, self._seeds(positions)) if with_seeds else positions
@@ -174,18 +176,18 @@ class InputContext:
         self.batches = own
         return (tf.data.Dataset.range(own) if self.numbers is None else self.numbers).map(ids)
 
-    def _seeds(self, positions):
-        """Seeds int32 `[b, 2]` for int64 places in the run `[b]`, no two alike."""
+    def _seeds(self, positions: tf.Tensor) -> tf.Tensor:
+        """Returns seeds int32 `[b, 2]` for int64 positions in the run `[b]`, no two alike."""
         key = _mix(tf.constant((2 * self.seed + self.training) % 2**64, tf.uint64))
         return tf.bitcast(_mix(tf.bitcast(positions, tf.uint64) + key), tf.int32)
 
-    def _global_batch_index(self, element):
-        """The place of this pipeline's batch among the per-replica batches of all replicas, in step order."""
+    def _global_batch_index(self, element: tf.Tensor) -> tf.Tensor:
+        """Returns the position of this pipeline's batch among the batches of all replicas, in step order."""
         step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
         return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica
 
 
-def _mix(words):
+def _mix(words: tf.Tensor) -> tf.Tensor:
     """Scatters uint64 words one to one: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
@@ -193,7 +195,7 @@ def _mix(words):
     return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(31, tf.uint64)))
 
 
-def per_replica_batch_size(global_batch_size, num_replicas):
+def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     """Divides the global batch.
 
     Args:
@@ -201,7 +203,7 @@ def per_replica_batch_size(global_batch_size, num_replicas):
       num_replicas: how many replicas there are.
 
     Returns:
-      int, examples of a step on one replica.
+      The examples of a step on one replica.
 
     Raises:
       UsageError: if it does not divide, naming the nearest sizes that do.

@@ -1,9 +1,9 @@
 """Learning rates on resume: a setting of the program that optimizers keep as state.
 
 A Keras optimizer holds a constant learning rate in a variable, so a checkpoint holds it too. All other settings of a
-program hold from the step on at which a run is started with new ones. So does the learning rate here: a number that
-differs from the one that the run's last start was built with replaces the restored one. A number that is unchanged does
-not, because the restored one may be what an action has made of it.
+program take effect at the step at which a run is started with new ones, and here the learning rate does too: a number
+that differs from that of the run's last start replaces the restored one. An unchanged number does not, because an
+action may have changed the restored one.
 """
 
 from absl import logging

@@ -1,4 +1,4 @@
-"""A run whose initial weights are changed by their last bit: how far apart do rounding errors alone drive two runs?
+"""Changes initial weights by their last bit, to measure how far rounding errors alone drive two runs apart.
 
 `looplib check replicas` takes the distance of such a run from an unchanged one as the measure of rounding.
 """

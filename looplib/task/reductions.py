@@ -1,6 +1,7 @@
-"""How the values that a step returns reduce over steps, replicas and workers, as its author says it."""
+"""Reductions: a step's author says with them how a value reduces over steps, replicas and workers."""
 
 import dataclasses
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,13 +13,13 @@ class Reduction:
     """A value and how it reduces; made by `mean`, `total`, `last` and `each`."""
 
     kind: str
-    value: tf.Tensor
+    value: Any
     weight: tf.Tensor | None = None
 
 
 @tf.autograph.experimental.do_not_convert
-def mean(value, weight=None):
-    """A weighted mean over all steps and replicas: sum(value * weight) / sum(weight).
+def mean(value: Any, weight: Any = None) -> Reduction:
+    """Makes a weighted mean over all steps and replicas: sum(value * weight) / sum(weight).
 
     Args:
       value: real tensor of any shape. Where the weight is 0 the value is ignored, even if it is not finite.
@@ -41,8 +42,8 @@ def mean(value, weight=None):
 
 
 @tf.autograph.experimental.do_not_convert
-def total(value):
-    """A sum over all steps and replicas, element by element, exact for whole numbers up to 2**53.
+def total(value: Any) -> Reduction:
+    """Makes a sum over all steps and replicas, element by element, exact for whole numbers up to 2**53.
 
     Args:
       value: real tensor whose shape is fully known, often a scalar; an array reaches `loop_end` as numpy.
@@ -54,8 +55,8 @@ def total(value):
 
 
 @tf.autograph.experimental.do_not_convert
-def last(value):
-    """The value of the last step, as the first replica saw it.
+def last(value: Any) -> Reduction:
+    """Keeps the value of the last step on the first replica.
 
     Args:
       value: real tensor whose shape is fully known, often a scalar such as a learning rate.
@@ -67,11 +68,11 @@ def last(value):
 
 
 @tf.autograph.experimental.do_not_convert
-def each(value):
-    """The value of every step and replica, handed to `Evaluator.collect` on the host instead of being reduced.
+def each(value: Any) -> Reduction:
+    """Hands the value of every step and replica to `Evaluator.collect` on the host, and reduces nothing.
 
-    For what no sum can tell, such as boxes for a COCO evaluation or sentences for BLEU. An evaluation that has one goes
-    to the device once a step.
+    For metrics that no sum can express, such as boxes for a COCO evaluation or sentences for BLEU. An evaluation with
+    such a value calls the device once a step.
 
     Args:
       value: tensor or nested structure of tensors of any dtype.

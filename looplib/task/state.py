@@ -1,75 +1,59 @@
-"""What the state of a run is: the objects that a checkpoint holds."""
+"""The state of a run: the objects that a checkpoint holds."""
 
 import io
-import json
+import zipfile
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
-
-
-class RunState(tf.train.experimental.PythonState):
-    """The controller's own state, kept in the checkpoint as JSON.
-
-    Attributes:
-      values: dict of what JSON can hold.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.values = {}
-
-    def serialize(self):
-        """Returns the JSON text to save."""
-        return json.dumps(self.values)
-
-    def deserialize(self, string_value):
-        """Takes the JSON text that was saved."""
-        self.values = json.loads(string_value)
+from looplib.errors import UsageError, gist
+from looplib.task.trainer import Trainer
 
 
 class InputState(tf.train.experimental.PythonState):
-    """The saved position in the training data, kept in the checkpoint as bytes.
+    """The position in the training data, kept in the checkpoint as bytes.
 
     Attributes:
-      position: what `TaskLoop.position` returned; b"" where the step alone tells the position.
+      position: the bytes that `TaskLoop.position` returned; b"" where the step alone decides the position.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.position = b""
 
-    def serialize(self):
+    def serialize(self) -> bytes:
         """Returns the bytes to save."""
         return self.position
 
-    def deserialize(self, string_value):
+    def deserialize(self, string_value: bytes) -> None:
         """Takes the bytes that were saved."""
         self.position = string_value
 
 
 class ReplicaState(tf.train.experimental.PythonState):
-    """What replicas keep each for itself, such as the moving statistics of a batch normalization, kept as bytes.
+    """The values that differ between replicas, such as moving statistics of batch normalization, kept as bytes.
 
-    A checkpoint itself holds one value of each variable (the first replica's, or the mean), which is what a run on
-    another number of replicas, or an evaluation, goes on with.
+    A checkpoint itself holds one value of each variable (the first replica's, or the mean). A run on another number of
+    replicas, or an evaluation, continues with that value.
 
     Args:
       strategy: `tf.distribute.Strategy`.
       variables: list of distributed `tf.Variable` whose replicas may differ.
     """
 
-    def __init__(self, strategy, variables):
+    def __init__(self, strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> None:
         super().__init__()
         self._workers = Workers(strategy)
         self._parts = [strategy.experimental_local_results(variable) for variable in variables]
         self._saved = b""
 
-    def serialize(self):
-        """Returns the values of those that differ, as the bytes of an `.npz` file; none on one replica.
+    def serialize(self) -> bytes:
+        """Returns the values of the variables that differ, as the bytes of an `.npz` file; b"" if none differs.
 
         Workers wait for each other.
         """
@@ -90,24 +74,46 @@ class ReplicaState(tf.train.experimental.PythonState):
             np.savez(file, **arrays)
             return file.getvalue()
 
-    def deserialize(self, string_value):
+    def deserialize(self, string_value: bytes) -> None:
         """Takes the bytes that were saved, for `apply`."""
         self._saved = string_value
 
-    def apply(self):
-        """Gives each replica its own values again, after all else is restored."""
+    def apply(self) -> None:
+        """Gives each replica its own values again, after everything else is restored.
+
+        Raises:
+          UsageError: if the saved bytes are not what `serialize` returns.
+        """
+        for number, values in self._saved_arrays().items():
+            parts = self._parts[number] if number < len(self._parts) else ()
+            if len(parts) * self._workers.count == len(values) and parts[0].shape == values.shape[1:]:
+                for part, value in zip(parts, values[self._workers.index * len(parts) :]):
+                    part.assign(value)
+
+    def _saved_arrays(self) -> dict[int, np.ndarray]:
         if not self._saved:
-            return
-        with np.load(io.BytesIO(self._saved)) as arrays:
-            for number, values in arrays.items():
-                parts = self._parts[int(number)] if int(number) < len(self._parts) else ()
-                if len(parts) * self._workers.count == len(values) and parts[0].shape == values.shape[1:]:
-                    for part, value in zip(parts, values[self._workers.index * len(parts) :]):
-                        part.assign(value)
+            return {}
+        try:
+            with np.load(io.BytesIO(self._saved)) as arrays:
+                found = {int(number): values for number, values in arrays.items()}
+            for number, values in found.items():
+                kind = self._parts[number][0].dtype.as_numpy_dtype if 0 <= number < len(self._parts) else values.dtype
+                if values.dtype.kind == "V":  # numpy's files have no name for bfloat16
+                    found[number] = values = values.view(kind)
+                if number < 0 or values.ndim == 0 or values.dtype != kind:
+                    raise ValueError(f"its array {number} is of another type")
+        except (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise UsageError(
+                f"the values of each replica in the checkpoint cannot be read ({gist(error)}); name another "
+                "checkpoint, or move this one away"
+            ) from error
+        return found
 
 
-def differing_variables(strategy, task, objects):
-    """Lists the variables of a trainer's state whose replicas may differ: all but weights and optimizers'.
+def differing_variables(
+    strategy: tf.distribute.Strategy, task: Trainer, objects: Mapping[str, Any]
+) -> list[tf.Variable]:
+    """Lists the variables of a trainer's state whose replicas may differ: all except weights and optimizers' variables.
 
     Args:
       strategy: `tf.distribute.Strategy`.
@@ -129,11 +135,11 @@ def differing_variables(strategy, task, objects):
     ]  # fmt: skip
 
 
-def state_of(task):
-    """Finds what a trainer or evaluator holds that a checkpoint must.
+def state_of(task: Any) -> dict[str, Any]:
+    """Finds the attributes of a trainer or evaluator that belong into a checkpoint.
 
     Args:
-      task: a `Trainer` or `Evaluator`.
+      task: a `Trainer` or `Evaluator`, or an object that one of Orbit's holds.
 
     Returns:
       dict from attribute name to a trackable object, or a list of variables where TensorFlow cannot track the object
@@ -154,7 +160,7 @@ def state_of(task):
     return state
 
 
-def _trackable(value):
+def _trackable(value: object) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return any(_trackable(item) for item in (value.values() if isinstance(value, dict) else value))
     if value is None or isinstance(value, (bool, int, float, str, bytes, tf.Tensor, tf.data.Dataset)):
@@ -166,7 +172,7 @@ def _trackable(value):
     return True
 
 
-def variables_of(objects):
+def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
     """Lists the variables that some objects hold.
 
     Args:
@@ -182,14 +188,24 @@ def variables_of(objects):
     return [(names[key], variables[key]) for key in variables]
 
 
-def variables_below(root):
+@runtime_checkable
+class SlotOptimizer(Protocol):
+    """An optimizer of `tf_keras.optimizers.legacy` or of TensorFlow 1, whose slots are not its children."""
+
+    def get_slot_names(self) -> list[str]:
+        """Returns the names of its slots."""
+
+    def get_slot(self, var: tf.Variable, slot_name: str) -> tf.Variable | None:
+        """Returns one slot of a variable."""
+
+
+def variables_below(root: Any) -> Iterator[tuple[str, tf.Variable]]:
     """Yields (name, `tf.Variable`) of all that a trackable object holds, the one in a Keras 3 variable twice."""
     for value in tf.train.TrackableView(root).descendants():
         if _keras.is_variable(value):
             yield value.path, value.value
         elif isinstance(value, tf.Variable):
             yield value.name, value
-        elif hasattr(value, "get_slot_names") and callable(getattr(value, "variables", None)):
-            # The slots of an optimizer of tf_keras.optimizers.legacy are no children.
+        elif isinstance(value, SlotOptimizer):
             for variable in value.variables():
                 yield variable.name, variable

@@ -1,18 +1,21 @@
-"""Trainer: what a researcher writes to train a model."""
+"""Trainer: the class that a researcher subclasses to train a model."""
 
 import abc
+from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from looplib.errors import UsageError
+from looplib.task.input_context import InputContext
 
 
 class Trainer(abc.ABC):
     """A model, its optimizer, its data and one step on one replica.
 
     A subclass creates its model, optimizer and Keras metrics in `__init__`, under `strategy.scope()`, and keeps them as
-    attributes. The `Controller` finds them there and saves and restores them by attribute name. Plain Python and numpy
-    attributes are left alone.
+    attributes. The `Controller` finds them there and saves and restores them by attribute name. It does not save plain
+    Python and numpy attributes.
 
     Attributes:
       global_batch_size: int, the number of examples of a step over all replicas; set by the `Controller`.
@@ -51,7 +54,7 @@ class Trainer(abc.ABC):
     loss_name: str = "loss"
 
     @abc.abstractmethod
-    def dataset(self, context):
+    def dataset(self, context: InputContext) -> tf.data.Dataset:
         """Returns the training data of one input pipeline.
 
         Args:
@@ -64,7 +67,7 @@ class Trainer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_fn(self, inputs):
+    def step_fn(self, inputs: Any) -> dict[str, Any]:
         """Does one training step on one replica: forward, backward, update.
 
         Args:
@@ -76,14 +79,14 @@ class Trainer(abc.ABC):
           The controller reduces each exactly over steps, replicas and workers.
         """
 
-    def initialize(self):
+    def initialize(self) -> None:
         """Loads pre-trained initial weights; does nothing by default.
 
         Called once, under `strategy.scope()`, when a run starts without a checkpoint of its own, after all variables
         exist and before the first step. A run that resumes never calls it.
         """
 
-    def loop_end(self, metrics):
+    def loop_end(self, metrics: dict[str, Any]) -> Mapping[str, Any]:
         """Finishes the metrics of a loop; returns them unchanged by default.
 
         Args:
@@ -91,16 +94,16 @@ class Trainer(abc.ABC):
             not a scalar.
 
         Returns:
-          The dict to report, with numbers only: derive from arrays what is to be seen, and leave the arrays out.
+          The dict to report, with numbers only. Derive numbers from arrays, and leave the arrays out.
         """
         return metrics
 
     @tf.autograph.experimental.do_not_convert
-    def step_seed(self, salt=0):
-        """A seed of this step for `tf.random.stateless_*`; in `step_fn`.
+    def step_seed(self, salt: int = 0) -> tf.Tensor:
+        """Returns a seed of this step for `tf.random.stateless_*`; in `step_fn`.
 
-        It is a function of the run's seed, the global step, the replica and `salt`, so that a resumed run draws what an
-        uninterrupted one would, with no state to save.
+        It is a function of the run's seed, the global step, the replica and `salt`. A resumed run therefore draws the
+        numbers of an uninterrupted one, and there is no state to save.
 
         Args:
           salt: int, another number for another draw in the same step.
@@ -117,11 +120,11 @@ class Trainer(abc.ABC):
         return tf.bitcast(seed, tf.int32)[:, 0] if seed.dtype == tf.int64 else seed
 
     @tf.autograph.experimental.do_not_convert
-    def global_mean(self, values):
-        """The sum of `values` over this replica divided by the global batch size.
+    def global_mean(self, values: Any) -> tf.Tensor:
+        """Returns the sum of `values` over this replica divided by the global batch size.
 
-        Optimizers sum gradients over replicas, so the gradient of this loss is that of the mean over the global batch,
-        on any number of replicas.
+        Optimizers sum gradients over replicas, so the sum is the gradient of the mean over the global batch, on any
+        number of replicas.
 
         Args:
           values: float tensor `[per_replica_batch, ...]`; further dimensions are averaged.
@@ -130,7 +133,7 @@ class Trainer(abc.ABC):
           float32 scalar tensor (float64 for float64 values).
 
         Raises:
-          UsageError: before a `Controller` has taken this trainer, as the global batch size is not yet known.
+          UsageError: before a `Controller` has taken this trainer, because the global batch size is not yet known.
         """
         if self.global_batch_size is None:
             raise UsageError(

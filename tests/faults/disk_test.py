@@ -130,7 +130,7 @@ def assert_equal_weights(trainer, steps):
 def test_a_directory_that_cannot_be_written_between_saves_only_hinders_nothing(run):
     def action(event):
         if event.step in (5, 9):
-            event.controller._store.wait()
+            event.controller._run.store.wait()
             writable(run, False)
         if event.step in (7, 11):
             writable(run, True)
@@ -146,7 +146,7 @@ def test_a_directory_that_cannot_be_written_between_saves_only_hinders_nothing(r
 def test_a_save_that_fails_is_told_soon_and_the_run_goes_on_exactly_once_it_is_mended(fails_at, run):
     def action(event):
         if event.step == fails_at - 1:
-            event.controller._store.wait()
+            event.controller._run.store.wait()
             writable(run, False)
 
     _, controller = start(run, [action])
@@ -188,9 +188,9 @@ def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
         elif what == "while steps go on":
             controller.train(400)
         else:
-            controller._training.resume(5)
-            controller._training.run(3, "train")
-            controller._save(wait=False)
+            controller.loops["train"].resume(5)
+            controller.loops["train"].run(3, "train")
+            controller._run.save(wait=False)
             controller.close()
     if what == "while steps go on":
         assert controller.global_step <= 12

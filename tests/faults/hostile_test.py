@@ -6,22 +6,26 @@ tampered with, and compares the victim, bit by bit.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
-import random
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import pytest
+import tensorflow as tf
 import toy
 from conftest import make_strategy
+from tampering import MAKE, rewrite_marker
 
 import looplib
-from looplib import files
 from looplib.__main__ import main as cli
-from looplib.checkpoint import commits, marker
+from looplib.checkpoint import commits
 from looplib.errors import UsageError
-from looplib.report.writers import JsonlWriter, read_jsonl
+from looplib.report.event_files import read_events
+from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.records import read_jsonl
 
 
 def start(folder, keep=2, **policy):
@@ -76,13 +80,6 @@ def untouched(victim):
     assert contents(victim) == before
 
 
-def rewrite_marker(path, **changes):
-    """Changes a marker and gives it the checksum that belongs to it."""
-    fields = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"} | changes
-    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({**fields, "sha256": checksum}))
-
-
 @pytest.mark.parametrize("name", ["{victim}/notes", "../../victim/notes", "../metrics.jsonl", "ckpt-6.index", "", "."])
 @pytest.mark.parametrize("step", [4, 6])
 def test_a_marker_names_files_of_its_own_checkpoint_only(name, step, folder, victim, caplog):
@@ -123,8 +120,8 @@ def test_a_marker_of_other_types_is_damage(changes, folder):
 
 def test_names_in_the_run_state_lead_nowhere(folder, victim):
     with start(folder) as controller:
-        controller._store.values["reported"] = {"train": 6, "../../victim/train": -1, "../victim": 0}
-        controller._store.values["actions"] = {"../victim": 1}
+        controller._run.store.record.reported = {"train": 6, "../../victim/train": -1, "../victim": 0}
+        controller._run.store.record.actions = {"../victim": 1}
         controller.train(7)
     assert train(folder, 10).global_step == 10
 
@@ -139,9 +136,12 @@ LINKS = [
     "checkpoints/checkpoint",
     "checkpoints/checkpoint.new",
     "checkpoints/ckpt-8.commit.new",
-    "train/events.out.tfevents.0000000001.host.1.v2",
+    "checkpoints/ckpt-6.unfinished",
+    "checkpoints/ckpt-8.unfinished",
+    "checkpoints/ckpt-8.unfinished.new",
+    "train/events.out.tfevents.0000000001.000000.host.1.v2",
     "train/events.out.rewritten.1.v2",
-    "eval/other/events.out.tfevents.0000000001.host.1.v2",
+    "eval/other/events.out.tfevents.0000000001.000000.host.1.v2",
 ]
 
 
@@ -168,37 +168,10 @@ def test_a_link_in_place_of_a_folder_is_refused(name, folder, victim):
         start(folder)
 
 
-def make_fifo(path):
-    os.mkfifo(path)
-
-
-def make_directory(path):
-    path.mkdir()
-    (path / "something").write_text("else")
-
-
-def make_endless(path):
-    path.symlink_to("/dev/zero")
-
-
-def make_deep(path):
-    path.write_text("[" * 100_000)
-
-
-def make_bytes(path):
-    path.write_bytes(bytes(range(256)))
-
-
-def make_other_types(path):
-    path.write_text('{"step": [1], "split": {}}\n7\nnull\n"text"\n{"status": 3, "starts": [1], "seconds": 5}\n')
-
-
-MAKE = [make_fifo, make_directory, make_endless, make_deep, make_bytes, make_other_types]
-
-
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
-    "name", ["lock", "run.json", "metrics.jsonl", "metrics.voided.jsonl", "train/events.out.tfevents.0000000001.x.1.v2"]
+    "name",
+    ["lock", "run.json", "metrics.jsonl", "metrics.voided.jsonl", "train/events.out.tfevents.0000000001.000000.x.1.v2"],
 )
 def test_side_files_never_block_a_start(name, make, folder):
     path = folder / name
@@ -246,6 +219,129 @@ def test_a_checkpoint_is_read_through_before_tensorflow_is_given_it(folder):
             controller.restore_checkpoint(path)
         assert controller.global_step == 6
         controller.train(7)
+
+
+# Another program that writes to the run directory.
+
+
+def write_as_another_program(folder):
+    """What another program of TensorFlow leaves there, and is about to append to."""
+    for name in ("train", "eval", "eval/other"):
+        with tf.summary.create_file_writer(f"{folder}/{name}").as_default():
+            for step in range(12):
+                tf.summary.scalar("accuracy", step, step)
+    checkpoint = tf.train.Checkpoint(v=tf.Variable(1.0))
+    manager = tf.train.CheckpointManager(checkpoint, f"{folder}/checkpoints", max_to_keep=None)
+    for step in (3, 8, 50):
+        manager.save(step)
+
+
+def train_with_summaries(folder, steps):
+    """Trains, and writes summaries of its own beside looplib's."""
+    summaries = tf.summary.create_file_writer(f"{folder}/train")
+    with start(folder, keep=9) as controller, summaries.as_default():
+        for step in range(controller.global_step + 1, steps + 1):
+            controller.train(step)
+            tf.summary.scalar("own", step, step)
+
+
+def in_another_process(call):
+    paths = [str(pathlib.Path(__file__).parents[2] / part) for part in ("", "tests", "tests/faults")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    code = f"import hostile_test; hostile_test.{call}"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """What another program has left."""
+    folder = tmp_path_factory.mktemp("left")
+    in_another_process(f"write_as_another_program({str(folder)!r})")
+    (path,) = (folder / "eval").glob("*tfevents*")
+    path.write_bytes(path.read_bytes()[:-5])  # it is being written
+    return folder
+
+
+def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
+    shutil.copytree(left, folder, dirs_exist_ok=True)
+    checkpoints = folder / "checkpoints"
+    for _ in range(2):
+        with start(folder) as controller:
+            assert controller.restored_from.endswith("ckpt-6")
+            text = (
+                f"ckpt-3, ckpt-8, ckpt-50 in {checkpoints} have no marker of looplib, so they do not count; they stay"
+            )
+            assert text in caplog.text
+    expected = contents(left)
+    assert expected.items() <= contents(folder).items()
+    with start(folder) as controller:
+        controller.restore_checkpoint(checkpoints / "ckpt-4")  # what came after is void
+        controller.train_and_evaluate(10, 2)
+        controller.save_checkpoint()
+    assert [saved.step for saved in looplib.checkpoints(folder)] == [10, 8]
+    aside = {name: content for name, content in contents(checkpoints / "set_aside" / "ckpt-8").items()}
+    assert aside == {name.split("/")[1]: expected.pop(name) for name in list(expected) if "/ckpt-8." in name}
+    assert (
+        len(aside) == 2 and "files of ckpt-8 without looplib's marker were in the way of a save; now in" in caplog.text
+    )
+    assert expected.items() <= contents(folder).items()
+    steps = [r["step"] for r in read_jsonl(str(folder / "metrics.jsonl")) if r["split"] == "train"]
+    assert steps == [*range(1, 11)]
+
+
+def test_void_summaries_of_the_program_itself_are_taken_out_and_kept(tmp_path):
+    """Of a process that has ended, too: the run record names it."""
+    folder = tmp_path / "run"
+    in_another_process(f"train_with_summaries({str(folder)!r}, 6)")
+
+    def steps(pattern):
+        paths = sorted((folder / "train").glob(pattern))
+        found = [event for path in paths for event in read_events(str(path))[0]]
+        return [event.step for event in found for value in event.summary.value if value.tag == "own"]
+
+    assert steps("*tfevents*") == [1, 2, 3, 4, 5, 6]
+    with start(folder) as controller:
+        controller.restore_checkpoint(folder / "checkpoints" / "ckpt-4")
+        controller.train(7)
+    assert steps("*tfevents*") == [1, 2, 3, 4] and steps("*voided*") == [5, 6]
+
+
+class Killed(BaseException):
+    """Stands for a kill between two operations on files."""
+
+
+@pytest.mark.parametrize("what", ["remove", "set_aside"])
+def test_a_deletion_or_a_move_cut_off_anywhere_leaves_nothing_that_looks_foreign(what, folder, monkeypatch):
+    directory = str(folder / "checkpoints")
+    (saved,) = [saved for saved in commits.committed(directory) if saved.step == 6]
+    whole = shutil.copytree(directory, folder / "copy")
+    done, number = False, 0
+    while not done:
+        number += 1
+        shutil.rmtree(directory)
+        shutil.copytree(whole, directory)
+        left = [number]
+        with monkeypatch.context() as patch:
+            for module, name in ((tf.io.gfile, "rename"), (tf.io.gfile, "remove"), (os, "rename")):
+
+                def counted(*arguments, own=getattr(module, name), **options):
+                    left[0] -= 1
+                    if left[0] == 0:
+                        raise Killed
+                    return own(*arguments, **options)
+
+                patch.setattr(module, name, counted)
+            try:
+                commits.remove(saved) if what == "remove" else commits.set_aside(directory, 6)
+                done = True
+            except Killed:
+                pass
+        assert commits.foreign(directory) == []
+        intact = commits.newest_intact(directory, tidy=True)
+        assert intact.step == (6 if number == 1 or (what == "set_aside" and number == 2) else 4)
+        left_over = [name for name in os.listdir(directory) if name.startswith("ckpt-6")]
+        assert intact.step == 6 or left_over == []
+    assert number == {"remove": 5, "set_aside": 6}[what]
 
 
 # The lock and the directory.
@@ -355,7 +451,6 @@ def test_records_that_other_processes_append_while_one_rewrites_are_not_lost(tmp
 
 def test_after_a_failed_step_nothing_is_saved_or_trained_on_before_a_restore(keras, tmp_path):
     """A step that updates one variable and fails before the next one."""
-    import tensorflow as tf
 
     class Torn(toy.Regression):
         def __init__(self):
@@ -390,105 +485,3 @@ def test_after_a_failed_step_nothing_is_saved_or_trained_on_before_a_restore(ker
         assert float(trainer.first) == float(trainer.second) == 4
         controller.train(8)
         assert float(trainer.first) == float(trainer.second) == 8
-
-
-# Fuzzing.
-
-
-def mutated(content, chance):
-    """Bytes changed in one of several ways."""
-    content = bytearray(content)
-    way = chance.randrange(6)
-    place = chance.randrange(len(content) + 1)
-    if way == 0:
-        del content[place:]
-    elif way == 1:
-        content[place:place] = bytes(chance.randrange(256) for _ in range(chance.randrange(1, 20)))
-    elif way == 2:
-        for _ in range(chance.randrange(1, 8)):
-            if content:
-                content[chance.randrange(len(content))] = chance.randrange(256)
-    elif way == 3:
-        content[place:] = content[: len(content) - place]
-    elif way == 4:
-        for old, new in (
-            (b"0", b"-1"),
-            (b"1", b"1e999"),
-            (b'"', b""),
-            (b"{", b"["),
-            (b"ckpt", b"../x"),
-            (b"6", b"null"),
-        ):
-            if chance.random() < 0.3:
-                content = bytearray(bytes(content).replace(old, new, chance.randrange(1, 4)))
-    else:
-        content = content * chance.randrange(2, 5)
-    return bytes(content)
-
-
-def fields_mutated(text, chance):
-    """A marker with a value of another kind somewhere, and a checksum that fits."""
-    fields = {key: value for key, value in json.loads(text).items() if key != "sha256"}
-    values = [
-        None,
-        -1,
-        10**40,
-        1e308,
-        "",
-        "../x",
-        "/etc/passwd",
-        [],
-        {},
-        [[]],
-        True,
-        "\x00",
-        {"bytes": 0},
-        "ckpt-6.index",
-    ]
-    for _ in range(chance.randrange(1, 4)):
-        holder = fields
-        key = chance.choice(list(holder))
-        while isinstance(holder[key], dict) and holder[key] and chance.random() < 0.7:
-            holder = holder[key]
-            key = chance.choice(list(holder))
-        if chance.random() < 0.3:
-            holder[str(chance.choice(values))] = chance.choice(values)
-        else:
-            holder[key] = chance.choice(values)
-    checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**fields, "sha256": checksum})
-
-
-MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", "100"))
-
-
-def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anything_else(stopped, victim, tmp_path):
-    """What a start does with them, without the training: list, verify, tidy, read records and reports, inspect."""
-    from looplib.report import run_json
-    from looplib.report.writers import TensorBoardWriter
-
-    chance = random.Random(1)
-    kinds = ["checkpoints/ckpt-6.commit", "checkpoints/ckpt-4.commit", "metrics.jsonl", "run.json", "lock"]
-    refused = 0
-    for number in range(MUTATIONS):
-        folder = shutil.copytree(stopped, tmp_path / "run")
-        path = folder / chance.choice([*kinds, f"train/{os.listdir(folder / 'train')[0]}"])
-        if path.suffix == ".commit" and chance.random() < 0.5:
-            path.write_text(fields_mutated(path.read_text(), chance))
-        else:
-            path.write_bytes(mutated(path.read_bytes(), chance))
-        try:
-            found = commits.newest_intact(str(folder / "checkpoints"), tidy=True)
-            assert found is None or found.step in (4, 6)
-            for saved in looplib.checkpoints(folder):
-                commits.remove(saved)
-        except UsageError as error:  # a higher format number, with a checksum that fits
-            refused += 1
-            assert "has the format" in str(error), number
-        run_json.read(str(folder / "run.json"))
-        JsonlWriter(str(folder / "metrics.jsonl")).resume(4, {"train": 3})
-        TensorBoardWriter(str(folder)).resume(4, {"train": 3})
-        assert cli(["inspect", str(folder)]) in (0, 1, 2)
-        shutil.rmtree(folder)
-    assert refused < MUTATIONS / 4
-    assert marker.FORMAT == 1 and files.parse_json("1") == 1

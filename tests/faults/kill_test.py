@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import glob
 import json
 import os
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from looplib.checkpoint import commits
 from looplib.extras.tools.compare import compare
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 STEPS = 60
 COMMON = [
@@ -59,8 +60,8 @@ def unfinished(folder):
     return found or [name for name in names if name.endswith(".new")]
 
 
-def strike(life, folder, aim, chance, from_step):
-    """Kills a life in the phase that is aimed at, after some steps; returns what it has struck, or "" if it ended."""
+def reach(life, folder, aim, chance, from_step):
+    """Waits until a life is in the phase that is aimed at, after some steps, and some time more."""
     first, seconds = None, chance.random() * AIMS[aim]
     while not life.ended():
         number, what = life.note()
@@ -74,6 +75,11 @@ def strike(life, folder, aim, chance, from_step):
             break
         time.sleep(0.0005)
     life.ended(seconds)
+
+
+def strike(life, folder, aim, chance, from_step):
+    """Kills a life in the phase that is aimed at, after some steps; returns what it has struck, or "" if it ended."""
+    reach(life, folder, aim, chance, from_step)
     note = life.note()[1]
     life.kill()
     if life.code() != -signal.SIGKILL:
@@ -84,16 +90,19 @@ def strike(life, folder, aim, chance, from_step):
 
 
 def events(folder):
-    """All scalars in the event files: list of (split, tag, step, value)."""
+    """All scalars in the event files, of each up to where it is cut short: list of (split, tag, step, value)."""
     found = []
     for path in sorted(glob.glob(f"{folder}/**/*tfevents*", recursive=True)):
+        if os.path.islink(path) or not os.path.isfile(path):
+            continue  # somebody else's
         split = os.path.relpath(os.path.dirname(path), folder)
-        for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
-            event = tf.compat.v1.Event.FromString(record)
-            for value in event.summary.value:
-                if value.tag != "steps_per_second":
-                    number = np.asarray(tf.make_ndarray(value.tensor)).item()
-                    found.append((split, value.tag, event.step, number))
+        with contextlib.suppress(tf.errors.DataLossError):
+            for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
+                event = tf.compat.v1.Event.FromString(record)
+                for value in event.summary.value:
+                    if value.tag != "steps_per_second":
+                        number = np.asarray(tf.make_ndarray(value.tensor)).item()
+                        found.append((split, value.tag, event.step, number))
     return sorted(found)
 
 

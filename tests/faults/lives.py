@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pathlib
+import resource
 import runpy
 import select
 import shutil
@@ -34,6 +35,7 @@ class Nursery:
         self._lock = threading.Lock()
         self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
+        self.folder.chmod(0o711)  # for lives of another user
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults", ROOT / "tests" / "workers"]
         environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
@@ -117,7 +119,7 @@ class Life:
     """
 
     def __init__(self, nursery, arguments, order):
-        self._nursery = nursery
+        self._nursery, self._arguments, self._order = nursery, arguments, order
         number = nursery.number()
         # Not beside the run, whose disk may be full.
         self.log = pathlib.Path(order.get("log", nursery.folder / f"{number}.log"))
@@ -125,10 +127,16 @@ class Life:
         if order["binary"] == "faulty":
             notes = nursery.folder / f"{number}.notes"
             notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
+            notes.chmod(0o666)
             self._notes = open(notes, "rb", buffering=0)
             arguments = [*arguments, f"--config.notes={notes}"]
         self.pid = nursery.ask(**{**order, "arguments": arguments, "log": str(self.log)})["pid"]
         self._handle = os.pidfd_open(self.pid)
+
+    def another(self, *arguments):
+        """Starts the same once more beside it, with more arguments, on a good console; returns its `Life`."""
+        order = {key: self._order[key] for key in ("binary", "directory", "environment") if key in self._order}
+        return Life(self._nursery, [*self._arguments, *arguments], order)
 
     def note(self):
         """What it does: (number, what)."""
@@ -193,7 +201,7 @@ def _live(order):
         os.dup2(number, target)
     if order.get("console"):
         console = os.open(order["console"], os.O_WRONLY)
-        for target in (1, 2):
+        for target in order.get("streams", (1, 2)):
             os.dup2(console, target)
     if order.get("closed"):
         for target in (1, 2):
@@ -207,6 +215,14 @@ def _live(order):
         with open(f"/run/netns/{order['namespace']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
+    if "directory" in order:
+        os.chdir(order["directory"])
+    if "most_bytes" in order:  # of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["most_bytes"],) * 2)
+    if "user" in order:
+        os.setgroups([])
+        os.setresgid(*[order["user"]] * 3)
+        os.setresuid(*[order["user"]] * 3)
     sys.argv[1:] = order["arguments"]
     runpy.run_module(order["binary"], run_name="__main__", alter_sys=True)
     sys.exit()

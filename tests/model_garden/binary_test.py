@@ -13,7 +13,7 @@ import side_by_side
 import tensorflow as tf
 import yaml
 
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[2]
 BINARY = "trainers.model_garden"

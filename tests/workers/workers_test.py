@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from looplib.extras.tools.compare import compare
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
 STEPS = 40
 SHORT = [f"--train_steps={STEPS}", "--checkpoint_interval=10"]

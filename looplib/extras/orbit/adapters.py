@@ -13,9 +13,8 @@ from absl import logging
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
-from looplib.errors import UsageError
+from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
-from looplib.health import guards
 from looplib.health.preemption import notice
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.optimizers import TrainingOptimizers
@@ -24,6 +23,7 @@ from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
+from looplib.task.record import RunningTotals
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
@@ -180,13 +180,14 @@ class _OrbitLoop(Loop):
 
     def _results(self, steps: int) -> dict[str, np.ndarray]:
         """Calls Orbit's object, and returns its metrics as a flat dict."""
-        started, self._running = time.perf_counter(), True
+        started, suspended, self._running = time.perf_counter(), notice.suspended, True
         try:
             results = self._call(tf.constant(steps, tf.int32))
         finally:
             self._running = False
         # A signal has to wait for the end of the call.
-        notice.step_seconds = max(notice.step_seconds, time.perf_counter() - started)
+        seconds = time.perf_counter() - started - (notice.suspended - suspended)
+        notice.step_seconds = max(notice.step_seconds, seconds)
         return dict(_flat(self.who, {} if results is None else results))
 
 
@@ -266,7 +267,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
             late = [name for name, variable in variables_of(self._objects) if id(variable) not in self._known]
             if late:
                 raise UsageError(
-                    f"{self.who}.train has made variables ({guards.listing(late)}) that a resumed run would not have "
+                    f"{self.who}.train has made variables ({join_names(late)}) that a resumed run would not have "
                     "when it restores them; make them in __init__, as optimizer.build(model.trainable_variables) does"
                 )
             self._known = None
@@ -367,6 +368,7 @@ class Results(Accumulator):
 
     def load(self, state: State) -> None:
         """See `Accumulator`."""
+        state = {} if isinstance(state, RunningTotals) else state
         numbers = {name: np.asarray(value) for name, value in state.items()}
         self._metrics = {name: value for name, value in numbers.items() if value.ndim == 0 and _is_number(value)}
         self._steps = 0

@@ -7,4 +7,6 @@ Names that other rooms may use, by file:
     local_launch: launch
     preflight: answer, requested, settings
     pure_function: none
+    runs: none
+    variable_ops: none
 """

@@ -1,10 +1,12 @@
-"""Compares two run directories: metrics, examples, final checkpoints; all but times."""
+"""Compares two run directories: metrics, examples and final checkpoints, but no times."""
 
 import collections
 import dataclasses
 import json
 import os
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -12,66 +14,72 @@ import tensorflow as tf
 from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.errors import UsageError
 from looplib.loop import example_checksum
-from looplib.report.writers import read_jsonl
+from looplib.report.records import read_jsonl
 
-# Bit by bit, that is: the state of the run is JSON, and compared value by value.
+# Not compared bit by bit.
 _NOT_COMPARED = (
     "_CHECKPOINTABLE_OBJECT_GRAPH",
     "save_counter/.ATTRIBUTES/VARIABLE_VALUE",
-    "run_state/.ATTRIBUTES/py_state",
-    "replica_state/.ATTRIBUTES/py_state",  # as a zip file it holds the time; its values decide those of the others
-    "input_state/.ATTRIBUTES/py_state",  # how much of a pipeline's buffers was full is a matter of time
+    "run_state/.ATTRIBUTES/py_state",  # JSON, which is compared value by value
+    "replica_state/.ATTRIBUTES/py_state",  # a zip file holds the time; its values decide those of the others
+    "input_state/.ATTRIBUTES/py_state",  # depends on how full a pipeline's buffers were
 )
-_TIMES_ROUNDING = 20.0  # one step's rounding is not another's; what a step does wrong is off by thousands of times
+_TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step is off by thousands of times
 _TIMES = re.compile("second|time|clock|restart")
 
 
 @dataclasses.dataclass
 class Comparison:
-    """What two run directories have and do not have in common.
+    """The result of comparing two run directories.
 
     Attributes:
       records: how many records of `metrics.jsonl` the first has.
       tensors: how many tensors its last checkpoint has.
       bytes: their size.
-      examples: whether the training records of both tell which examples were trained on.
-      differences: list of (where, value in the first, value in the second), texts.
-      gaps: dict from where to the largest absolute difference of a number or of a tensor's elements.
-      largest: dict from split, or "final checkpoint", to (relative difference, where, the two values as texts).
+      examples: whether the training records of both have checksums of the examples.
+      differences: (where, value in the first, value in the second) for each, as texts.
+      gaps: the largest absolute difference of each number, or of each tensor's elements, by where it is.
+      largest: (relative difference, where, the two values as texts) by split, or "final checkpoint".
     """
 
     records: int = 0
     tensors: int = 0
     bytes: int = 0
     examples: bool = False
-    differences: list = dataclasses.field(default_factory=list)
-    largest: dict = dataclasses.field(default_factory=dict)
-    gaps: dict = dataclasses.field(default_factory=dict)
+    differences: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    largest: dict[str, tuple[float, str, str, str]] = dataclasses.field(default_factory=dict)
+    gaps: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, split, where, one, other, rtol, atol):
+    def add(self, split: str, where: str, one: Any, other: Any, rtol: float, atol: float) -> None:
         """Compares one value of each."""
         same, relative, gap, texts = _compare(one, other, rtol, atol)
         if gap is not None:
             self.gaps[where] = gap
         if not same:
             self.differences.append((where, *texts))
-        if split and relative is not None and relative >= self.largest.get(split, (-1,))[0]:
+        if split and relative is not None and (split not in self.largest or relative >= self.largest[split][0]):
             self.largest[split] = relative, where, *texts
 
 
-def compare(first, second, rtol=0.0, atol=0.0, rounding=None):
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    rounding: dict[str, float] | None = None,
+) -> Comparison:
     """Compares the metrics, the final metrics and the last checkpoints of two run directories.
 
     Args:
       first: a run directory.
       second: the other.
       rtol: relative tolerance of metrics and floating point tensors; with 0 for both, all is compared bit by bit.
-      atol: absolute tolerance of the same.
+      atol: absolute tolerance of metrics and floating point tensors.
       rounding: `gaps` between the first and runs that differ from it by rounding alone; a number of the second may be
         off by 20 times as much, and one that counts examples, such as an accuracy, by four of them.
 
     Returns:
-      `Comparison`.
+      The `Comparison`.
 
     Raises:
       UsageError: if one has no checkpoint.
@@ -101,11 +109,13 @@ def compare(first, second, rtol=0.0, atol=0.0, rounding=None):
     return result
 
 
-def _slack(folder: str, numbers: dict, rounding: dict[str, float]) -> dict[str, float]:
-    """What each number may be off besides the tolerances, as a dict from where to an absolute difference."""
+def _slack(
+    folder: str | os.PathLike[str], numbers: dict[tuple[str, str], Any], rounding: dict[str, float]
+) -> dict[str, float]:
+    """Returns the absolute difference that each number may have besides the tolerances, by where it is."""
     slack = {where: _TIMES_ROUNDING * gap for where, gap in rounding.items()}
     counting = _counting(folder)
-    so_far: dict[tuple[str, str], float] = {}  # rounding does not shrink for good where it is small once
+    so_far: dict[tuple[str, str], float] = {}  # where rounding is small once, it may grow again
     for split, where in numbers:
         name = where.rsplit(" ", 1)[-1]
         if split:
@@ -114,8 +124,8 @@ def _slack(folder: str, numbers: dict, rounding: dict[str, float]) -> dict[str, 
     return slack
 
 
-def _counting(folder: str) -> dict[str, float]:
-    """The metrics that count examples, such as an accuracy, from name to the part of it that four examples are."""
+def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
+    """Finds the metrics that count examples, such as an accuracy; returns the part that four examples are, by name."""
     batch = (_report(folder).get("flags") or {}).get("global_batch_size", 1)
     found, before = collections.defaultdict(list), collections.Counter()
     for record in read_jsonl(os.path.join(folder, "metrics.jsonl")):
@@ -131,7 +141,7 @@ def _counting(folder: str) -> dict[str, float]:
     }
 
 
-def _report(folder: str) -> dict:
+def _report(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         with open(os.path.join(folder, "run.json")) as file:
             return json.load(file)
@@ -139,8 +149,8 @@ def _report(folder: str) -> dict:
         return {}
 
 
-def _numbers(folder, replicas_differ):
-    """All numbers of a run but times, as a dict from (split, where) to value; what explains the others comes first."""
+def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tuple[str, str], Any]:
+    """Returns all numbers of a run but times, by (split, where); those that explain others come first."""
     numbers, counts = {}, collections.Counter()
     records = read_jsonl(os.path.join(folder, "metrics.jsonl"))
     for record in sorted(records, key=lambda r: (r["step"], r["split"] != "train", r["split"])):
@@ -152,10 +162,10 @@ def _numbers(folder, replicas_differ):
         ):
             numbers[split, f"step {step} {split} {name}"] = record[name]
     run = _report(folder)
-    _, state = peek(final_checkpoint(folder))
-    if replicas_differ:  # what each replica has added up so far is compared as a sum
-        running = state.get("running", {})
-        running["totals"] = np.sum(running.get("totals", []), axis=0).tolist()
+    _, record = peek(final_checkpoint(folder))
+    state = dataclasses.asdict(record)
+    if replicas_differ:  # then the totals of the replicas are compared as a sum
+        state["running"]["totals"] = np.sum(state["running"].get("totals", []), axis=0).tolist()
     for title, tree in (
         ("run.json", {key: run.get(key) for key in ("status", "step", "metrics")}),
         ("run_state of the final checkpoint", state),
@@ -164,7 +174,7 @@ def _numbers(folder, replicas_differ):
     return numbers
 
 
-def _flat(tree, path=""):
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, (dict, list)):
         yield path, tree
         return
@@ -172,7 +182,7 @@ def _flat(tree, path=""):
         yield from _flat(value, f"{path} {key}".strip())
 
 
-def final_checkpoint(folder):
+def final_checkpoint(folder: str | os.PathLike[str]) -> str:
     """Returns the path of a run directory's last checkpoint.
 
     Args:
@@ -187,11 +197,13 @@ def final_checkpoint(folder):
     return path
 
 
-def _compare(one, other, rtol, atol):
+def _compare(
+    one: Any, other: Any, rtol: float, atol: float
+) -> tuple[bool, float | None, float | None, tuple[str, str]]:
     """Compares JSON values, arrays or None.
 
     Returns:
-      (whether the same, the relative and the absolute difference if they have one, (text, text)).
+      (whether they are equal, the relative and the absolute difference if they have one, both as texts).
     """
     a, b = np.asarray(one), np.asarray(other)
     if one is None or other is None or a.shape != b.shape or "O" in a.dtype.kind + b.dtype.kind:
@@ -207,7 +219,7 @@ def _compare(one, other, rtol, atol):
             gap = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
         gap = np.where(np.isnan(gap), np.inf, gap)
         wrong = ~(gap <= atol + rtol * np.abs(x))
-        # Relative to the tensor's largest element: what is next to 0 in it is next to nothing.
+        # Relative to the tensor's largest element, because elements near 0 may differ by many times themselves.
         most = float(gap.max(initial=0))
         relative = float(most / max(np.nanmax(np.abs(x), initial=0), atol))
         same = not wrong.any()
@@ -219,10 +231,10 @@ def _compare(one, other, rtol, atol):
     return same, relative, most, (f"{prefix}{a[at]}", f"{prefix}{b[at]}{count}")
 
 
-def _rows(array):
+def _rows(array: np.ndarray) -> np.ndarray:
     return np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, -1)
 
 
-def _describe(value):
+def _describe(value: Any) -> str:
     array = np.asarray(value)
     return f"{array.dtype} {list(array.shape)}" if array.shape else repr(value)

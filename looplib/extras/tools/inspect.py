@@ -1,4 +1,4 @@
-"""`python -m looplib inspect DIR`: what checkpoints a run directory holds, and what they are worth."""
+"""`python -m looplib inspect DIR`: the checkpoints of a run directory, and which of them are intact."""
 
 import os
 import time
@@ -6,17 +6,18 @@ import time
 import tensorflow as tf
 
 from looplib.checkpoint import commits
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
 
 
-def inspect(directory, verify=False):
+def inspect(directory: str, verify: bool = False) -> int:
     """Prints a table of the checkpoints of a run, newest first.
 
     Args:
       directory: a run directory, or one that holds checkpoints.
-      verify: reads the files through; otherwise only their sizes are compared with the marker.
+      verify: whether to read the files through; if not, only their sizes are compared with the marker.
 
     Returns:
-      int, the exit code: 0 if there is a checkpoint to go on from and none is damaged, else 1.
+      The exit code: `EXIT_DONE` if a run can resume from a checkpoint here and none is damaged.
 
     Raises:
       UsageError: if there is no such directory.
@@ -44,15 +45,15 @@ def inspect(directory, verify=False):
     aside = os.path.join(folder, commits.SET_ASIDE)
     if tf.io.gfile.isdir(aside) and (names := sorted(tf.io.gfile.listdir(aside))):
         print(_printable(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}"))
-    return 0 if good and not damaged else 1
+    return EXIT_DONE if good and not damaged else EXIT_DIFFERENT
 
 
 def _printable(text: str) -> str:
-    """The text without what a terminal would take for a command; a run directory may come from somebody else."""
+    """Escapes what a terminal would take for a command; a run directory may come from somebody else."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def _size(size):
+def _size(size: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -60,7 +61,7 @@ def _size(size):
     return f"{size:.1f} TB"
 
 
-def _age(seconds):
+def _age(seconds: float) -> str:
     for unit, limit in (("s", 120), ("min", 120), ("h", 48)):
         if seconds < limit:
             return f"{seconds:.0f} {unit}"

@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
@@ -23,22 +25,30 @@ _LONGEST_PAUSE = 60.0
 _SERVERS_GRACE = 5.0  # seconds that workers and parameter servers have to end once their chief has
 
 
-def launch(command, workers, *, parameter_servers=0, restarts=0, grace=30.0, backoff=1.0):
+def launch(
+    command: Sequence[str],
+    workers: int,
+    *,
+    parameter_servers: int = 0,
+    restarts: int = 0,
+    grace: float = 30.0,
+    backoff: float = 1.0,
+) -> int:
     """Runs a command as several processes that find each other by TF_CONFIG, and waits for them.
 
-    Without parameter servers, all end when one has failed, and all are started again. With them there is a chief too;
-    when it ends all end, while a worker or parameter server that fails is started again alone.
+    Without parameter servers, all processes end when one has failed, and all are started again. With them there is a
+    chief too: when it ends all end, while a worker or parameter server that fails is started again alone.
 
     Args:
-      command: list of str.
+      command: the program and its arguments.
       workers: how many.
       parameter_servers: how many; with any, there is a chief too, which coordinates.
-      restarts: how often to start again what has failed.
-      grace: seconds that the others have to end once one has failed, until they are killed.
-      backoff: seconds before the first restart; doubled with each.
+      restarts: how often to start failed processes again.
+      grace: seconds that the others have to end after a failure, until they are killed.
+      backoff: seconds before the first restart, doubled with each.
 
     Returns:
-      int, the exit code: 0 done; 75 ended by a signal and saved, to be run again; 1 failed.
+      The exit code: `EXIT_DONE`, `EXIT_PREEMPTED` (ended by a signal and saved, to be run again) or `EXIT_FAILED`.
 
     Raises:
       UsageError: if the command is missing or cannot be started.
@@ -53,7 +63,7 @@ def launch(command, workers, *, parameter_servers=0, restarts=0, grace=30.0, bac
     kinds = [("chief", 0)] * bool(parameter_servers)
     kinds += [("worker", i) for i in range(workers)] + [("ps", i) for i in range(parameter_servers)]
     with console.guarded(), hold_ports(len(kinds)) as ports, _Signals() as signals:
-        spec = {}
+        spec: dict[str, list[str]] = {}
         for (kind, _), port in zip(kinds, ports):
             spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
         run = _Run(command, spec, signals, grace)
@@ -72,10 +82,10 @@ def launch(command, workers, *, parameter_servers=0, restarts=0, grace=30.0, bac
 
 
 @contextlib.contextmanager
-def hold_ports(count):
-    """Free ports of the loopback interface; while the block runs, no other process is given one by chance.
+def hold_ports(count: int) -> Iterator[list[int]]:
+    """Reserves free ports of the loopback interface: no other process gets one by chance while the block runs.
 
-    They are bound and not listened on, which leaves them to servers that set SO_REUSEADDR, as TensorFlow's do.
+    They are bound but nobody listens on them, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
     """
     with contextlib.ExitStack() as stack:
         ports = []
@@ -88,22 +98,26 @@ def hold_ports(count):
 
 
 class _Signals:
-    """Notes SIGTERM and SIGINT while the `with` block runs."""
+    """Notes SIGTERM, SIGINT and SIGHUP while the `with` block runs."""
 
-    def __enter__(self):
-        self.came = []
-        self._before = {
-            number: signal.signal(number, lambda number, _: self.came.append(number))
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+    def __enter__(self) -> "_Signals":
+        self.came: list[int] = []
+        heard = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            heard.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
-    def __exit__(self, *_):
+    def _note(self, number: int, _: object) -> None:
+        if number != signal.SIGHUP or not self.came:  # a closed terminal sends two, which is no second request
+            self.came.append(number)
+
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def wait(self, seconds):
-        """Returns whether a signal has come, after so many seconds at most."""
+    def wait(self, seconds: float) -> bool:
+        """Waits so many seconds, or until a signal comes; returns whether one has."""
         end = time.monotonic() + seconds
         while not self.came and time.monotonic() < end:
             time.sleep(min(_TICK, max(0.0, end - time.monotonic())))
@@ -114,29 +128,29 @@ class _Signals:
 class _Task:
     kind: str
     index: int
-    process: subprocess.Popen = None
-    code: int | None = None  # as subprocess has it; None while it runs
+    process: subprocess.Popen | None = None
+    code: int | None = None  # the returncode of subprocess; None while it runs
     ended: float = 0.0
     killed: bool = False  # by the launcher
     restarts: int = 0
     due: float | None = None  # when it is started again
 
     @property
-    def name(self):
+    def name(self) -> str:
         return self.kind if self.kind == "chief" else f"{self.kind} {self.index}"
 
 
 class _Run:
     """The processes of one command on given addresses, started any number of times."""
 
-    def __init__(self, command, spec, signals, grace):
+    def __init__(self, command: Sequence[str], spec: dict[str, list[str]], signals: _Signals, grace: float) -> None:
         self._command, self._spec, self._signals, self._grace = command, spec, signals, grace
         self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-    def attempt(self, single_restarts, backoff):
+    def attempt(self, single_restarts: int, backoff: float) -> list[_Task]:
         """Starts all tasks and returns them once they have ended."""
         self._selector, self._unfinished = selectors.DefaultSelector(), {}
-        self._errors = collections.defaultdict(set)  # task name -> lines of error that were shown
+        self._errors = collections.defaultdict(set)  # the error lines that were shown, by task name
         self._job = f"{os.getpid()}.{time.time():.6f}"
         self._forwarded, self._last_signal, self._servers_told = 0, 0.0, False
         tasks = [_Task(kind, i) for kind, addresses in self._spec.items() for i in range(len(addresses))]
@@ -157,8 +171,8 @@ class _Run:
         self._selector.close()
         return tasks
 
-    def outcome(self, tasks):
-        """How tasks ended, in words. Who was first is for them to say: they end within a moment."""
+    def outcome(self, tasks: list[_Task]) -> str:
+        """Says how tasks ended; they end almost together, so their own lines have to say which one failed first."""
         ways = collections.defaultdict(list)
         for task in sorted(tasks, key=lambda task: (task.killed, task.code > 0)):
             if task.killed:
@@ -169,7 +183,7 @@ class _Run:
                 ways[f"ended with code {task.code}"].append(task.name)
         return "; ".join(f"{', '.join(names)} {way}" for way, names in ways.items())
 
-    def _start(self, task):
+    def _start(self, task: _Task) -> None:
         config = {"cluster": self._spec, "task": {"type": task.kind, "index": task.index}}
         environment = {
             **os.environ, "TF_CONFIG": json.dumps(config), "LOOPLIB_JOB_ID": self._job, "PYTHONUNBUFFERED": "1",
@@ -189,10 +203,10 @@ class _Run:
             self._selector.register(pipe, selectors.EVENT_READ, (task, stream))
             self._unfinished[pipe] = b""
 
-    def _end_with_launcher(self):
-        self._libc.prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG: should the launcher be killed, they save and end
+    def _end_with_launcher(self) -> None:
+        self._libc.prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG: if the launcher is killed, they save and end
 
-    def _look_after(self, tasks, single_restarts, backoff):
+    def _look_after(self, tasks: list[_Task], single_restarts: int, backoff: float) -> None:
         now = time.monotonic()
         for task in tasks:
             if task.code is None:
@@ -201,7 +215,7 @@ class _Run:
         chief = tasks[0] if tasks[0].kind == "chief" else None
         for number in self._signals.came[self._forwarded :]:
             self._forwarded, self._last_signal = self._forwarded + 1, now
-            # A chief saves what is on the parameter servers, which must stay for that.
+            # The parameter servers have to stay while a chief saves the weights on them.
             self._send([chief] if chief and chief.code is None else tasks, number)
         if self._forwarded > 1 and now > self._last_signal + _SERVERS_GRACE:
             self._end(tasks)
@@ -222,7 +236,7 @@ class _Run:
             for task in tasks:
                 self._restart_alone(task, now, single_restarts, backoff)
 
-    def _restart_alone(self, task, now, single_restarts, backoff):
+    def _restart_alone(self, task: _Task, now: float, single_restarts: int, backoff: float) -> None:
         if task.due and now >= task.due:
             self._start(task)
         elif task.code and not task.due and task.restarts < single_restarts and not self._signals.came:
@@ -232,25 +246,25 @@ class _Run:
             _say(f"{task.name} ended with code {task.code} and starts again in {pause:g} s ({task.restarts} of "
                  f"{single_restarts} restarts)")  # fmt: skip
 
-    def _end(self, tasks):
+    def _end(self, tasks: list[_Task]) -> None:
         for task in tasks:
             if task.code is None:
                 task.killed = True
                 self._kill(task)
 
-    def _send(self, tasks, number):
+    def _send(self, tasks: list[_Task], number: int) -> None:
         for task in tasks:
             if task.code is None:
                 task.process.send_signal(number)
 
-    def _kill(self, task):
-        """Ends a task and what it has started, also if it is frozen."""
+    def _kill(self, task: _Task) -> None:
+        """Kills a task and its child processes, also if it is frozen."""
         if task.process is not None and task.process.poll() is None:
             os.killpg(task.process.pid, signal.SIGKILL)
             task.process.wait()
 
-    def _show(self, seconds):
-        """Copies the lines that have come, each with the name of its task."""
+    def _show(self, seconds: float) -> None:
+        """Copies the lines that have come, each after the name of its task."""
         for key, _ in self._selector.select(seconds):
             data = os.read(key.fd, 65536)
             *lines, self._unfinished[key.fileobj] = (self._unfinished[key.fileobj] + data).split(b"\n")
@@ -259,17 +273,17 @@ class _Run:
             if not data:
                 self._close(key)
 
-    def _close(self, key):
+    def _close(self, key: selectors.SelectorKey) -> None:
         rest = self._unfinished.pop(key.fileobj)
         if rest:
             self._print(*key.data, rest)
         self._selector.unregister(key.fileobj)
         key.fileobj.close()
 
-    def _print(self, task, stream, line):
-        line = line.decode(errors="replace")
+    def _print(self, task: _Task, stream: TextIO, content: bytes) -> None:
+        line = content.decode(errors="replace")
         if line.startswith("looplib: error: "):
-            # All workers name a cause in the same words, and its own line says more: each is shown once.
+            # All workers print the line of the first cause, and the failed one says more: each line is shown once.
             about = re.match(r"looplib: error: (worker \d+) \(", line)
             if (about and self._errors[about[1]]) or any(line in shown for shown in self._errors.values()):
                 return
@@ -277,15 +291,15 @@ class _Run:
         print(f"[{task.name}] {line}", file=stream, flush=True)
 
 
-def _exit_code(tasks, signals):
+def _exit_code(tasks: list[_Task], signals: list[int]) -> int:
     deciding = tasks[:1] if tasks[0].kind == "chief" else tasks
     codes = {task.code for task in deciding}
     if codes == {EXIT_DONE}:
         return EXIT_DONE
-    # A process that was still starting has nothing to save, and a signal ends it in the default way.
+    # A signal ends a process that is still starting in the default way: it has nothing to save.
     preempted = {EXIT_DONE, EXIT_PREEMPTED, *(-number for number in signals)}
     return EXIT_PREEMPTED if codes <= preempted else EXIT_FAILED
 
 
-def _say(text):
+def _say(text: str) -> None:
     print(f"looplib: {text}", file=sys.stderr, flush=True)

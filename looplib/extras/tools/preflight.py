@@ -1,13 +1,13 @@
 """A preflight: would the steps of a trainer and its evaluators run on a TPU or GPU that this machine does not have?
 
 `python -m looplib check tpu -- COMMAND` starts a binary with `LOOPLIB_PREFLIGHT` in its environment. The binary builds
-its trainer, evaluators and controller as ever, on this machine's CPU, and hands their steps to `answer` instead of
-running them. It is the environment and no flag because the command is checked as it is typed, and because a step can
-only be had from inside of the process that has built it.
+its trainer, evaluators and controller as always, on this machine's CPU, and passes their steps to `answer` instead of
+running them. An environment variable and not a flag asks for it, because the command is checked as it is typed, and
+only the process that has built a step has access to it.
 
 XLA lowers for a TPU where the package `tensorflow-tpu` is installed. TensorFlow's ordinary package knows no TPU and
-lowers for a GPU in its place: XLA has one kernel of an op for all devices, and in TensorFlow 2.20 those for a TPU are
-the same 489 and some more, with the same types but for complex128.
+lowers for a GPU instead: XLA has one kernel of an op for all devices. In TensorFlow 2.20 all 489 of a GPU exist for a
+TPU too, with equal types except for complex128, and a TPU has some more.
 """
 
 import collections
@@ -15,17 +15,23 @@ import dataclasses
 import json
 import math
 import os
-import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from looplib import _keras, source_locations
+from looplib import _keras, _tf, source_locations
 from looplib.errors import gist
 from looplib.extras.tools import pure_function
+from looplib.extras.tools.variable_ops import NotAVariableError
 from looplib.task.state import state_of, variables_of
 
+if TYPE_CHECKING:
+    from looplib.controller import Controller
+    from looplib.loop.task_loop import TaskLoop
+
 VARIABLE = "LOOPLIB_PREFLIGHT"
-_MOST = 20  # unsupported kinds of ops, after which the rest is left for another check
+_MOST = 20  # unsupported kinds of ops, after which the check stops
 _SLOW = {
     "TPU": {
         "float64": "a TPU emulates it, at a tenth of the speed or less; use float32",
@@ -43,14 +49,14 @@ _PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv2D", "Conv3D", "Ei
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One fault, or one piece of advice.
 
     Attributes:
       split: "train" or the evaluator's name.
       kind: "unsupported op", "dynamic shape", "batch size" or "slow dtype".
-      text: what it is and what to do, without a full stop.
+      text: the fault and what to do, without a full stop.
       line: the user's source line as "file:line: text", or "".
-      fault: whether it must be mended, or is advice.
+      fault: whether it must be mended; if not, it is advice.
     """
 
     split: str
@@ -60,34 +66,34 @@ class Finding:
     fault: bool = True
 
 
-def requested():
+def requested() -> bool:
     """Whether this process was started for a preflight."""
     return VARIABLE in os.environ
 
 
-def settings():
-    """The flags' values that a preflight sets, so that all is built on one CPU; {} if none was asked for."""
+def settings() -> dict[str, Any]:
+    """Returns the flags that a preflight sets, so that all is built on one CPU; {} if none was asked for."""
     return dict(strategy="auto", tpu=None, num_virtual_devices=1, loop="graph") if requested() else {}
 
 
-def answer(controller):
-    """Looks at a controller's steps as the environment asks, and writes the result to the file that it names."""
+def answer(controller: "Controller") -> None:
+    """Checks a controller's steps for the device that the environment names, and writes the result to its file."""
     request = json.loads(os.environ[VARIABLE])
     result = look(controller, request["platform"], request["cores"])
     with open(request["to"], "w") as file:
         json.dump(result, file)
 
 
-def look(controller, platform="TPU", cores=8):
-    """Lowers a controller's steps for a device, and looks for what cannot run there, or not well.
+def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dict[str, Any]:
+    """Lowers a controller's steps for a device, and finds what cannot run there, or not well.
 
     Args:
-      controller: `Controller` on one replica, on a CPU.
+      controller: a controller on one replica, on a CPU.
       platform: "TPU" or "GPU".
-      cores: over how many the global batch is divided.
+      cores: how many the global batch is divided over.
 
     Returns:
-      dict of what JSON can hold: `findings`, a list of `Finding`s as dicts, and `steps`, a dict from split to `batch`,
+      A dict for JSON: `findings`, a list of `Finding`s as dicts, and `steps`, a dict from split to `batch`,
       `global_batch`, `lowered` (whether all of the step was) and bytes of `memory`, a dict.
     """
     findings, steps = [], {}
@@ -99,27 +105,27 @@ def look(controller, platform="TPU", cores=8):
 
 
 class _Look:
-    """What is found in one task's step."""
+    """The check of one task's step."""
 
-    def __init__(self, split, loop, platform, cores):
+    def __init__(self, split: str, loop: "TaskLoop", platform: str, cores: int) -> None:
         self._split = split
         self._task = loop.task
         self._stream = loop.step.stream
         self._platform = platform
         self._cores = cores
-        self.findings = []
+        self.findings: list[Finding] = []
         self.batch = -(-self._stream.batch_size // cores)
-        # Called by another function, it is traced as for XLA: loops then tell how long they are.
+        # A function with jit_compile that another one calls is traced for XLA: loops then have known lengths.
         compiled = tf.function(loop.step.replica_step, jit_compile=True)
         self._function = tf.function(lambda inputs: compiled(inputs), autograph=False)
 
-    def report(self):
+    def report(self) -> dict[str, Any]:
         self._look_at_the_batch()
         spec = self._static_spec()
         lowered, traced = False, None
         if spec is not None:
             traced = self._function.get_concrete_function(spec)
-            self._ops = source_locations.Ops(traced)
+            self._ops = _tf.Ops(traced)
             lowered = self._lower(traced)
             self._look_at_dtypes()
         return {
@@ -129,14 +135,14 @@ class _Look:
             "memory": self._memory(traced, spec),
         }
 
-    def _find(self, kind, text, line="", fault=True):
+    def _find(self, kind: str, text: str, line: str = "", fault: bool = True) -> None:
         finding = Finding(self._split, kind, text, line, fault)
         if finding not in self.findings:
             self.findings.append(finding)
 
     # The batch.
 
-    def _look_at_the_batch(self):
+    def _look_at_the_batch(self) -> None:
         size, cores = self._stream.batch_size, self._cores
         unit = 8 * cores
         near = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
@@ -157,8 +163,8 @@ class _Look:
         elif self.batch % 8:
             self._find("batch size", f"{self.batch} examples a GPU; multiples of 8 fill its matrix units", fault=False)
 
-    def _static_spec(self):
-        """The specs of a core's batch, all static; None if it has what no device takes."""
+    def _static_spec(self) -> Any:
+        """Returns the specs of a core's batch, all static; None if it holds a type that no device takes."""
         element = self._stream.element_spec
         who = f"{type(self._task).__name__}.dataset"
         known, example = [], None
@@ -176,7 +182,7 @@ class _Look:
             if unknown or (shape and shape[0] is None and self._split == "train"):
                 self._find(
                     "dynamic shape",
-                    f"{who} has batches of shape {spec.shape}; a {self._platform} compiles anew for each, so fix it: "
+                    f"{who} has batches of shape {spec.shape}; a {self._platform} compiles again for each, so fix it: "
                     "batch(..., drop_remainder=True), padded_batch to one size, or tf.ensure_shape",
                     fault=unknown or self._platform == "TPU",
                 )
@@ -190,30 +196,37 @@ class _Look:
 
     # The step.
 
-    def _lower(self, traced):
-        """Lowers the step, again without what cannot be, until all such ops are found; returns whether all was."""
+    def _lower(self, traced: tf.types.experimental.ConcreteFunction) -> bool:
+        """Lowers the step, repeatedly without the ops that cannot be lowered, until all of these are found.
+
+        Returns:
+          Whether all of it was lowered at once.
+        """
         replaced = {self._ops.place(op): pure_function.outputs_of(op) for op in self._of_string()}
         found = bool(replaced)
-        target, specs, names = _target(self._platform), [], {}
+        target = _target(self._platform)
+        specs: list[tf.TensorSpec] = []
+        names: Mapping[str, str] = {}
         for _ in range(_MOST):
             try:
-                program, specs, names = pure_function.lift(traced, replaced)
-                text = program.experimental_get_compiler_ir(*specs)(stage="hlo", platform_name=target)
-            except pure_function.CannotLift as error:
-                op = self._ops.in_function(error.function, error.node)
+                pure = pure_function.make(traced, replaced)
+                specs, names = pure.specs, pure.names
+                text = pure.program.experimental_get_compiler_ir(*specs)(stage="hlo", platform_name=target)
+            except NotAVariableError as error:
+                op = self._ops.in_function(*error.place)
                 if op is None:
                     self._tell_error(error, None)
                     return False
                 ops = [op]
-            except Exception as error:  # XLA's have many types
+            except Exception as error:  # XLA's errors have many types
                 op = self._ops.named_in(str(error), names)
-                if "unsupported operations" not in str(error) or op is None:
+                if not _tf.lacks_a_kernel(error) or op is None:
                     if not found and not any(part.dtype == tf.string for part in specs):
                         self._tell_error(error, op)
                     return False
                 ops = [other for other in self._ops if other.type == op.type]
             else:
-                self._look_at_shapes(text, names)
+                self._look_at_sizes(text)
                 return not found
             for op in ops:
                 if target == self._platform or op.type not in _ONLY_ON_TPUS:
@@ -222,15 +235,15 @@ class _Look:
                 replaced[self._ops.place(op)] = pure_function.outputs_of(op)
         return False
 
-    def _of_string(self):
-        """The ops on strings, which no device but a CPU has; XLA leaves out assertions and their messages."""
+    def _of_string(self) -> Iterator[tf.Operation]:
+        """Yields the ops on strings, which only a CPU has; XLA leaves out assertions and their messages."""
         for op in self._ops:
             strings = any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs))
-            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(source_locations.called(op)):
+            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(_tf.called(op)):
                 self._find("unsupported op", self._unsupported(op), source_locations.line_of(op))
                 yield op
 
-    def _unsupported(self, op):
+    def _unsupported(self, op: tf.Operation) -> str:
         text = f"XLA has no {op.type} for a {self._platform}"
         strings = [t for t in (*op.inputs, *op.outputs) if t.dtype == tf.string]
         if strings:
@@ -239,29 +252,27 @@ class _Look:
             return f"{text}; --loop=graph runs it without XLA, --loop=xla does not"
         return f"{text}; do it in dataset(), on the host, or write it with ops of fixed shapes"
 
-    def _tell_error(self, error, op):
+    def _tell_error(self, error: Exception, op: tf.Operation | None) -> None:
         text = gist(error).removeprefix("Failed getting HLO text: ").strip("'")
         line = source_locations.line_of(op) if op is not None else ""
-        if re.search(r"compile-time constant|static(ally)? (input )?shape|dynamic|bounded", str(error)):
+        if _tf.needs_a_constant(error):
             self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", line)
         else:
             self._find("unsupported op", text, line)
 
-    def _look_at_shapes(self, text, names):
-        """Finds the ops that give a size which depends on values."""
-        for line in text.splitlines():
-            if re.search(r"= \S*<=\S* set-dimension-size\(", line):
-                op = self._ops.named(re.search(r'op_name="([^"]*)"', line), names)
-                kind = re.search(r'op_type="([^"]*)"', line)
-                self._find(
-                    "dynamic shape",
-                    f"the size of what {kind[1] if kind else 'an op'} gives depends on values, so XLA computes with "
-                    "its largest; keep the size and use a mask, as in looplib.mean(value, weight)",
-                    source_locations.line_of(op) if op is not None else "",
-                    fault=self._platform == "TPU" and not (op is not None and source_locations.is_of_keras(op)),
-                )
+    def _look_at_sizes(self, hlo: str) -> None:
+        """Finds the ops whose output has a size that depends on values."""
+        for path, kind in _tf.dynamic_sizes(hlo):
+            op = self._ops.named(path)
+            self._find(
+                "dynamic shape",
+                f"the size of what {kind or 'an op'} gives depends on values, so XLA computes with its largest; keep "
+                "the size and use a mask, as in looplib.mean(value, weight)",
+                source_locations.line_of(op) if op is not None else "",
+                fault=self._platform == "TPU" and not (op is not None and source_locations.is_of_keras(op)),
+            )
 
-    def _look_at_dtypes(self):
+    def _look_at_dtypes(self) -> None:
         for op in self._ops:
             for tensor in op.outputs:
                 name = tensor.dtype.base_dtype.name
@@ -282,18 +293,18 @@ class _Look:
 
     # Memory.
 
-    def _memory(self, traced, spec):
-        """Bytes a core: parameters, optimizer, other state, data that stays there, batch, and temporaries.
+    def _memory(self, traced: tf.types.experimental.ConcreteFunction | None, spec: Any) -> dict[str, int | None]:
+        """Returns the bytes of each core: parameters, optimizer, other state, resident data, batch, and temporaries.
 
         Args:
-          traced: the step's concrete function; None if its batch is of no kind that a device takes, when less is known.
+          traced: the step; None if its batch holds a type that no device takes, and less is known.
           spec: of its batch, or None.
         """
         own = [variable for optimizer in _keras.optimizers(self._task) for variable in optimizer.variables]
         of_optimizer = {id(variable.value if _keras.is_variable(variable) else variable) for variable in own}
         used = traced.variables if traced else ()
         held = [*(variable for _, variable in variables_of(state_of(self._task))), *used]
-        sizes = collections.Counter()
+        sizes: collections.Counter[str] = collections.Counter()
         for variable in {id(variable): variable for variable in held}.values():
             kind = (
                 "optimizer" if id(variable) in of_optimizer else "parameters" if variable.trainable else "other state"
@@ -311,8 +322,8 @@ class _Look:
         return {**{kind: size for kind, size in sizes.items() if size}, kind: temporary}
 
 
-def _target(platform):
-    """The platform to lower for: the one that is asked for, if this TensorFlow knows it, else a GPU."""
+def _target(platform: str) -> str:
+    """Returns the platform to lower for: a GPU where this TensorFlow does not know the one that is asked for."""
     try:
         add = tf.function(lambda x: x + x, jit_compile=True, autograph=False)
         add.experimental_get_compiler_ir(tf.TensorSpec([1]))(stage="hlo", platform_name=platform)
@@ -321,25 +332,15 @@ def _target(platform):
         return "GPU"
 
 
-def _bytes(tensor):
+def _bytes(tensor: tf.Tensor | tf.TensorSpec | tf.Variable) -> int:
     return math.prod(tensor.shape.as_list()) * tensor.dtype.size
 
 
-def _temporary_bytes(function, spec):
-    """What XLA, compiling for a CPU, sets aside for values inside of the step; None where it cannot say.
+def _temporary_bytes(function: tf.types.experimental.PolymorphicFunction, spec: Any) -> int | None:
+    """Returns the bytes that XLA, compiling for a CPU, reserves for values inside of the step; None if it cannot say.
 
-    The plan of a real compiler for the same program and batch, but for another device: a TPU fuses other ops together,
-    and pads the last two dimensions to multiples of 8 and 128.
+    It is the plan of a real compiler for this program and batch, but for another device: a TPU fuses other ops
+    together, and pads the last two dimensions to multiples of 8 and 128.
     """
-    try:
-        from tensorflow.compiler.xla.service import hlo_pb2  # TensorFlow has no public reader for it
-
-        compiled = tf.function(function.python_function, jit_compile=True)
-        batch = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), spec)
-        stage = "optimized_hlo_proto_serialized"
-        program = hlo_pb2.HloProto.FromString(compiled.experimental_get_compiler_ir(batch)(stage=stage))
-        allocations = program.buffer_assignment.buffer_allocations
-    except Exception:  # XLA's have many types, and what cannot be compiled is told elsewhere
-        return None
-    kept = ("is_thread_local", "is_entry_computation_parameter", "is_constant", "maybe_live_out")
-    return sum(part.size for part in allocations if not any(getattr(part, name) for name in kept))
+    compiled = tf.function(function.python_function, jit_compile=True)
+    return _tf.temporary_bytes(compiled, spec)

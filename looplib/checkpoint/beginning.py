@@ -1,0 +1,47 @@
+"""The beginning of a run that has no checkpoint of its own: initial values, or a checkpoint of another run."""
+
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.warm_start import continue_from, warm_start
+from looplib.task import perturbation
+from looplib.task.trainer import Trainer
+
+
+def begin(
+    trainer: Trainer | None,
+    objects: dict[str, Any],
+    global_step: tf.Variable,
+    policy: CheckpointPolicy,
+    strategy: tf.distribute.Strategy,
+) -> tuple[str | None, int]:
+    """Gives a run its first state.
+
+    Args:
+      trainer: the trainer, or None for a run that only evaluates.
+      objects: dict from attribute name to trackable object.
+      global_step: the variable that counts training steps.
+      policy: says where the values come from.
+      strategy: the strategy of the trainer's variables.
+
+    Returns:
+      `(path, step)`: the checkpoint of another program that the run continues from, or None; and the global step.
+
+    Raises:
+      UsageError: if a checkpoint that the policy names does not fit.
+    """
+    if policy.continue_from:
+        path, step = continue_from(objects, global_step, policy.continue_from)
+        logging.info("goes on from step %d of %s, with the data from its start", step, path)
+        return path, step
+    if trainer:
+        with strategy.scope():
+            trainer.initialize()
+        if policy.warm_start:
+            warm_start(objects, policy.warm_start)
+        if perturbation.requested():
+            perturbation.nudge(strategy, objects)
+    return None, 0

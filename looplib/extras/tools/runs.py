@@ -1,0 +1,207 @@
+"""The command under check: started in run directories of its own, to its end or until it is killed."""
+
+import dataclasses
+import functools
+import glob
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from looplib.checkpoint.manager import latest_checkpoint
+from looplib.errors import UsageError
+from looplib.extras.tools.compare import final_checkpoint
+from looplib.loop import example_checksum
+
+# What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is struck.
+_KILLS = ("after a save", "while it started", "while it ran")
+
+
+def say(line: str) -> None:
+    """Prints a line at once, so that it comes in order with those of the command."""
+    print(line, flush=True)
+
+
+@dataclasses.dataclass
+class Life:
+    """One start of the command; the moments of kills in later ones are drawn from it.
+
+    Attributes:
+      found: the step of the newest checkpoint at its start.
+      now: seconds since the start; once it has ended, the length of the life.
+      ready: when the command had built and restored everything, or None.
+      saves: from the step of each new checkpoint to when it was seen.
+      saved: the step of the newest checkpoint, 0 if there is none.
+      killed: whether it ended by a kill.
+    """
+
+    found: int
+    now: float = 0.0
+    ready: float | None = None
+    saves: dict[int, float] = dataclasses.field(default_factory=dict)
+    saved: int = 0
+    killed: bool = False
+
+
+def run(
+    command: Sequence[str],
+    folder: str,
+    timeout: float,
+    moment_of: Callable[[Life], float | None] = lambda life: None,
+    environment: Mapping[str, str] | None = None,
+) -> Life:
+    """Starts the command and waits for its end, or kills it.
+
+    Args:
+      command: a looplib binary and its flags without `--model_dir`.
+      folder: the run directory; what the command prints is appended to a file beside it.
+      timeout: seconds that it may take.
+      moment_of: called until it returns the moment of the kill, in seconds since the start.
+      environment: variables to add; default the one that asks for checksums of examples.
+
+    Raises:
+      UsageError: if the command cannot be started, fails, or takes longer.
+    """
+    life, stamp, moment = Life(_saved_step(folder)), _stamp(folder), None
+    process = _start(command, folder, environment or {example_checksum.VARIABLE: "1"})
+    started = time.monotonic()
+    struck = False
+    try:
+        while process.poll() is None and life.now <= timeout and not struck:
+            time.sleep(0.005)
+            life.now = time.monotonic() - started
+            life.saved = _saved_step(folder)
+            if life.saved != life.found:
+                life.saves.setdefault(life.saved, life.now)
+            if life.ready is None and _stamp(folder) != stamp:
+                life.ready = life.now
+            if moment is None:
+                moment = moment_of(life)
+            struck = moment is not None and life.now >= moment
+    finally:
+        if process.poll() is None:  # not yet waited for, so the number still belongs to it
+            os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+    newest = latest_checkpoint(os.path.join(folder, "checkpoints"))  # a kill may leave a later one unfinished
+    life.saved = int(newest.rsplit("-", 1)[1]) if newest else 0
+    life.killed = struck and code == -signal.SIGKILL  # otherwise it ended by itself before the kill
+    if code and not life.killed:
+        how = f"did not end within {timeout:g} s (--timeout)" if life.now > timeout else f"failed with code {code}"
+        with open(f"{folder}.log", errors="replace") as log:
+            print("".join(f"  | {line}" for line in log.readlines()[-20:]), end="", file=sys.stderr)
+        raise UsageError(f"the command {how}; its last lines are above, all are in {folder}.log")
+    return life
+
+
+def _start(command: Sequence[str], folder: str, environment: Mapping[str, str]) -> subprocess.Popen:
+    with open(f"{folder}.log", "ab") as log:
+        try:
+            return subprocess.Popen(
+                [*command, f"--model_dir={folder}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a process group of its own, to kill it whole
+                env={**os.environ, **environment},
+            )
+        except OSError as error:
+            raise UsageError(
+                f"{command[0]!r} cannot be started: {error.strerror}; write the command as you type it"
+            ) from error
+
+
+def run_to_the_end(
+    command: Sequence[str], folder: str, timeout: float, environment: Mapping[str, str] | None = None
+) -> Life:
+    """Runs the command to its end, and says how long it took; see `run`."""
+    life = run(command, folder, timeout, environment=environment)
+    final_checkpoint(folder)
+    start = "" if life.ready is None else f", of which {life.ready:.1f} s to start"
+    say(f"{os.path.basename(folder)}: {life.now:.1f} s{start}; the last save is of step {life.saved}")
+    return life
+
+
+def run_killed(
+    command: Sequence[str], folder: str, whole: Life, kills: int, moments: random.Random, timeout: float
+) -> list[int]:
+    """Runs the command with kills, and then to its end.
+
+    Args:
+      command: see `run`.
+      folder: see `run`.
+      whole: the life of an uninterrupted run.
+      kills: how often to kill it.
+      moments: draws the moments of the kills.
+      timeout: seconds that each start may take.
+
+    Returns:
+      The step that each start after a kill found.
+
+    Raises:
+      UsageError: as `run` does, or if the command always ended before a kill came.
+    """
+    start, steps = whole.ready or whole.now, []
+    ended = False
+    for _ in range(2 * kills + 4):
+        if len(steps) == kills:
+            break
+        kind = _KILLS[1 if ended else len(steps) % 3]
+        # The first of as many moments as there are kills to come in the rest of the run, so that they spread over it.
+        to_come = 1 if kind == _KILLS[1] else sum(i % 3 != 1 for i in range(len(steps), kills))
+        part = 1 - moments.random() ** (1 / to_come)
+        life = run(command, folder, timeout, functools.partial(_moment_of, whole, start, kind, part))
+        start = min(start, life.ready or start)  # the first start of all is slow: nothing is in memory yet
+        if life.killed:
+            steps.append(life.saved)
+            when = f"{kind}, {life.now:.2f} s after its start"
+            say(f"killed: {when}, kill {len(steps)} of {kills}; it had saved step {life.saved}")
+        elif steps:
+            ended = True  # the remaining kills strike starts that find nothing left to do
+            say(f"killed: ended, after {life.now:.2f} s, before a kill could come")
+        else:
+            say(f"killed: ended, after {life.now:.2f} s, before a kill could come; it starts again from step 0")
+            shutil.rmtree(folder)
+    if not steps:
+        raise UsageError("no kill came before the command had ended; give it more steps to run")
+    run_to_the_end(command, folder, timeout)
+    return steps
+
+
+def _moment_of(whole: Life, start: float, kind: str, part: float, life: Life) -> float | None:
+    """Returns the moment to kill a life at, in seconds since its start; None while that is not known.
+
+    Args:
+      whole: the life of an uninterrupted run.
+      start: seconds that a start takes.
+      kind: of `_KILLS`.
+      part: from 0 to 1, how far into the time that this kind of kill may strike.
+      life: the life.
+    """
+    if kind == _KILLS[1]:
+        return part * start
+    # The rest of this life is about as long as that of the uninterrupted run after this save; the first kill comes
+    # before the last save, so that the next start has both a checkpoint and work to do.
+    end = max(whole.saves.values(), default=whole.now) if kind == _KILLS[0] else whole.now
+    rest = end - whole.saves.get(life.saved, start)
+    waits = not life.saves if kind == _KILLS[0] else life.ready is None
+    return None if waits else life.now + part * rest
+
+
+def _stamp(folder: str) -> tuple[int, int] | None:
+    """Returns what changes when `run.json` is written, which a binary does first once it has built and restored."""
+    try:
+        status = os.stat(os.path.join(folder, "run.json"))
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino
+
+
+def _saved_step(folder: str) -> int:
+    names = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "ckpt-*.index"))
+    found = (re.search(r"ckpt-(\d+)\.index$", name) for name in names)
+    return max((int(match[1]) for match in found if match), default=0)

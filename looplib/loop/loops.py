@@ -1,0 +1,245 @@
+"""The loops of a run: one for its trainer, and one for each evaluator."""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from looplib.errors import UsageError, whole_number
+from looplib.loop import task_loop
+from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
+from looplib.loop.engines import ENGINES
+from looplib.loop.schedule import Boundary
+from looplib.report.clock import Clock
+from looplib.task import checks
+from looplib.task.evaluator import Evaluator
+from looplib.task.record import EngineChoice, RunRecord
+from looplib.task.trainer import Trainer
+
+# The newest loops of each trainer, by the trainer's id: a trainer that is a dataclass has no hash.
+_newest: weakref.WeakValueDictionary[int, "Loops"] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """The settings that all loops of a run share; see the arguments of `Controller`.
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    strategy: tf.distribute.Strategy
+    loop: str
+    global_batch_size: int | None
+    steps_per_loop: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps_per_loop", whole_number("steps_per_loop", self.steps_per_loop))
+        if self.global_batch_size is not None:
+            size = whole_number("global_batch_size", self.global_batch_size)
+            object.__setattr__(self, "global_batch_size", size)
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, least=0))
+        if self.loop not in ENGINES:
+            raise UsageError(f"loop is {self.loop!r}; expected one of {', '.join(ENGINES)}")
+
+    @property
+    def recorded(self) -> dict[str, int | str | None]:
+        """The settings that decide the numbers to come, by the names of their fields in the run record."""
+        return {"seed": self.seed, "global_batch_size": self.global_batch_size, "loop": self.loop}
+
+    @property
+    def flags(self) -> dict[str, int | str | None]:
+        """The settings that a binary takes as flags, by the names of these."""
+        return {**self.recorded, "steps_per_loop": self.steps_per_loop}
+
+
+class Loops:
+    """The loops of a run, and the counters of their steps.
+
+    Args:
+      settings: the settings that they share.
+      clock: gets the time of all of them.
+
+    Attributes:
+      settings: the settings that they share.
+      global_step: the variable that counts training steps.
+      training: the loop of the trainer, once it is built, or None.
+      evaluations: the loops of the evaluators that are built, by name.
+      closed: whether they are closed.
+      torn: whether a step has failed, which may have updated only a part of the variables.
+    """
+
+    def __init__(self, settings: LoopSettings, clock: Clock) -> None:
+        self.settings = settings
+        self._clock = clock
+        self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
+        self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
+        self.training: TrainingLoop | None = None
+        self.evaluations: dict[str, Loop] = {}
+        self.closed = self.torn = False
+
+    def build(
+        self,
+        trainer: Trainer | None,
+        evaluators: Mapping[str, Evaluator],
+        start_step: int,
+        record: RunRecord,
+        non_finite: str,
+    ) -> None:
+        """Builds the data sets and traces the steps.
+
+        Args:
+          trainer: the trainer, or None.
+          evaluators: the evaluators, by name.
+          start_step: global batches that the run has consumed.
+          record: the record of an earlier start of the run.
+          non_finite: the policy of `guards.Guards`, for training.
+        """
+        settings = self.settings
+
+        def make_loop(split: str, task: Trainer | Evaluator, **others: Any) -> Loop:
+            return task_loop.make_loop(
+                Specification(
+                    split=split,
+                    task=task,
+                    strategy=settings.strategy,
+                    clock=self._clock,
+                    engine=settings.loop,
+                    seed=settings.seed,
+                    steps_per_loop=settings.steps_per_loop,
+                    chosen=record.engines.get(split),
+                    **others,
+                )
+            )
+
+        for task in filter(None, (trainer, *evaluators.values())):
+            self.own(task)
+        if trainer:
+            self._warn_of_others(trainer)
+            checks.build_optimizers(trainer, settings.strategy)
+            self.training = make_loop(
+                "train",
+                trainer,
+                global_batch_size=settings.global_batch_size,
+                start_step=start_step,
+                counter=self.global_step,
+                non_finite=non_finite,
+            )
+        for name, task in evaluators.items():
+            size = task.global_batch_size or settings.global_batch_size
+            self.evaluations[name] = make_loop(name, task, global_batch_size=size, counter=self._evaluated)
+
+    def own(self, task: Trainer | Evaluator) -> None:
+        """Gives a task the attributes that it reads of the run; another controller may have set them since."""
+        task.global_step = self.global_step
+        if isinstance(task, Trainer):
+            task.global_batch_size, task.run_seed = self.settings.global_batch_size, self.settings.seed
+
+    def _warn_of_others(self, trainer: Trainer) -> None:
+        other = _newest.get(id(trainer))
+        if other is not None and not other.closed:
+            logging.warning(
+                "this %s is also the trainer of another controller that is not closed: both train its weights, and "
+                "each counts and saves its own steps only; close the other one",
+                type(trainer).__name__,
+            )
+        _newest[id(trainer)] = self
+
+    @property
+    def by_name(self) -> dict[str, Loop]:
+        """All loops, by "train" and the names of the evaluators."""
+        return {**({"train": self.training} if self.training else {}), **self.evaluations}
+
+    @property
+    def engines(self) -> dict[str, EngineChoice]:
+        """The choices of `loop="auto"` so far, by split."""
+        return {split: loop.chosen for split, loop in self.by_name.items() if loop.chosen}
+
+    def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+        """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.
+
+        Args:
+          step: the current step.
+          boundary: where to stop.
+          horizon: the last step that the training is known to reach.
+
+        Raises:
+          UsageError: if the user's program counts the steps too.
+        """
+        try:
+            ran = self.training.run(
+                Request(boundary.step - step, read=boundary.report, horizon=horizon - step), "train"
+            )
+        except BaseException as error:
+            self.torn = not self.training.left_whole(error)
+            raise
+        self.check_count(step + ran.done)
+        return ran
+
+    def refuse_if_torn(self, what: str, kept: str | None) -> None:
+        """Raises `UsageError` if a failed step may have updated only a part of the variables.
+
+        Args:
+          what: the call that is refused then.
+          kept: the path of the newest checkpoint, or None.
+        """
+        if self.torn:
+            cure = (
+                f"call controller.restore_checkpoint(), which goes back to {kept}"
+                if kept
+                else "there is no checkpoint to go back to, so build the trainer and the controller again"
+            )
+            raise UsageError(
+                f"{what} was called after a step that failed, which may have updated only a part of the variables; "
+                f"{cure}"
+            )
+
+    def check_count(self, step: int) -> None:
+        """Raises `UsageError` if the global step is not the one that the controller has counted."""
+        if int(self.global_step) != step:
+            raise UsageError(
+                f"the global step is {int(self.global_step)} after step {step}: {self.training.who}.step_fn, its "
+                "loop_end or an action assigns global_step, which the controller counts itself; leave that out"
+            )
+
+    def progress(self) -> tuple[int, int, list[float]]:
+        """Returns numbers of which one changes while a loop makes progress, the global step first."""
+        own = [loop.progress() for loop in self.by_name.values()]
+        return int(self.global_step), int(self._evaluated), own
+
+    def evaluate(self, name: str, steps: int) -> dict[str, float] | None:
+        """Runs an evaluator; returns its metrics, or None if a signal came before the end.
+
+        Args:
+          name: the evaluator's.
+          steps: number of steps; -1 for all data.
+
+        Raises:
+          UsageError: if there is no batch.
+        """
+        loop = self.evaluations[name]
+        self.own(loop.task)
+        with loop.task.evaluating():
+            loop.rewind()
+            ran = loop.run(Request(steps, read=True), "evaluate")
+            if ran.done and not ran.stopped:
+                with self._clock.phase("report"):
+                    return loop.read()
+        if ran.stopped:
+            return None
+        raise UsageError(
+            f"the evaluation data set {name!r} is empty: {loop.who}.dataset has no batch; check where the data is read "
+            "from"
+        )
+
+    def close(self) -> None:
+        """Closes each loop, also where another one fails."""
+        self.closed = True
+        with contextlib.ExitStack() as stack:
+            for loop in self.by_name.values():
+                stack.callback(loop.close)

@@ -1,0 +1,54 @@
+"""The parts of a training that are no variables, and whose state is in the run record of a checkpoint."""
+
+from looplib import _keras
+from looplib.loop.loops import Loops
+from looplib.loop.window import Window
+from looplib.task.actions import ActionStates
+from looplib.task.learning_rates import LearningRates
+from looplib.task.record import RunRecord
+from looplib.task.trainer import Trainer
+
+
+class RecordedParts:
+    """The parts of a training whose state is in the run record.
+
+    Args:
+      trainer: the trainer, before a checkpoint is restored.
+      loops: its loop, and those of the evaluators, with their settings.
+      window: the steps since the last report.
+      actions: the states of the actions.
+
+    Attributes:
+      optimizers: the class names of the trainer's optimizers.
+    """
+
+    def __init__(self, trainer: Trainer, loops: Loops, window: Window, actions: ActionStates) -> None:
+        self.optimizers = [type(optimizer).__name__ for optimizer in _keras.optimizers(trainer)]
+        self._learning_rates = LearningRates(trainer)
+        self._loops = loops
+        self._window = window
+        self._actions = actions
+
+    def fill_in(self, record: RunRecord) -> None:
+        """Sets the fields of the record that are not kept up to date while the run trains."""
+        settings = self._loops.settings
+        record.running = self._loops.training.reducer.state()
+        record.optimizers = self.optimizers
+        record.learning_rates = self._learning_rates.built
+        record.actions = self._actions.save()
+        record.engines = self._loops.engines
+        record.seed, record.global_batch_size, record.loop = settings.seed, settings.global_batch_size, settings.loop
+
+    def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
+        """Brings all parts to where a restored checkpoint has them.
+
+        Args:
+          record: the record of the checkpoint.
+          step: the global step of the checkpoint.
+          position: the position in the data; None where the step alone tells it.
+        """
+        self._learning_rates.after_restore(record.learning_rates, step)
+        self._actions.load(record.actions)
+        self._loops.training.rewind(step + record.input_offset, position)
+        self._loops.training.reducer.load(record.running)
+        self._window.start = step

@@ -1,0 +1,62 @@
+"""The schedule of a training: at which steps the inner loop returns to the controller, and what is due there."""
+
+import dataclasses
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """A step at which something is due.
+
+    Attributes:
+      step: the global step.
+      report: whether the training metrics since the last report are due.
+      save: whether a checkpoint is due.
+      evaluate: whether an evaluation is due. False at the end, where the controller evaluates after the final save.
+      end: whether the training ends here.
+    """
+
+    step: int
+    report: bool
+    save: bool
+    evaluate: bool
+    end: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Reports, saves and evaluations at exact multiples of their intervals, counted from step 0 of the run.
+
+    Attributes:
+      report_every: steps between reports.
+      save_every: steps between checkpoints.
+      evaluate_every: steps between evaluations; None for a training without any.
+      end: the step to train to; None trains to the end of the data.
+    """
+
+    report_every: int
+    save_every: int
+    evaluate_every: int | None = None
+    end: int | None = None
+
+    def boundaries(self, step: int) -> Iterator[Boundary]:
+        """Yields the boundaries after a step, in order: each multiple of an interval, and the end."""
+        intervals = [every for every in (self.report_every, self.save_every, self.evaluate_every) if every]
+        while self.end is None or step < self.end:
+            step = min(step - step % every + every for every in intervals)
+            step = step if self.end is None else min(step, self.end)
+            yield Boundary(
+                step,
+                report=step % self.report_every == 0,
+                save=step % self.save_every == 0,
+                evaluate=self.evaluates_at(step),
+                end=step == self.end,
+            )
+
+    def evaluates_at(self, step: int) -> bool:
+        """Whether an evaluation is due at a step on the way to the end."""
+        return bool(self.evaluate_every and step and step % self.evaluate_every == 0 and step != self.end)
+
+    def horizon(self, boundary: Boundary) -> int:
+        """Returns the last step that the training is known to reach, unless something stops it: the end, if known."""
+        return boundary.step if self.end is None else self.end

@@ -1,0 +1,59 @@
+"""The window of steps since the last report: its metrics, checked, and its speed."""
+
+from looplib.health.guards import Guards
+from looplib.health.non_finite import check_skipped
+from looplib.health.spikes import check_loss
+from looplib.loop.task_loop import TaskLoop
+from looplib.report.clock import Clock
+
+
+class Window:
+    """The training steps since the last report.
+
+    Args:
+      training: the loop that runs them.
+      clock: has their time as "train" and "input".
+      guards: what to check the metrics for.
+      steps_per_loop: steps of a whole window.
+
+    Attributes:
+      start: the step of the last report, or the one that the training continued from. The first is part of the state of
+        a run, because a checkpoint within a window holds its metrics so far.
+    """
+
+    def __init__(self, training: TaskLoop, clock: Clock, guards: Guards, steps_per_loop: int) -> None:
+        self.start = 0
+        self._training = training
+        self._clock = clock
+        self._guards = guards
+        self._steps_per_loop = steps_per_loop
+        self._mark = (0, 0.0)
+
+    def measure_from(self, step: int) -> None:
+        """Starts to measure the speed at a step."""
+        self._mark = step, self._seconds()
+
+    def read(self, step: int, losses: list[float]) -> dict[str, float]:
+        """Ends the window at a step; returns its metrics, with the speed as `steps_per_second`.
+
+        Args:
+          step: the global step.
+          losses: the last reported losses, of which this window's becomes one.
+
+        Raises:
+          Trouble: if the loss jumps, or every step was skipped.
+        """
+        steps, seconds = step - self._mark[0], self._seconds() - self._mark[1]
+        with self._clock.phase("report"):
+            metrics = self._training.read()
+            check_skipped(step, metrics, step - self.start)
+            self.start = step
+            loss = metrics.get(self._training.task.loss_name)
+            check_loss(losses, step, loss, self._guards, self._steps_per_loop)
+            if steps and seconds:
+                metrics.setdefault("steps_per_second", round(steps / seconds, 2))
+        self.measure_from(step)
+        return metrics
+
+    def _seconds(self) -> float:
+        return self._clock.of("train") + self._clock.of("input")

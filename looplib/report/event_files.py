@@ -1,0 +1,107 @@
+"""Event files, which TensorBoard reads: appended to, read up to a damaged event, and rewritten whole."""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+from google.protobuf.message import DecodeError
+
+from looplib import files
+from looplib.errors import gist
+
+Event = tf.compat.v1.Event
+
+
+class EventFile:
+    """A new event file, which others can read up to the last event written. Its name sorts after earlier ones.
+
+    `tf.summary` would write from a queue, and an event for each metric, so that a crash may part them.
+
+    Args:
+      folder: made if missing.
+
+    Attributes:
+      path: the file.
+    """
+
+    def __init__(self, folder: str) -> None:
+        tf.io.gfile.makedirs(folder)
+        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}.v2"
+        self.path = os.path.join(folder, name)
+        self._writer = tf.io.TFRecordWriter(self.path)
+        self.write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, event: Event) -> None:
+        """Appends an event."""
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+        self._length = tf.io.gfile.stat(self.path).length
+
+    def intact(self) -> bool:
+        """Whether no other job rewrote or removed the file, which would lose what is appended, and no append failed."""
+        return tf.io.gfile.exists(self.path) and tf.io.gfile.stat(self.path).length == self._length
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+def event_of(step: int, metrics: Mapping[str, float]) -> Event:
+    """Returns the event that holds what `tf.summary.scalar` would write for each metric."""
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
+    values = [
+        tf.compat.v1.Summary.Value(tag=name, tensor=tf.make_tensor_proto(np.float32(value)), metadata=metadata)
+        for name, value in metrics.items()
+    ]
+    return Event(wall_time=time.time(), step=step, summary=tf.compat.v1.Summary(value=values))
+
+
+def same_record(event: Event, other: Event) -> bool:
+    """Whether both are of one step with a metric in common; a user's own summaries of that step have other tags."""
+    tags = {value.tag for value in other.summary.value}
+    return event.step == other.step and any(value.tag in tags for value in event.summary.value)
+
+
+def read_events(path: str) -> tuple[list[Event], bool]:
+    """Returns (the file's events up to the first damaged one, whether there was none)."""
+    events = []
+    try:
+        for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
+            events.append(Event.FromString(record))
+    except (tf.errors.DataLossError, DecodeError):
+        logging.warning("%s: event %d is damaged and is left out, with what follows it", path, len(events) + 1)
+        return events, False
+    except tf.errors.OpError as error:
+        logging.warning("%s cannot be read (%s), and stays as it is", path, gist(error))
+        return [], True
+    return events, True
+
+
+def names_in(folder: str) -> list[str]:
+    """Returns the names in a folder; [] where there is none."""
+    return tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+
+
+def keep_void_events(path: str, void: list[Event]) -> None:
+    """Keeps events that are taken out of a file in one beside it, each once."""
+    aside = os.path.join(os.path.dirname(path), os.path.basename(path).replace("tfevents", "voided"))
+    earlier = read_events(aside)[0] if tf.io.gfile.exists(aside) else []
+    known = {event.SerializeToString() for event in earlier}
+    rewrite(aside, [*earlier, *(event for event in void if event.SerializeToString() not in known)])
+    logging.info("%d events of %s are kept in %s", len(void), path, aside)
+
+
+def rewrite(path: str, events: Iterable[Event]) -> None:
+    """Replaces the file in one move, by one that TensorBoard does not take for an event file."""
+    new = os.path.join(os.path.dirname(path), re.sub("tfevents|voided", "rewritten", os.path.basename(path)))
+    with tf.io.TFRecordWriter(new) as writer:
+        for event in events:
+            writer.write(event.SerializeToString())
+    files.make_durable(new)
+    tf.io.gfile.rename(new, path, overwrite=True)
+    files.make_durable(os.path.dirname(path))

@@ -1,0 +1,66 @@
+"""The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import files
+
+Record = dict[str, Any]  # a line as JSON has it: "step", "split", and a number or None for each metric
+_T = TypeVar("_T")
+
+
+def key(record: Record) -> tuple[int, str]:
+    """Returns the (step, split) of a record, of which a file has each once."""
+    return record["step"], record["split"]
+
+
+def divided(records: Iterable[_T], condition: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:
+    """Returns (the records that meet a condition, the others)."""
+    kept: list[_T] = []
+    void: list[_T] = []
+    for record in records:
+        (kept if condition(record) else void).append(record)
+    return kept, void
+
+
+def cut_short(path: str) -> bool:
+    """Whether a crash left the last line without its end, so that the next one would be lost with it."""
+    if not tf.io.gfile.exists(path):
+        return False
+    with tf.io.gfile.GFile(path, "rb") as file:
+        file.seek(max(file.size() - 1, 0))
+        return file.read(1) not in (b"", b"\n")
+
+
+def read_jsonl(path: str) -> list[Record]:
+    """Reads a `metrics.jsonl`; returns its records, [] where there is no file. A line cut short by a crash is left out.
+
+    Args:
+      path: the file.
+
+    Returns:
+      list of dicts in file order.
+    """
+    if not tf.io.gfile.exists(path):
+        return []
+    try:
+        with files.open_regular(path) as file:
+            lines = file.read().splitlines()
+    except files.NotRegularError as error:
+        logging.warning("%s", error)
+        return []
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = files.parse_json(line.decode())
+            if type(record["step"]) is not int or not isinstance(record["split"], str):
+                raise ValueError("its step or split is of another type")
+        except (ValueError, KeyError, TypeError):
+            if line:
+                logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
+            continue
+        records.append(record)
+    return records

@@ -1,0 +1,111 @@
+"""TensorBoardWriter: the metrics of a run in event files."""
+
+import contextlib
+import os
+import platform
+from collections.abc import Callable, Mapping
+
+from absl import logging
+
+from looplib import files
+from looplib.report.event_files import (
+    Event,
+    EventFile,
+    event_of,
+    keep_void_events,
+    names_in,
+    read_events,
+    rewrite,
+    same_record,
+)
+from looplib.report.ownership import event_files
+from looplib.report.records import divided
+from looplib.report.writer import Writer
+
+
+class TensorBoardWriter(Writer):
+    """Scalars for TensorBoard, in `train/` and `eval/` (`eval/<name>/` for a named evaluator) below `directory`.
+
+    Each (step, split) is one event and stands once in all event files together: a record written again with other
+    numbers replaces the first one. A record cut short by a crash is cut off; outside `train/` only in files of this
+    host, because another host's job may be about to complete it. Events that are taken out of a file are kept beside
+    it, in a file with "voided" in place of "tfevents" in its name. Event files of other programs stay as they are, see
+    `ownership`.
+
+    Args:
+      directory: the run directory.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._files: dict[str, EventFile] = {}  # by split: the one that is open
+        self._steps: dict[str, set[int]] = {}  # by split: steps of the records in all its files, once they were read
+
+    def resume(self, step: int, reported: dict[str, int]) -> None:
+        """Takes out the records that the run will make again."""
+        self.close()
+        named = os.path.join(self._directory, "eval")
+        names = [name for name in names_in(named) if not os.path.islink(os.path.join(named, name.rstrip("/")))]
+        for split in {"train", "eval", *reported, *(name.rstrip("/") for name in names)}:
+            self._keep(split, lambda event, last=reported.get(split, step): event.step <= last)
+
+    def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
+        """Writes one event."""
+        if split in self._files and not self._files[split].intact():
+            self._files.pop(split).close()
+            del self._steps[split]
+        if split not in self._steps:
+            self._keep(split, lambda event: True)
+        event = event_of(step, metrics)
+        if step in self._steps[split]:
+            earlier = [e for path in self._paths(split) for e in read_events(path)[0] if same_record(e, event)]
+            # As bytes, in which a number that is not one equals itself.
+            if [e.summary.SerializeToString() for e in earlier] == [event.summary.SerializeToString()]:
+                return
+            self._keep(split, lambda other: not same_record(other, event))
+        if split not in self._files:
+            self._files[split] = EventFile(self._folder(split))
+        self._files[split].write(event)
+        self._steps[split].add(step)
+
+    def sync(self) -> None:
+        """See `Writer`."""
+        for file in list(self._files.values()):
+            with contextlib.suppress(FileNotFoundError):  # another job has rewritten it
+                files.make_durable(file.path)
+                files.make_durable(os.path.dirname(file.path))
+
+    def close(self) -> None:
+        """Closes the event files."""
+        for file in self._files.values():
+            file.close()
+        self._files, self._steps = {}, {}
+
+    def _folder(self, split: str) -> str:
+        return os.path.join(self._directory, split if split in ("train", "eval") else os.path.join("eval", split))
+
+    def _paths(self, split: str) -> list[str]:
+        folder = self._folder(split)
+        paths = [os.path.join(folder, name) for name in event_files(self._directory, names_in(folder))]
+        return [path for path in paths if files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))]
+
+    def _keep(self, split: str, condition: Callable[[Event], bool]) -> None:
+        """Takes the other events out of the split's files; files without any stay as they are."""
+        steps: set[int] = set()
+        for path in self._paths(split):
+            events, whole = read_events(path)
+            kept, void = divided(events, condition)
+            ours = split == "train" or f".{platform.node()}." in os.path.basename(path)
+            if len(kept) < len(events) or (ours and not whole):
+                if split in self._files and self._files[split].path == path:
+                    self._files.pop(split).close()
+                elif files.is_open_here(path):  # by `tf.summary`, whose next events would be lost with the old file
+                    logging.warning("%s is open in this process, so %d void events stay in it", path, len(void))
+                    continue
+                if void:
+                    keep_void_events(path, void)
+                rewrite(path, kept)
+            else:
+                files.make_durable(path)  # of an earlier process, or closed here since the last `sync`
+            steps.update(event.step for event in kept if event.HasField("summary"))
+        self._steps[split] = steps

@@ -1,0 +1,49 @@
+"""Writer: what takes the metrics of a run, to a file or to the screen."""
+
+import abc
+from collections.abc import Mapping
+
+
+class Writer(abc.ABC):
+    """Takes the metrics of every loop and evaluation."""
+
+    @abc.abstractmethod
+    def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
+        """Records metrics.
+
+        Args:
+          step: int, the global step.
+          split: "train" or an evaluator's name.
+          metrics: dict from name to int or float.
+        """
+
+    def progress(self, step: int, target: int | None) -> None:
+        """Takes the position of the training after every loop.
+
+        Args:
+          step: the global step.
+          target: the step to train to; None where the end is not known.
+        """
+
+    def resume(self, step: int, reported: dict[str, int]) -> None:
+        """Takes out the records that a training is about to make again; called when the training starts.
+
+        Args:
+          step: the global step that the training continues from.
+          reported: dict from split to the last step whose record holds: for "train" the last one that was reported
+            when the checkpoint of `step` was saved, because the next window of steps is not whole yet. Later records of
+            these splits are void, and records after `step` of any other.
+        """
+
+    def note(self, sentence: str) -> None:
+        """Shows a sentence about the run, such as where it continues; does nothing by default."""
+
+    def flush(self) -> None:
+        """Makes sure that what was written can be read by others."""
+
+    def sync(self) -> None:
+        """Puts on the disk what was flushed, so that a power cut does not undo it; called from another thread."""
+
+    def close(self) -> None:
+        """Flushes and closes files."""
+        self.flush()

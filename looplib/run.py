@@ -1,0 +1,396 @@
+"""A run: the parts that a controller trains and evaluates with, and what is done with them between loops."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import console, runtime
+from looplib._tf import lost_server
+from looplib.checkpoint.beginning import begin
+from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.recovery import Recovery
+from looplib.checkpoint.run_directory import RunDirectory
+from looplib.checkpoint.store import Rollback, Store
+from looplib.cluster.collectives import Workers
+from looplib.errors import Preempted, UsageError
+from looplib.health.guards import Trouble
+from looplib.health.preemption import notice
+from looplib.health.watchdog import Watchdog
+from looplib.loop.base import Ran
+from looplib.loop.loops import Loops, LoopSettings
+from looplib.loop.recorded import RecordedParts
+from looplib.loop.schedule import Boundary
+from looplib.loop.window import Window
+from looplib.report import run_json
+from looplib.report.clock import Clock
+from looplib.report.writer import Writer
+from looplib.report.writers import Writers, make_writers
+from looplib.task import checks
+from looplib.task.actions import ActionStates, Event
+from looplib.task.evaluator import Evaluator
+from looplib.task.record import RunRecord
+from looplib.task.state import ReplicaState, differing_variables
+from looplib.task.trainer import Trainer
+
+Metrics = dict[str, float]
+
+
+class Run:
+    """The loops, the run directory, the store and the writers of a run, opened and restored.
+
+    Args:
+      settings: the settings of its loops.
+      trainer: the trainer, or None for a run that only evaluates.
+      evaluators: the evaluators, by name.
+      model_dir: the run directory; None keeps nothing on disk.
+      policy: when to save, and what to keep.
+      writers: the user's writers; None for looplib's own.
+      actions: the user's actions, some of which have a state.
+      config: the program's own settings, for `run.json`.
+
+    Attributes:
+      clock: adds up the time of the run by phase.
+      loops: the loops of the trainer and the evaluators.
+      window: the training steps since the last report; only with a trainer.
+      directory: the run directory.
+      store: the whole state.
+      recovery: guards the state of a training; None without a trainer.
+      writers: all writers as one.
+      report: `run.json`.
+      watchdog: ends the process if nothing moves.
+      restored_from: the path of the checkpoint that the run continues from, or None.
+      last_evaluation: the metrics of the last evaluation, by evaluator.
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    directory: RunDirectory | None = None
+    store: Store | None = None
+    recovery: Recovery | None = None
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        trainer: Trainer | None,
+        evaluators: Mapping[str, Evaluator],
+        *,
+        model_dir: str | None,
+        policy: CheckpointPolicy,
+        writers: Sequence[Writer] | None,
+        actions: Sequence[Callable[[Event], object]],
+        config: Any,
+    ) -> None:
+        self.clock = Clock()
+        self.workers = Workers(settings.strategy)
+        self.loops = Loops(settings, self.clock)
+        self.writers = Writers([])
+        self.restored_from: str | None = None
+        self.last_evaluation: dict[str, Metrics] = {}
+        self._model_dir, self._policy, self._settings = model_dir, policy, settings
+        self._trains = self._closed = self._save_noted = False
+        action_states = ActionStates(actions)
+        self._continued_from: tuple[int, int] | None = None  # a step, and the last report before it
+        if trainer:
+            policy.check(dict.fromkeys(evaluators), model_dir)
+        self.directory = RunDirectory(model_dir, policy, trainer is not None, self.workers, self._give_up)
+        self.report = self._make_report(config)
+        self.directory.check_nothing_is_lost(self.report.saved_step)
+        if self.workers.is_chief:
+            self.writers = make_writers(writers, model_dir if self.directory.writable else None)
+        self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
+        if trainer:
+            policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)
+            self.window = Window(self.loops.training, self.clock, policy.guards, settings.steps_per_loop)
+            self._parts = RecordedParts(trainer, self.loops, self.window, action_states)
+        self.watchdog = Watchdog(
+            self.clock, self.loops.progress, lambda: self.directory.latest, policy.guards.stall_limit
+        )
+        self._open(trainer, checks.collect_state(trainer, evaluators))
+
+    # Building.
+
+    def _make_report(self, config: Any) -> run_json.RunReport:
+        strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
+        return run_json.RunReport(
+            path=run_json.path_of(self._model_dir, self.directory.writes) if writes else None,
+            clock=self.clock,
+            strategy=runtime.describe(strategy),
+            num_replicas=strategy.num_replicas_in_sync,
+            flags={
+                **self._settings.flags,
+                "checkpoint_interval": self._policy.every_steps,
+                "guards": dataclasses.asdict(self._policy.guards),
+            },
+            config=config,
+            standing=self._standing,
+            check=self.directory.check_lock,
+        )
+
+    def _open(self, trainer: Trainer | None, objects: dict[str, Any]) -> None:
+        """Opens the store, and restores the newest checkpoint or starts from the beginning."""
+        strategy, policy, own = self._settings.strategy, self._policy, None
+        if trainer:
+            self.loops.training.warn_of_what_is_not_saved(objects)
+            own = ReplicaState(strategy, differing_variables(strategy, trainer, objects))
+        step, sync = self.loops.global_step, self.writers.sync
+        self.store = Store(self.directory, policy, self.workers, objects, step, own, sync)
+        if self.directory.start:
+            self._restore_start(self.directory.start.path)
+        else:
+            self.restored_from, start = begin(trainer, objects, step, policy, strategy)
+            if self.restored_from:
+                self.store.record.input_offset, self.store.record.reported = -start, {"train": start}
+            if trainer:
+                self.window.start = start
+            self._continued_from = start, start  # records of a run that was killed before its first save are void
+        if trainer:
+            self.recovery = Recovery(self.store, self.directory, policy.guards, self.workers, objects)
+
+    def _restore_start(self, path: str) -> None:
+        """Restores a checkpoint; a newer one in an evaluation whose training has meanwhile deleted it."""
+        while True:
+            try:
+                self.restore(path)
+                return
+            except UsageError:
+                newer = None if self.loops.training or self.workers.count > 1 else self.directory.latest
+                if newer is None or newer == path or tf.io.gfile.exists(path + ".commit"):
+                    raise
+                path = newer
+
+    def follow(self, timeout: float | None) -> Iterator[None]:
+        """Restores each new checkpoint of another job.
+
+        Args:
+          timeout: seconds to wait for one; None waits for ever.
+        """
+        known = None
+        while path := self.directory.wait_for_newer(known, timeout):
+            try:
+                self.restore(path)
+            except UsageError:
+                if tf.io.gfile.exists(path + ".commit") or self.workers.count > 1:
+                    raise
+                continue  # the training has meanwhile deleted it, and has newer ones
+            yield
+            known = self.restored_from
+
+    # What a controller does between loops.
+
+    @property
+    def step(self) -> int:
+        """The global step."""
+        return int(self.loops.global_step)
+
+    def say(self, sentence: str) -> None:
+        """Shows the user a sentence about the run, in the log and on the console."""
+        logging.info("%s", sentence)
+        self.writers.note(sentence)
+
+    def restore(self, path: str | os.PathLike[str] | None, rollback: Rollback | None = None) -> str | None:
+        """Restores the whole state; returns the path of the checkpoint, or None if there is none.
+
+        Args:
+          path: the checkpoint; None takes the newest.
+          rollback: the rollback that it is restored for, or None.
+        """
+        with self.clock.phase("restore"):
+            path, step = self.store.restore(path, rollback)
+        if path is None:
+            return None
+        if self.loops.training:
+            self.store.check_optimizers(path, self._parts.optimizers)
+            self.store.warn_of_changes(step, self._settings.recorded)
+        self.restored_from, self.loops.torn = path, False
+        self.say(f"restored step {step} from {path}")
+        if self.loops.training:
+            # After a rollback the data continues elsewhere than at the checkpoint's position.
+            position = None if rollback else self.store.input_state.position or None
+            self._parts.restore(self.store.record, step, position)
+            self._continued_from = step, self.store.record.reported.get("train", 0)
+        return path
+
+    def go_back(self, trouble: Trouble) -> None:
+        """Restores the checkpoint before a trouble, with the data after it, if the policy allows it."""
+        rollback = self.recovery.go_back(trouble)
+        self.restore(rollback.path, rollback)
+
+    def drop_what_comes_after(self, evaluate_every: int | None) -> None:
+        """Moves later checkpoints and records of the run aside, once a training continues from an earlier step.
+
+        Args:
+          evaluate_every: steps between the evaluations of the training, or None.
+        """
+        if self._continued_from is None:
+            return
+        (step, reported), self._continued_from = self._continued_from, None
+        # An evaluation at the end of an earlier training is no evaluation of a longer one.
+        evaluated = step if not evaluate_every or step % evaluate_every == 0 else step - 1
+        self.store.set_newer_aside(step)
+        self.writers.resume(step, {"train": reported, **dict.fromkeys(self.loops.evaluations, evaluated)})
+
+    def train_to(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+        """Runs the steps up to a boundary, see `Loops.train`.
+
+        Raises:
+          Trouble: if a value of a step is not finite.
+          UsageError: if a background save has failed, or the user's program counts the steps too.
+        """
+        ran = self.loops.train(step, boundary, horizon)
+        if not ran.finite:
+            after, names = self.loops.training.reducer.first_bad()
+            raise self.recovery.trouble_in_step(self.window.start + after, names)
+        self.store.raise_failure()
+        if not self._save_noted and self.store.saved_step and not self.store.saving:
+            self._save_noted = True
+            self.report.write("running")  # from now on the run does not start over without being asked to
+        return ran
+
+    def write(self, split: str, step: int, metrics: Metrics) -> None:
+        """Gives metrics to the writers, and notes that they are reported."""
+        self.directory.check_lock()
+        self.writers.write(step, split, metrics)
+        self.store.record.reported[split] = step
+        if split == "train":
+            self.store.record.train = metrics
+
+    def lacks_an_evaluation(self) -> bool:
+        """Whether an evaluator has not reported at the current step."""
+        reported, step = self.store.record.reported, self.step
+        return any(reported.get(name) != step for name in self.loops.evaluations)
+
+    def note_evaluation(self, step: int, results: dict[str, Metrics]) -> None:
+        """Keeps the metrics of all evaluators, also with the checkpoint of their step."""
+        if not self._closed:
+            with self.clock.phase("save"):
+                self.store.add_scores(step, results)
+        self.last_evaluation = results
+
+    def save(self, wait: bool) -> None:
+        """Saves, unless this step is saved; returns when it is committed, or at once if `wait` is not set."""
+        with self.clock.phase("save"):
+            self.writers.flush()  # records that the checkpoint calls reported are on disk before it is
+            if self.recovery.may_save(self.step):
+                self.store.save(self.step, self._fill_in, wait)
+
+    def _fill_in(self, record: RunRecord) -> None:
+        self.store.input_state.position = self.loops.training.position() or b""
+        self._parts.fill_in(record)
+
+    @contextlib.contextmanager
+    def saved(self) -> Iterator[None]:
+        """Saves before an evaluation, the `with` block, so that one that fails loses nothing; without a store, not."""
+        if not self.store:
+            yield
+            return
+        with self.clock.saving_for_an_evaluation():
+            self.save(wait=False)
+            try:
+                yield
+            finally:
+                with self.clock.phase("save"):
+                    self.store.wait()
+
+    def _standing(self) -> run_json.Standing:
+        trained = self.store.record.train if self.loops.training else None
+        return run_json.Standing(
+            step=self.step,
+            metrics={**({"train": trained} if trained else {}), **self.last_evaluation},
+            rollbacks=self.store.record.rollbacks,
+            engines={split: dataclasses.asdict(choice) for split, choice in self.loops.engines.items()},
+            saved_step=int(latest.rsplit("-", 1)[1]) if (latest := self.directory.latest) else None,
+        )
+
+    @contextlib.contextmanager
+    def training_now(self) -> Iterator[None]:
+        """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
+        self._trains = True
+        self.loops.own(self.loops.training.task)
+        try:
+            with (
+                console.guarded(),
+                self.report.of_a_start(self.restored_from),
+                notice.listening(),
+                notice.deferred(lambda: self.clock.current[0] == "save" or self.store.saving),
+                self.watchdog.watching(),
+            ):
+                if self._policy.guards.may_roll_back and self.store and self.directory.agreed_latest() is None:
+                    self.save(wait=True)  # a checkpoint to go back to
+                yield
+        except BaseException as error:
+            try:
+                self.store.wait()  # lets a background save end
+            except UsageError as failure:
+                logging.error("%s", failure)
+            if lost := lost_server(error):
+                raise lost from error
+            raise
+        finally:
+            self._trains = False
+
+    def leave(self, step: int) -> NoReturn:
+        """Ends the run for a signal: saves, flushes, raises `Preempted`."""
+        signal = notice.requested or "a signal to another worker"
+        if not self._trains:
+            raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
+        if self.store:
+            self.save(wait=True)
+        self.writers.flush()
+        kept = self.directory.agreed_latest()
+        saved = f"saved in {kept}; the same command goes on from there" if kept else "without a model_dir to save to"
+        raise Preempted(f"ended by {signal} at step {step}, {saved}")
+
+    # The end.
+
+    def close(self) -> None:
+        """Waits for a save under way, and releases the writers, the data and the directory; see `Controller.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
+            if self.directory is not None:  # it is None, as the store may be, if building this run failed
+                stack.callback(self.directory.release)
+            if self.store is not None:
+                stack.callback(self.store.wait)
+            stack.callback(self.writers.close)
+            stack.callback(self.loops.close)
+
+    def _give_up(self) -> None:
+        """Closes this run, because another controller of the process is being built for its directory."""
+        if self._trains:
+            raise UsageError(
+                f"another controller of this process is training in {self._model_dir}; wait until it ends, or give "
+                "this one a model_dir of its own"
+            )
+        logging.warning("the controller that was built earlier for %s is closed, because a new one is", self._model_dir)
+        try:
+            self.close()
+        except UsageError as error:  # a failed save of that run, and not of the new one
+            logging.error("%s", error)
+
+    def refuse_without_state(self) -> None:
+        """Raises `UsageError` if a run that only evaluates has no checkpoint to evaluate."""
+        if self._model_dir and not self.loops.training and not self.restored_from:
+            raise UsageError(
+                f"there is no checkpoint in {self._model_dir} to evaluate; train first, or name the directory of a "
+                "training"
+            )
+
+    def refuse_if_closed_or_torn(self, what: str) -> None:
+        """Raises `UsageError` if this run is closed, or a failed step may have updated only a part of the variables."""
+        if self._closed:
+            raise UsageError(
+                f"{what} was called on a closed controller, whose run directory may be another's; build a new one"
+            )
+        self.loops.refuse_if_torn(what, self.directory.latest)
+
+    def refuse_while_training(self, what: str) -> None:
+        """Raises `UsageError` if a training is under way, so that an action calls."""
+        if self._trains:
+            raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")

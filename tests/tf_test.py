@@ -1,0 +1,261 @@
+"""What looplib uses of TensorFlow beyond its public names stands in `_tf.py`, and works with the TensorFlow installed.
+
+A failure of `test_the_installed_tensorflow_...` says what this version of TensorFlow has changed.
+"""
+
+import ast
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import tensorflow as tf
+
+from looplib import _tf, source_locations
+
+ROOT = pathlib.Path(__file__).absolute().parents[1]
+FILES = sorted((ROOT / "looplib").rglob("*.py"))
+TRIED_WITH = "2.20"
+# Uses that are not in _tf.py, by file: a list to shorten, not to lengthen.
+ELSEWHERE = {
+    "_keras.py": {"_random_generator", "_generator"},  # tf_keras's random layers
+    "loop/fused_optimizers.py": {"_momentums", "_velocities", "_get_variable_index", "_index_dict", "_var_key"},
+    "loop/optimizers.py": {"_trainable_variables"},
+}
+
+
+def run(program: str, *arguments: str) -> str:
+    """Runs a program in a process of its own, where TensorFlow has not started; returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# What each function of _tf.py depends on, tried with the TensorFlow that is installed.
+
+
+def the_line_that_starts_the_devices(folder: pathlib.Path) -> None:
+    program = folder / "program.py"
+    program.write_text(
+        "import looplib, tensorflow as tf\n"
+        "from looplib import _tf, source_locations\n"
+        "assert not _tf.started() and _tf.stack_at_start() == []\n"
+        "x = tf.constant(1.0)  # here\n"
+        "assert _tf.started()\n"
+        "print(source_locations.place_of_start())\n"
+    )
+    assert run(f"import runpy; runpy.run_path({str(program)!r})").endswith(":4: x = tf.constant(1.0)  # here\n")
+
+
+@tf.function
+def branching(x: tf.Tensor) -> tf.Tensor:
+    return tf.cond(x[0] > 0, lambda: tf.sin(x), lambda: tf.map_fn(tf.cos, x))
+
+
+def the_graphs_of_called_functions(folder: pathlib.Path) -> None:
+    ops = _tf.Ops(branching.get_concrete_function(tf.TensorSpec([2])))
+    assert {"Sin", "Cos"} <= {op.type for op in ops}
+    sine = next(op for op in ops if op.type == "Sin")
+    assert ops.in_function(*ops.place(sine)) is sine
+    assert "tf.sin(x)" in source_locations.line_of(sine)
+
+
+def the_op_that_an_error_names(folder: pathlib.Path) -> None:
+    @tf.function
+    def failing(x: tf.Tensor) -> tf.Tensor:
+        return tf.gather(x, tf.cast(x[0], tf.int32) + 9) + tf.linalg.inv(tf.zeros([2, 2]))[0]  # here
+
+    with pytest.raises(tf.errors.OpError) as caught:
+        failing(tf.constant([1.0, 2.0]))
+    place = source_locations.place_of(caught.value, [failing.get_concrete_function(tf.TensorSpec([2]))])
+    assert place.endswith("# here"), caught.value
+
+
+def the_op_that_xla_has_no_kernel_for(folder: pathlib.Path) -> None:
+    @tf.function(jit_compile=True)
+    def program(x: tf.Tensor) -> tf.Tensor:
+        return tf.strings.length(tf.strings.as_string(x))
+
+    spec = tf.TensorSpec([2])
+    with pytest.raises(Exception) as caught:  # XLA's errors have many types
+        program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
+    assert _tf.lacks_a_kernel(caught.value), caught.value
+    found = _tf.Ops(program.get_concrete_function(spec)).named_in(str(caught.value), {})
+    assert found is not None and found.type in ("AsString", "StringLength"), caught.value
+
+
+def the_size_that_xla_needs_as_a_constant(folder: pathlib.Path) -> None:
+    @tf.function(jit_compile=True)
+    def program(x: tf.Tensor) -> tf.Tensor:
+        return tf.zeros([tf.cast(x[0], tf.int32)])
+
+    with pytest.raises(Exception) as caught:
+        program.experimental_get_compiler_ir(tf.TensorSpec([2]))(stage="hlo", platform_name="GPU")
+    assert _tf.needs_a_constant(caught.value), caught.value
+
+
+def the_sizes_that_depend_on_values(folder: pathlib.Path) -> None:
+    @tf.function(jit_compile=True)
+    def program(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.unique(x)[0])
+
+    spec = tf.TensorSpec([4])
+    hlo = program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
+    ops = _tf.Ops(program.get_concrete_function(spec))
+    found = [(ops.named(path), kind) for path, kind in _tf.dynamic_sizes(hlo)]
+    assert any(op is not None and op.type == kind == "Unique" for op, kind in found), hlo
+
+
+def xlas_plan_of_memory(folder: pathlib.Path) -> None:
+    @tf.function(jit_compile=True)
+    def program(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.matmul(x, x, transpose_b=True) ** 2)  # 1,000 x 1,000 numbers in between
+
+    found = _tf.temporary_bytes(program, tf.TensorSpec([1000, 2]))
+    assert found is not None and 4_000_000 <= found <= 12_000_000
+
+
+def the_users_frames_in_a_message(folder: pathlib.Path) -> None:
+    def raising() -> float:
+        raise RuntimeError("no such example")  # here
+
+    @tf.function
+    def converted(x: tf.Tensor) -> tf.Tensor:
+        return x + tf.numpy_function(raising, [], tf.float64)
+
+    @tf.function
+    def wrong(x: tf.Tensor) -> tf.Tensor:
+        return x + tf.zeros([3])  # here
+
+    for function, argument in ((converted, tf.constant(1.0, tf.float64)), (wrong, tf.zeros([2]))):
+        with pytest.raises((tf.errors.OpError, ValueError)) as caught:
+            function(argument)
+        lines = pathlib.Path(__file__).read_text().splitlines()
+        found = [line for file, line in _tf.frames_in(str(caught.value)) if file == __file__]
+        assert any(lines[line - 1].endswith("# here") for line in found), caught.value
+
+
+def the_structure_of_a_checkpoint(folder: pathlib.Path) -> None:
+    path = tf.train.Checkpoint(v=tf.Variable(1.0)).write(str(folder / "ckpt"))
+    graph = _tf.object_graph(tf.train.load_checkpoint(path))
+    keys = {attribute.checkpoint_key for node in graph.nodes for attribute in node.attributes}
+    assert keys == {_tf.variable_key("v")}
+
+
+SERVE = """
+import sys, tensorflow as tf
+spec = tf.train.ClusterSpec({"worker": sys.argv[1:2], "ps": sys.argv[2:3]})
+server = tf.distribute.Server(spec, job_name="ps", task_index=0, protocol="grpc")
+print("serving", flush=True)
+sys.stdin.read()
+"""
+LOSE = """
+import os, subprocess, sys
+os.environ["GRPC_FAIL_FAST"] = "use_caller"
+import tensorflow as tf
+from looplib import _tf
+from looplib.extras.tools.local_launch import hold_ports
+with hold_ports(2) as ports:
+    worker, ps = (f"127.0.0.1:{port}" for port in ports)
+    server = subprocess.Popen([sys.executable, "-c", sys.argv[1], worker, ps], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert server.stdout.readline() == b"serving\\n"
+    spec = tf.train.ClusterSpec({"worker": [worker], "ps": [ps]})
+    tf.config.experimental_connect_to_cluster(spec, job_name="worker", task_index=0)
+    with tf.device("/job:ps/task:0"):
+        variable = tf.Variable(1.0)
+    step = tf.function(lambda: variable.assign_add(tf.random.uniform([])))
+    step()
+    server.kill()
+    server.wait()
+    try:
+        step().numpy()
+    except tf.errors.OpError as error:
+        print(repr(error), _tf.lost_server(error), flush=True)
+    os._exit(0)
+"""
+
+
+def the_loss_of_a_parameter_server(folder: pathlib.Path) -> None:
+    output = run(LOSE, SERVE)
+    assert "a parameter server is gone, and the weights on it" in output, output
+
+
+USES = [
+    the_line_that_starts_the_devices,
+    the_graphs_of_called_functions,
+    the_op_that_an_error_names,
+    the_op_that_xla_has_no_kernel_for,
+    the_size_that_xla_needs_as_a_constant,
+    the_sizes_that_depend_on_values,
+    xlas_plan_of_memory,
+    the_users_frames_in_a_message,
+    the_structure_of_a_checkpoint,
+    the_loss_of_a_parameter_server,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path) -> None:
+    try:
+        use(tmp_path)
+    except Exception as error:
+        what = use.__name__.replace("_", " ")
+        raise AssertionError(
+            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; mend it in looplib/_tf.py"
+        ) from error
+
+
+def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _tf._graph_of(object(), "f") is None
+    monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)
+    assert "Sin" not in {op.type for op in _tf.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
+    monkeypatch.setitem(sys.modules, "tensorflow.compiler.xla.service", None)
+    assert _tf.temporary_bytes(tf.function(tf.sin, jit_compile=True), tf.TensorSpec([2])) is None
+    monkeypatch.setitem(sys.modules, "tensorflow.python.eager", None)
+    _tf.watch()
+    error = tf.errors.UnavailableError(None, None, "other words")
+    assert _tf.lost_server(error) is None and _tf.lost_server(error, of_any_process=True) is not None
+    assert not _tf.lacks_a_kernel(error) and not _tf.needs_a_constant(error)
+    assert _tf.frames_in("other words") == [] and list(_tf.dynamic_sizes("other words")) == []
+
+
+def private_names(path: pathlib.Path) -> Iterator[str]:
+    """Yields the modules that a file imports from inside TensorFlow, and the private attributes of what is not its own."""
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            own.add(node.attr)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            own.update(name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+            yield from (
+                ".".join(name.split(".")[:2]) for name in names if name.startswith(("tensorflow.", "keras.src"))
+            )
+            continue
+        name = ""
+        if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Name):
+            name = node.attr
+        elif isinstance(node, ast.Attribute) and node.value.id not in ("self", "cls", "os", "sys"):
+            name = node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+        if name.startswith("_") and not name.startswith("__") and name not in own:
+            yield name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_one_file_uses_what_tensorflow_does_not_publish(path: pathlib.Path) -> None:
+    name = str(path.relative_to(ROOT / "looplib"))
+    found = set(private_names(path))
+    if name == "_tf.py":
+        assert found, "this test finds nothing any more"
+    else:
+        more = sorted(found - ELSEWHERE.get(name, set()))
+        assert not more, f"{name} uses {more}; put it into looplib/_tf.py, with what to do where it is missing"
