@@ -17,12 +17,17 @@ demo: env
 	rm -rf build/demo
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/python -m trainers.image_classification --model_dir=build/demo
 
-test: env
-	$(RUN) -m pytest
+# One process for each of two cores; what measures time or memory runs alone, after the rest.
+TOGETHER := -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 
-# With all repetitions of what is random.
+test: env
+	$(RUN) -m pytest $(TOGETHER)
+	$(RUN) -m pytest -m alone
+
+# With all repetitions, of what is random too.
 test-all: env
-	LOOPLIB_MUTATIONS=2000 LOOPLIB_FAULTS=200 $(RUN) -m pytest
+	LOOPLIB_MUTATIONS=2000 LOOPLIB_FAULTS=200 $(RUN) -m pytest --all $(TOGETHER)
+	$(RUN) -m pytest --all -m alone
 
 bench: env $(VENV)/peers
 	$(RUN) -m benchmarks

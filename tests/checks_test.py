@@ -33,9 +33,9 @@ CASES = {
 }
 
 
-def check(arguments, binary, folder):
+def check(python, arguments, binary, folder):
     return subprocess.run(
-        [sys.executable, "-m", "looplib", "check", *arguments, f"--dir={folder}", "--", sys.executable, "-m", *binary],
+        [python, "-m", "looplib", "check", *arguments, f"--dir={folder}", "--", python, "-m", *binary],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
     )  # fmt: skip
@@ -47,10 +47,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folder):
-    """All cases, two at a time, as many as the smallest machine has cores."""
+def results(folder, python):
+    """All cases, the crash with Python itself; two at a time, as many as the smallest machine has cores."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        run = lambda case: check(*CASES[case], folder / case)
+        run = lambda case: check(sys.executable if case == "crash" else python, *CASES[case], folder / case)
         return dict(zip(CASES, pool.map(run, CASES)))
 
 

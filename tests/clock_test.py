@@ -3,6 +3,7 @@
 import contextlib
 from time import sleep
 
+import pytest
 import toy
 from conftest import make_strategy
 
@@ -70,6 +71,7 @@ def test_saves_that_evaluations_ask_for_are_told_from_those_of_the_interval():
     assert verdict_of_saves(forced=2, others=8) == start + "save less often"
 
 
+@pytest.mark.alone
 def test_a_run_that_evaluates_often_and_saves_seldom_is_told_to_evaluate_less_often(tmp_path, monkeypatch):
     commit = commits.commit
     monkeypatch.setattr(commits, "commit", lambda path, step: (sleep(0.3), commit(path, step))[1])  # a slow disk

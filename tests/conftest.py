@@ -1,23 +1,130 @@
 """One process, four virtual CPU devices, and every strategy on them."""
 
+import collections
+import contextlib
+import functools
+import gc
+import itertools
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import pytest
-import tensorflow as tf
+import rooms
 
 _REPLICAS = {"default": 1, "one_device": 1, "mirrored_x2": 2, "mirrored_x4": 4}
+# With several processes, each takes the next file when it is done with one: the longest go first.
+_LONGEST = (
+    "rounding",
+    "last_line",
+    "conformance",
+    "sources",
+    "workers",
+    "parameter_server",
+    "binary",
+    "hostile",
+    "kill",
+)
 _made = {}
+_controllers = []
+_all = False
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="the repetitions too: more of what other tests have one of")
+    parser.addoption("--room", choices=sorted(rooms.TESTS), help="only the tests of a room of looplib")
 
 
 def pytest_configure(config):
+    global _all
+    _all = config.getoption("all")
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # the process that hands out the tests runs none
+    import looplib  # noqa: I001  (it imports TensorFlow at less cost)
+    import tensorflow as tf
+
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
+    _note_controllers(looplib.Controller)
+
+
+def _note_controllers(kind):
+    """Has each controller that is built put into `_controllers`."""
+    build = kind.__init__
+
+    @functools.wraps(build)
+    def note_and_build(self, *args, **kwargs):
+        _controllers.append(self)
+        build(self, *args, **kwargs)
+
+    kind.__init__ = note_and_build
+
+
+def pytest_ignore_collect(collection_path, config):
+    room = config.getoption("room")
+    if room and collection_path.name.endswith("_test.py") and rooms.stem(collection_path) not in rooms.TESTS[room]:
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("all"):
+        groups = collections.defaultdict(list)
+        for item in items:
+            if item.get_closest_marker("pairs"):
+                groups[item.path, item.originalname].append(item)
+        left_out = {item for item in items if item.get_closest_marker("repetition")}
+        left_out.update(item for group in groups.values() for item in set(group) - _pairs(group))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    longest = {name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: longest.get(rooms.stem(item.path).rpartition("/")[2], len(longest)))
+
+
+def _pairs(group):
+    """Chooses of the product of a test's conditions what has each pair of them, and each for itself, at least once."""
+    possible = group[0].get_closest_marker("pairs").kwargs.get("possible", lambda params: True)
+    of = {
+        item: set(itertools.combinations([(key, repr(value)) for key, value in sorted(item.callspec.params.items())], 2))
+        for item in group if possible(item.callspec.params)
+    }  # fmt: skip
+    chosen, uncovered = set(), set().union(*of.values())
+    while uncovered:
+        best = max(of, key=lambda item: len(of[item] & uncovered))  # the first of the best, so always the same
+        chosen.add(best)
+        uncovered -= of[best]
+    return chosen
+
+
+def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()  # TensorFlow's half a million objects: to go through them takes 0.3 s each time
+
+
+@pytest.fixture(autouse=True)
+def close_controllers():
+    """Closes the controllers that a test leaves open: TensorFlow may wait a minute for an iterator that is dropped."""
+    before = len(_controllers)
+    yield
+    while len(_controllers) > before:
+        with contextlib.suppress(Exception):  # what its test has made of it, or has it raise
+            _controllers.pop().close()
+
+
+def more(values):
+    """Marks values of a parameter as repetitions."""
+    return [pytest.param(value, marks=pytest.mark.repetition) for value in values]
+
+
+def repetitions(few, many):
+    """Returns how often something is to be done: the second with --all."""
+    return many if _all else few
 
 
 def make_strategy(name):
     """Returns the strategy of that name, the same object each time."""
+    import tensorflow as tf
+
     if name not in _made:
         if name == "default":
             _made[name] = tf.distribute.get_strategy()
@@ -42,6 +149,18 @@ def keras(request):
     return pytest.importorskip(request.param)
 
 
+@pytest.fixture(scope="module")
+def cases(request):
+    """A function that returns the values of an argument with which tests of this module are going to run."""
+
+    def chosen(argument):
+        own = [item for item in request.session.items if item.path == request.path]
+        return list(dict.fromkeys(item.callspec.params[argument] for item in own if hasattr(item, "callspec")
+                                  and argument in item.callspec.params))  # fmt: skip
+
+    return chosen
+
+
 @pytest.fixture(scope="session")
 def nursery():
     """A process that forks lives of the binary `faulty`; one for all tests, as its imports take seconds."""
@@ -49,3 +168,9 @@ def nursery():
 
     with lives.Nursery() as nursery:
         yield nursery
+
+
+@pytest.fixture(scope="session")
+def python(nursery):
+    """Stands for `python` on a command line, with TensorFlow imported; where the import itself is tried, use Python."""
+    return nursery.python

@@ -42,10 +42,10 @@ launch.run(lambda config: (Stops(), None), Config(), mode="train", loop="eager",
 """
 
 
-def start(what, folder, **streams):
+def start(what, folder, python=sys.executable, **streams):
     program = folder / "program.py"
     program.write_text(PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT), what=what, limit=LIMIT))
-    return subprocess.Popen([sys.executable, program, f"--model_dir={folder}/run"], start_new_session=True, **streams)
+    return subprocess.Popen([python, program, f"--model_dir={folder}/run"], start_new_session=True, **streams)
 
 
 class Terminal:
@@ -103,7 +103,7 @@ def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, tm
 
 
 def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(tmp_path):
-    terminal = Terminal("from looplib import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path)
+    terminal = Terminal("from looplib.health import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path)
     terminal.read_until("(Pdb)")
     terminal.process.send_signal(signal.SIGINT)
     terminal.read_until("ends the process at once", 10)
@@ -114,16 +114,18 @@ def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(tmp_path)
     assert "ended by SIGINT at step 6, saved in" in terminal.text
 
 
-def test_a_step_that_hangs_is_ended_in_the_eager_engine_too(tmp_path):
-    with start("time.sleep(1000)", tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+def test_a_step_that_hangs_is_ended_in_the_eager_engine_too(python, tmp_path):
+    with start(
+        "time.sleep(1000)", tmp_path, python, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == 76, errors
     assert "in step_fn" in errors and "no progress for" in errors.splitlines()[-1]
 
 
-def test_a_second_interrupt_of_a_binary_leaves_at_once(tmp_path):
+def test_a_second_interrupt_of_a_binary_leaves_at_once(python, tmp_path):
     what = "print('here', flush=True); time.sleep(1000)"
-    with start(what, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with start(what, tmp_path, python, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         text = ""
         while "here" not in text:
             text += process.stdout.readline()

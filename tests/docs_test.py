@@ -22,11 +22,11 @@ def programs(name):
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
 
 
-def run(program, folder, *arguments):
+def run(python, program, folder, *arguments):
     path = folder / "program.py"
     path.write_text(program.replace("/tmp/", f"{folder}/"))
     return subprocess.run(
-        [sys.executable, path, *arguments],
+        [python, path, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -35,20 +35,19 @@ def run(program, folder, *arguments):
     )
 
 
-def readme(folder):
-    """The README's trainer, and once more with more steps."""
+def readme(python, folder):
+    """The README's trainer, with Python itself, and once more with more steps."""
     (program,) = programs("README.md")
-    return run(program, folder), run(program.replace("steps=500", "steps=600"), folder)
+    return run(sys.executable, program, folder), run(python, program.replace("steps=500", "steps=600"), folder)
 
 
-def guide(folder):
-    return run(
-        "\n\n".join(programs("docs/guide.md")), folder, f"--model_dir={folder}/binary", "--config.learning_rate=0.02"
-    )
+def guide(python, folder):
+    flags = [f"--model_dir={folder}/binary", "--config.learning_rate=0.02"]
+    return run(python, "\n\n".join(programs("docs/guide.md")), folder, *flags)
 
 
 def page(name):
-    return lambda folder: run("\n\n".join(programs(f"docs/{name}.md")), folder)
+    return lambda python, folder: run(python, "\n\n".join(programs(f"docs/{name}.md")), folder)
 
 
 PAGES = {
@@ -64,10 +63,10 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folders):
+def results(folders, python):
     """What the programs of each page print, two at a time, as many as the smallest machine has cores."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(PAGES, pool.map(lambda name: PAGES[name](folders[name]), PAGES)))
+        return dict(zip(PAGES, pool.map(lambda name: PAGES[name](python, folders[name]), PAGES)))
 
 
 def test_the_readmes_trainer_runs_as_printed_and_goes_on(results):

@@ -84,6 +84,7 @@ def fast_trials(monkeypatch):
     monkeypatch.setattr(auto, "_SECONDS", 0.002)
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("loop", ["xla", "auto", "eager"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "normalized"])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):
@@ -335,6 +336,7 @@ def test_random_numbers_of_a_run_of_chunks_resume(tmp_path):
     assert first + second == whole and len(set(whole)) == 5
 
 
+@pytest.mark.alone
 def test_the_time_that_steps_wait_for_their_data_is_told():
     class Slow(Images):
         def dataset(self, context):
@@ -365,6 +367,7 @@ def test_the_time_that_steps_wait_for_their_data_is_told():
         assert sum(second.values()) == pytest.approx(2 * second["wall"], rel=0.02)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("loop", ["graph", "xla"])
 def test_what_tensorflow_does_in_the_first_call_is_no_training(loop):
     trainer, settings = Images(), dict(global_batch_size=8, steps_per_loop=40, writers=[], loop=loop)

@@ -42,6 +42,7 @@ class Collected(looplib.Evaluator):
         return metrics
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("loop", ["graph", "auto", "eager"])
 @pytest.mark.parametrize("n", [1, 16, 23])
 def test_what_steps_return_as_each_reaches_the_host_in_order(strategy, n, loop):

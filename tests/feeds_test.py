@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib.data import host_stream, iterator_state, pipelines
@@ -100,6 +100,7 @@ def read(stream, iterator, steps):
     return taken
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("make", [parallel, interleaved, nested, finite])
 @pytest.mark.parametrize("stop", [1, 3, 11])
 def test_a_pipeline_goes_on_from_its_saved_state(strategy, make, stop, files, caplog):
@@ -223,7 +224,7 @@ def test_indices_need_no_state(strategy, caplog):
     assert "goes on after step 5 by its position" in caplog.text and "skipping" not in caplog.text
 
 
-@pytest.mark.parametrize("n", [17, 24, 29])
+@pytest.mark.parametrize("n", [17, *more([24, 29])])
 def test_every_example_is_evaluated_once_in_elements_of_any_kind(strategy, n):
     def every_kind(ids):
         dense = tf.stack([ids, ids + 1], axis=1)
@@ -322,6 +323,7 @@ def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog)
     assert "goes on after step 7 by skipping" in caplog.text
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("n, training, steps", [(37, True, 5), (37, False, 5), (33, False, 5), (32, True, 4)])
 def test_tf_distribute_hands_out_the_last_batches_alike(strategy, distributed, n, training, steps):
     if (n, strategy.num_replicas_in_sync) == (37, 4) and training:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -557,7 +556,7 @@ def test_what_would_never_end_is_refused():
     assert trainer.global_step == 0
 
 
-def test_a_binary_runs_them(tmp_path):
+def test_a_binary_runs_them(python, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import dataclasses, looplib\nfrom looplib import launch\nfrom foreign_test import Line, LineError\n"
@@ -568,7 +567,7 @@ def test_a_binary_runs_them(tmp_path):
     )
     paths = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     done = subprocess.run(
-        [sys.executable, program, f"--model_dir={tmp_path}/run"],
+        [python, program, f"--model_dir={tmp_path}/run"],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

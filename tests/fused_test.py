@@ -53,6 +53,7 @@ def _variables(optimizer):
     return optimizer.variables() if callable(optimizer.variables) else optimizer.variables
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_a_fused_update_equals_the_plain_one(optimizer, name, keras):

@@ -97,6 +97,7 @@ def all_finite(model_dir):
 PLACES = pytest.mark.parametrize("name, loop", [("default", "graph"), ("default", "xla"), ("mirrored_x2", "graph")])
 
 
+@pytest.mark.pairs
 @PLACES
 @pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
 def test_halt_names_the_step_and_the_value_and_commits_nothing_bad(where, name, loop, tmp_path, keras):
@@ -131,6 +132,7 @@ def test_a_bad_update_in_the_last_step_of_all_is_found_without_a_directory():
         run(make_strategy("default"), "weight", bad_steps=(20,))
 
 
+@pytest.mark.pairs
 @PLACES
 @pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
 def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, name, loop, keras):
@@ -212,6 +214,7 @@ def test_skipping_ends_where_nothing_else_is_left():
         )
 
 
+@pytest.mark.pairs
 @PLACES
 @pytest.mark.parametrize("where", ["input", "loss", "gradient", "weight"])
 def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, name, loop, tmp_path, caplog):

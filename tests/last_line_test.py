@@ -1,6 +1,7 @@
 """The last line of a binary that fails names the line of the user's program and the sentence that matters."""
 
 import concurrent.futures
+import itertools
 import pathlib
 
 import pytest
@@ -69,6 +70,12 @@ CASES["model, tf_keras"] = "expected shape=(None, 4), found shape=(8, 3)"
 CASES["run, keras --loop=eager"] = "InvalidArgumentError: ids are too large"
 CASES["chained, keras --loop=eager"] += " (because of KeyError 'tray')"  # AutoGraph keeps no causes
 CASES["python, keras --loop=eager"] = "object has no attribute 'nothing_like_it'"
+# Each fault once, the families of Keras in turn; some on replicas and without a graph.
+ONCE = [f"{fault}, {family}" for fault, family in zip(KERAS, itertools.cycle(["keras", "tf_keras"]))]
+ONCE += [f"{fault}, keras" for fault in (*OTHERS, "quit")]
+ONCE += [f"{fault}, keras --num_virtual_devices=2" for fault in ("dense", "map_run")]
+ONCE += [f"{fault}, keras --loop=eager" for fault in ("layer_value", "run", "chained")]
+PARAMETERS = [pytest.param(case, marks=() if case in ONCE else pytest.mark.repetition) for case in CASES]
 PLACES = {
     "model": "model",
     "map_run": "def dataset",
@@ -78,7 +85,7 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def last_lines(nursery, tmp_path_factory):
+def last_lines(nursery, cases, tmp_path_factory):
     """What each case ends with: (exit code, last line); two at a time, as many as the smallest machine has cores."""
 
     def run(case):
@@ -89,10 +96,10 @@ def last_lines(nursery, tmp_path_factory):
         return life.code(), life.output().strip().splitlines()[-1]
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(run, CASES)))
+        return dict(zip(cases("case"), pool.map(run, cases("case"))))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_the_last_line_names_the_users_line_and_the_sentence(case, last_lines):
     code, line = last_lines[case]
     assert code == 1, line

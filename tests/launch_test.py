@@ -26,18 +26,12 @@ SMALL = [
 ]
 
 
-def start(*arguments, module="trainers.image_classification"):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+def start(python, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", module, *map(str, arguments)],
+        [python, "-m", "trainers.image_classification", *map(str, arguments)],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300,
     )  # fmt: skip
-
-
-def start_all(commands):
-    """Two at a time, as many as the smallest machine has cores."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda arguments: start(*arguments), commands))
 
 
 def weights(model_dir):
@@ -47,12 +41,16 @@ def weights(model_dir):
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory):
-    """One small run on 1, 2 and 4 virtual devices."""
+def replicas(python, tmp_path_factory):
+    """One small run on 1, 2 and 4 virtual devices, the first with Python itself."""
     folder = tmp_path_factory.mktemp("replicas")
-    counts = (1, 2, 4)
-    results = start_all([[f"--model_dir={folder}/{n}", f"--num_virtual_devices={n}", *SMALL] for n in counts])
-    return {n: (folder / str(n), result) for n, result in zip(counts, results)}
+
+    def run(n):
+        command = sys.executable if n == 1 else python
+        return folder / str(n), start(command, f"--model_dir={folder}/{n}", f"--num_virtual_devices={n}", *SMALL)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # as many as the smallest machine has cores
+        return dict(zip((1, 2, 4), pool.map(run, (1, 2, 4))))
 
 
 def test_a_run_ends_with_code_0_and_says_where_it_is(replicas):
@@ -98,8 +96,8 @@ def test_virtual_devices_do_not_change_the_weights(replicas):
 
 
 @pytest.mark.parametrize("strategy, name", [("mirrored", "MirroredStrategy"), ("one_device", "OneDeviceStrategy")])
-def test_strategies_of_one_device(strategy, name, replicas, tmp_path):
-    result = start(f"--model_dir={tmp_path}", f"--strategy={strategy}", *SMALL)
+def test_strategies_of_one_device(strategy, name, replicas, python, tmp_path):
+    result = start(python, f"--model_dir={tmp_path}", f"--strategy={strategy}", *SMALL)
     assert result.returncode == 0, result.stderr
     assert f"{name}, 1 replica (asked for" in result.stderr
     for key, value in weights(replicas[1][0]).items():
@@ -107,8 +105,14 @@ def test_strategies_of_one_device(strategy, name, replicas, tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, tmp_path):
-    command = [sys.executable, "-m", "trainers.image_classification", f"--model_dir={tmp_path}", *SMALL]
+def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, python, tmp_path):
+    command = [
+        sys.executable if signum == signal.SIGTERM else python,
+        "-m",
+        "trainers.image_classification",
+        f"--model_dir={tmp_path}",
+        *SMALL,
+    ]
     command += ["--train_steps=100000000", "--steps_per_loop=100000000", "--eval_interval=100000000"]
     command += ["--checkpoint_interval=1000000"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
@@ -126,17 +130,17 @@ def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, tmp_path):
     assert run["status"] == "preempted" and run["step"] == done.step
 
 
-def test_help_shows_the_flags():
-    result = start("--help")
+def test_help_shows_the_flags(python):
+    result = start(python, "--help")
     assert result.returncode == 1  # as absl does
     for text in ("--model_dir", "--eval_interval", "--config"):
         assert text in result.stdout
 
 
-def test_the_same_command_goes_on_and_evaluates(replicas, tmp_path):
+def test_the_same_command_goes_on_and_evaluates(replicas, python, tmp_path):
     whole, _ = replicas[1]
     for steps in ("--train_steps=30", "--train_steps=60"):
-        result = start(f"--model_dir={tmp_path}", *SMALL, steps)
+        result = start(python, f"--model_dir={tmp_path}", *SMALL, steps)
         assert result.returncode == 0, result.stderr
     for key, value in weights(whole).items():
         np.testing.assert_array_equal(weights(tmp_path)[key], value)
@@ -149,8 +153,10 @@ def test_the_same_command_goes_on_and_evaluates(replicas, tmp_path):
 
     assert curve(tmp_path) == curve(whole)
     assert json.loads((tmp_path / "run.json").read_text())["restarts"] == 1
-    evaluation = start(f"--model_dir={tmp_path}", "--mode=eval", "--config.model=mlp")
-    continuous = start(f"--model_dir={tmp_path}", "--mode=continuous_eval", "--train_steps=60", "--config.model=mlp")
+    evaluation = start(python, f"--model_dir={tmp_path}", "--mode=eval", "--config.model=mlp")
+    continuous = start(
+        python, f"--model_dir={tmp_path}", "--mode=continuous_eval", "--train_steps=60", "--config.model=mlp"
+    )
     for result in (evaluation, continuous):
         assert result.returncode == 0, result.stderr
     assert curve(tmp_path) == curve(whole)  # the same numbers at the same step
@@ -190,7 +196,7 @@ def test_bad_input_is_a_sentence_and_code_1(case, nursery, tmp_path):
     assert sentence in life.output() and "Traceback" not in life.output()
 
 
-def test_a_crash_names_the_checkpoint_to_go_on_from(tmp_path):
+def test_a_crash_names_the_checkpoint_to_go_on_from(python, tmp_path):
     code = "import crashing; crashing.main()"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}{os.pathsep}{ROOT / 'tests'}"}
     (tmp_path / "crashing.py").write_text(
@@ -214,7 +220,7 @@ def main():
 """
     )
     result = subprocess.run(
-        [sys.executable, "-c", code, f"--model_dir={tmp_path}/run"], capture_output=True, text=True, env=environment
+        [python, "-c", code, f"--model_dir={tmp_path}/run"], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 1 and "Traceback" in result.stderr
     last = result.stderr.strip().splitlines()[-1]

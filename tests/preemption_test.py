@@ -195,7 +195,7 @@ import sys, time
 sys.path[:0] = [{tests!r}, {root!r}]
 import tensorflow as tf
 import toy, looplib
-from looplib import preemption
+from looplib.health import preemption
 preemption.GRACE_SECONDS = 2.0
 
 class Stalling(toy.Regression):
@@ -226,17 +226,17 @@ print("weights", [w.tolist() for w in trainer.weights()])
 """
 
 
-def start(tmp_path, stalls, limit=None):
+def start(python, tmp_path, stalls, limit=None):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     text = STALLED.format(
         tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), stalls=stalls, limit=limit
     )
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([python, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_stalled_input_ends_within_the_bound_and_loses_no_example(tmp_path):
+def test_a_stalled_input_ends_within_the_bound_and_loses_no_example(python, tmp_path):
     """Nobody can save in the midst of a step; what was done since the last checkpoint is done again."""
-    with start(tmp_path, True) as process:
+    with start(python, tmp_path, True) as process:
         while process.stdout.readline() != "stalled\n":
             assert process.poll() is None, process.stderr.read()
         time.sleep(0.5)
@@ -247,7 +247,7 @@ def test_a_stalled_input_ends_within_the_bound_and_loses_no_example(tmp_path):
     assert time.monotonic() - sent < 5  # the test's process allows 2 s; the default is 15 s
     assert "the current step did not end in time" in errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
-    with start(tmp_path, False) as process:
+    with start(python, tmp_path, False) as process:
         output, errors = process.communicate(timeout=120)
     expected = [weight.tolist() for weight in whole_regression(20)]
     assert output.strip() == f"weights {expected}", errors
@@ -259,8 +259,8 @@ def whole_regression(steps):
     return trainer.weights()
 
 
-def test_a_second_signal_leaves_at_once(tmp_path):
-    with start(tmp_path, True) as process:
+def test_a_second_signal_leaves_at_once(python, tmp_path):
+    with start(python, tmp_path, True) as process:
         while process.stdout.readline() != "stalled\n":
             assert process.poll() is None, process.stderr.read()
         time.sleep(0.5)  # the input reads ahead of the step that will wait for it
@@ -278,7 +278,7 @@ import signal, sys, threading, time
 sys.path[:0] = [{tests!r}, {root!r}]
 import tensorflow as tf
 import toy, looplib
-from looplib import preemption
+from looplib.health import preemption
 preemption.GRACE_SECONDS = {grace}
 sys.ps1 = {ps1!r}  # as a console and a notebook have it
 if sys.ps1 is None:
@@ -319,7 +319,7 @@ print("weights", [w.tolist() for w in trainer.weights()])
 """
 
 
-def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=(), first=0):
+def interrupted(python, tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=(), first=0):
     """Sends signals in step 6 of a program with a controller of its own; returns (code, output, errors)."""
 
     def ignore():
@@ -336,7 +336,7 @@ def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=(), fi
         step=step,
         first=first,
     )
-    command = [sys.executable, "-c", text]
+    command = [python, "-c", text]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=ignore
     ) as process:
@@ -349,8 +349,8 @@ def interrupted(tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignored=(), fi
     return process.returncode, output, errors
 
 
-def test_a_second_interrupt_raises_in_a_session_once_the_op_has_ended_and_training_goes_on(tmp_path):
-    code, output, errors = interrupted(tmp_path, [signal.SIGINT, signal.SIGINT], ps1=">>> ")
+def test_a_second_interrupt_raises_in_a_session_once_the_op_has_ended_and_training_goes_on(python, tmp_path):
+    code, output, errors = interrupted(python, tmp_path, [signal.SIGINT, signal.SIGINT], ps1=">>> ")
     assert code == 0, errors
     first, last = output.strip().splitlines()
     # Step 6 ends first, as Python cannot leave a TensorFlow op; a few of the fast ones may follow it.
@@ -360,15 +360,15 @@ def test_a_second_interrupt_raises_in_a_session_once_the_op_has_ended_and_traini
     assert "the current step has not ended yet" in errors  # at the end of the grace, which ends no session
 
 
-def test_a_second_sigterm_leaves_at_once_in_any_process(tmp_path):
+def test_a_second_sigterm_leaves_at_once_in_any_process(python, tmp_path):
     started = time.monotonic()
-    code, _, errors = interrupted(tmp_path, [signal.SIGINT, signal.SIGTERM], ps1=">>> ")
+    code, _, errors = interrupted(python, tmp_path, [signal.SIGINT, signal.SIGTERM], ps1=">>> ")
     assert code == 128 + signal.SIGTERM, errors
     assert "a second signal (SIGTERM) came: leaving without a save" in errors and time.monotonic() - started < 60
 
 
-def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_the_bound(tmp_path):
-    code, output, errors = interrupted(tmp_path, [signal.SIGINT, signal.SIGINT])
+def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_the_bound(python, tmp_path):
+    code, output, errors = interrupted(python, tmp_path, [signal.SIGINT, signal.SIGINT])
     assert code == 75 and not output, errors
     assert "the current step did not end in time" in errors
 
@@ -377,29 +377,31 @@ REPEATED = [signal.SIGHUP, signal.SIGXCPU]
 
 
 @pytest.mark.parametrize("signum", REPEATED)
-def test_a_hangup_or_limit_that_comes_again_changes_nothing(signum, tmp_path):
-    code, output, errors = interrupted(tmp_path, [signum] * 3, grace=30.0)
+def test_a_hangup_or_limit_that_comes_again_changes_nothing(signum, python, tmp_path):
+    code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)
     assert code == 75 and not output, errors
     assert f"{signum.name} came: the run ends once the current step is done (a second one changes nothing)" in errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
 def test_a_hangup_that_was_ignored_when_the_process_started_stays_ignored(tmp_path):
-    code, output, errors = interrupted(tmp_path, REPEATED, ignored=REPEATED)
+    code, output, errors = interrupted(sys.executable, tmp_path, REPEATED, ignored=REPEATED)
     assert code == 0, errors
     assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
 
 
 def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_path):
     """The step ends after 1.5 s of running time; the grace of 3 s, by the wall, is over while it is suspended."""
-    code, _, errors = interrupted(tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0)
+    code, _, errors = interrupted(
+        sys.executable, tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0
+    )
     assert code == 75 and "did not end in time" not in errors, errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
 def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(tmp_path):
     """In the second call a step takes 5 s, in 3.5 s of which the process is suspended; looks come each 0.2 s."""
-    code, _, errors = interrupted(tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0, first=5)
+    code, _, errors = interrupted(sys.executable, tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0, first=5)
     assert code == 0, errors
     assert float(errors.rpartition("left out: ")[2].split()[0]) > 2.5, errors
 
@@ -420,14 +422,14 @@ def test_a_second_interrupt_while_python_runs_raises_too(first):
     assert raised == [True]
 
 
-def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(tmp_path):
-    with start(tmp_path, True, limit=3) as process:
+def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(python, tmp_path):
+    with start(python, tmp_path, True, limit=3) as process:
         errors = process.communicate(timeout=120)[1]
     assert process.returncode == 76
     assert "in slow" in errors and "in train" in errors  # Python frames of the input's thread and of the main one
     last = errors.strip().splitlines()[-1]
     assert "no progress for" in last and "in the phase 'train' after " in last
     assert f"goes on from {tmp_path}/run/checkpoints/ckpt-8" in last
-    with start(tmp_path, False) as process:
+    with start(python, tmp_path, False) as process:
         output, errors = process.communicate(timeout=120)
     assert output.strip() == f"weights {[weight.tolist() for weight in whole_regression(20)]}", errors

@@ -34,19 +34,20 @@ CASES = {
 }
 
 
-def check(platform, options, binary):
+def check(python, platform, options, binary):
     return subprocess.run(
-        [sys.executable, "-m", "looplib", "check", platform, *options, "--", sys.executable, "-m", *binary],
+        [python, "-m", "looplib", "check", platform, *options, "--", python, "-m", *binary],
         capture_output=True, text=True, cwd=ROOT, timeout=300,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TPU_NAME": "a-tpu-that-is-not-there"},
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def results():
-    """All cases, two at a time, as many as the smallest machine has cores."""
+def results(python):
+    """All cases, the good one with Python itself; two at a time, as many as the smallest machine has cores."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(CASES, pool.map(lambda case: check(*CASES[case]), CASES)))
+        run = lambda case: check(sys.executable if case == "good" else python, *CASES[case])
+        return dict(zip(CASES, pool.map(run, CASES)))
 
 
 def line_of(marker):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import rooms
 
 import looplib
 
@@ -133,6 +134,12 @@ def test_a_room_says_what_it_is_for_and_which_names_others_use(folder: pathlib.P
         files = {path.stem for path in init.parent.glob("*.py")} - {"__init__"}
         expected = {file: used[f"{module_of(init)}.{file}"] for file in files}
         assert listed == expected, f"{init.relative_to(ROOT)} should list {expected}"
+
+
+def test_every_room_has_tests_of_its_own_to_run_while_one_works_on_it() -> None:
+    assert set(rooms.TESTS) == {folder.name for folder in FOLDERS} | {"house"}
+    for room, stems in rooms.TESTS.items():
+        assert stems and all((ROOT / "tests" / f"{stem}_test.py").exists() for stem in stems), room
 
 
 def picture() -> str:

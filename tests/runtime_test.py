@@ -13,11 +13,11 @@ import tensorflow as tf
 from looplib import UsageError, runtime
 
 
-def in_a_new_process(code, **environment):
+def in_a_new_process(code, python=sys.executable, **environment):
     """Runs code after `from looplib import runtime`; returns its last line."""
     program = f"import logging, tensorflow as tf, keras\nfrom looplib import runtime, UsageError\n{code}"
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+        [python, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.strip().splitlines()[-1]
@@ -33,7 +33,7 @@ print(runtime.describe(s), layer.compute_dtype, config.is_op_determinism_enabled
     assert in_a_new_process(code) == "MirroredStrategy, 3 replicas bfloat16 True"
 
 
-def test_a_deterministic_run_trains_and_evaluates():
+def test_a_deterministic_run_trains_and_evaluates(python):
     code = f"""
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
@@ -45,10 +45,10 @@ with toy.controller(strategy, trainer, evaluator) as controller:
 weights = list(trainer.weights())
 print(controller.global_step, accuracy == toy.numpy_accuracy(weights))
 """
-    assert in_a_new_process(code) == "6 True"
+    assert in_a_new_process(code, python) == "6 True"
 
 
-def test_choices_on_one_cpu_and_a_late_call():
+def test_choices_on_one_cpu_and_a_late_call(python):
     code = """
 names = [runtime.describe(runtime.setup(name)) for name in ("auto", "one_device", "mirrored")]
 tf.zeros([])
@@ -59,7 +59,7 @@ except UsageError as error:
 print("; ".join(names))
 """
     expected = "DefaultStrategy, 1 replica; OneDeviceStrategy, 1 replica; MirroredStrategy, 1 replica; late"
-    assert in_a_new_process(code) == expected
+    assert in_a_new_process(code, python) == expected
 
 
 EARLY = {
@@ -90,7 +90,7 @@ for settings in (dict(strategy="mirrored", num_virtual_devices=2), dict(strategy
 """
 
 
-def too_late(folder, case, imports="import looplib"):
+def too_late(folder, case, python=sys.executable, imports="import looplib"):
     """What runtime.setup says after a module made something at its top: a line for two devices, one for two workers."""
     (folder / "early.py").write_text(f"import keras\nimport tensorflow as tf\n\n{EARLY[case]}\n")
     program = TOO_LATE.format(folder=str(folder), imports=f"{imports}\n")
@@ -98,14 +98,14 @@ def too_late(folder, case, imports="import looplib"):
         program = program.replace("\nimport early\n\nos", "\nfrom looplib import UsageError, runtime\n\nos")
     else:
         program = "from looplib import UsageError, runtime\n" + program
-    command = [sys.executable, "-c", program]
+    command = [python, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return result.stdout.splitlines(), result.stderr
 
 
 @pytest.mark.parametrize("case", EARLY)
-def test_a_setting_that_comes_after_a_tensor_names_the_line_that_made_it(case, tmp_path):
-    lines, errors = too_late(tmp_path, case)
+def test_a_setting_that_comes_after_a_tensor_names_the_line_that_made_it(case, python, tmp_path):
+    lines, errors = too_late(tmp_path, case, sys.executable if case == "constant" else python)
     place = f"{tmp_path}/early.py:4: {EARLY[case]}"
     if case == "none":
         assert lines[0] == "MirroredStrategy, 2 replicas", errors

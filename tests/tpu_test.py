@@ -59,16 +59,17 @@ def test_the_real_resolver_takes_an_address_and_tells_the_cluster():
     assert resolver.master() == "grpc://10.0.0.2:8470"
 
 
-def run(program, **environment):
+def run(python, program, **environment):
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT,
+        [python, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment},
     )  # fmt: skip
 
 
-def test_a_worker_without_a_tpu_is_a_sentence():
+def test_a_worker_without_a_tpu_is_a_sentence(python):
     """Connects for real, to a TensorFlow server of this machine."""
     result = run(
+        python,
         """
 import tensorflow as tf
 from looplib import runtime, UsageError
@@ -79,7 +80,7 @@ except UsageError as error:
     print("SENTENCE", error, flush=True)
 import os
 os._exit(0)
-"""
+""",
     )
     sentence = next((line for line in result.stdout.splitlines() if line.startswith("SENTENCE")), result.stderr)
     assert "SENTENCE the TPU localhost:" in sentence and "cannot be reached" in sentence

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import numpy as np
@@ -436,12 +435,10 @@ for step in itertools.count(first + 1):
 """
 
 
-def test_a_kill_loses_nothing_that_was_written(tmp_path):
+def test_a_kill_loses_nothing_that_was_written(python, tmp_path):
     expected = 0
     for life in range(3):
-        job = subprocess.Popen(
-            [sys.executable, "-c", ENDLESS, str(tmp_path), str(expected)], stdout=subprocess.PIPE, text=True
-        )
+        job = subprocess.Popen([python, "-c", ENDLESS, str(tmp_path), str(expected)], stdout=subprocess.PIPE, text=True)
         told = [int(job.stdout.readline()) for _ in range(50 + 37 * life)]
         job.send_signal(signal.SIGKILL)
         rest = [int(line) for line in job.stdout.read().split()]

@@ -1,57 +1,62 @@
-"""Starts many lives of a binary at little cost: a process that has imported TensorFlow, but not started it.
+"""Starts many lives of a binary at little cost, as forks of a process that has imported TensorFlow.
 
-TensorFlow's runtime starts with the first op or device; before that, a process may fork. Each life is a fork that runs
-a binary's module as `python -m` does, and ends as a process of its own: to import TensorFlow costs 4 s, to fork nothing.
+Each life runs a binary's module as `python -m` does, and ends as a process of its own.
 """
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
 import pathlib
-import resource
-import runpy
 import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
+
+from faults import fork_client
 
 from looplib.extras.tools.local_launch import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
-_CLONE_NEWNET = 0x40000000
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
+# What the binaries import is there in each life.
+MODULES = ("faulty", "keras", "tf_keras", "trainers.image_classification")
 
 
 class Nursery:
-    """The process that forks. Use it in a `with` block, which ends it and all lives."""
+    """The process that forks. Use it in a `with` block, which ends it and all lives.
 
-    def __init__(self):
+    Args:
+      modules: what it imports.
+
+    Attributes:
+      folder: for the lives' output.
+      python: path of a program that stands for `python` on a command line, and is one of the forks.
+    """
+
+    def __init__(self, modules=MODULES):
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
         self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
+        self.address = str(self.folder / "socket")
         self.folder.chmod(0o711)  # for lives of another user
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults", ROOT / "tests" / "workers"]
-        environment = {
+        self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            start_new_session=True,
+            [sys.executable, ROOT / "tests" / "faults" / "fork_server.py", self.address, *modules],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=self.environment, start_new_session=True,
         )  # fmt: skip
-
-    def ask(self, **order):
-        """Sends an order and returns the answer; from any thread."""
-        with self._lock:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+        assert self._process.stdout.readline() == b"ready\n"
+        self.python = str(self.folder / "python")
+        with open(self.python, "w") as file:
+            print(f"#!{sys.executable} -IS", "import sys", f"sys.path.insert(0, {str(ROOT / 'tests' / 'faults')!r})",
+                  "import fork_client", f"fork_client.main({self.address!r})", sep="\n", file=file)  # fmt: skip
+        os.chmod(self.python, 0o755)
 
     def number(self):
         """A number for a life that no other has."""
@@ -119,18 +124,25 @@ class Life:
     """
 
     def __init__(self, nursery, arguments, order):
-        self._nursery, self._arguments, self._order = nursery, arguments, order
+        self._nursery, self._arguments, self._order = nursery, arguments, dict(order)
         number = nursery.number()
         # Not beside the run, whose disk may be full.
-        self.log = pathlib.Path(order.get("log", nursery.folder / f"{number}.log"))
+        self.log = pathlib.Path(order.pop("log", nursery.folder / f"{number}.log"))
         self._code = self._notes = None
-        if order["binary"] == "faulty":
+        binary = order.pop("binary")
+        if binary == "faulty":
             notes = nursery.folder / f"{number}.notes"
             notes.write_bytes(b"0 start".ljust(NOTE_BYTES))
             notes.chmod(0o666)
             self._notes = open(notes, "rb", buffering=0)
             arguments = [*arguments, f"--config.notes={notes}"]
-        self.pid = nursery.ask(**{**order, "arguments": arguments, "log": str(self.log)})["pid"]
+        environment = {**nursery.environment, **order.pop("environment", {})}
+        with open(os.devnull) as nothing, open(self.log, "ab") as log:
+            self._answers = fork_client.connect(
+                nursery.address, [nothing.fileno(), log.fileno(), log.fileno()],
+                arguments=["-m", binary, *arguments], folder=str(order.pop("directory", ROOT)), environment=environment, **order,
+            )  # fmt: skip
+        self.pid = int(self._answers.readline())
         self._handle = os.pidfd_open(self.pid)
 
     def another(self, *arguments):
@@ -148,8 +160,9 @@ class Life:
         return self._code is not None or bool(select.select([self._handle], [], [], timeout)[0])
 
     def kill(self, signum=signal.SIGKILL):
-        """Sends a signal; the process is not waited for yet, so that the number is still its own."""
-        os.kill(self.pid, signum)
+        """Sends a signal; does nothing once the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signum)
 
     def code(self, timeout=120.0):
         """Waits for its end and returns the exit code, or the signal's number with a minus."""
@@ -158,7 +171,8 @@ class Life:
         if not self.ended(timeout):
             self.kill()
             raise TimeoutError(f"it did not end within {timeout} s: {self.output()[-2000:]}")
-        self._code = self._nursery.ask(wait=self.pid)["code"]
+        self._code = os.waitstatus_to_exitcode(int(self._answers.readline()))
+        self._answers.close()
         os.close(self._handle)
         if self._notes:
             self._notes.close()
@@ -173,60 +187,3 @@ class Life:
     def output(self):
         """What it has printed so far, standard output and error."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-
-def _serve():
-    import faulty  # noqa: F401  so that what the binaries import is there in each life
-    import keras  # noqa: F401
-    import tf_keras  # noqa: F401
-
-    import trainers.image_classification  # noqa: F401
-
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "wait" in order:
-            answer = {"code": os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])}
-        else:
-            pid = os.fork()
-            if pid == 0:
-                _live(order)
-            answer = {"pid": pid}
-        print(json.dumps(answer), flush=True)
-
-
-def _live(order):
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(number, target)
-    if order.get("console"):
-        console = os.open(order["console"], os.O_WRONLY)
-        for target in order.get("streams", (1, 2)):
-            os.dup2(console, target)
-    if order.get("closed"):
-        for target in (1, 2):
-            os.close(target)
-        sys.stdout = sys.stderr = None  # as Python has them where it was started so
-    if "encoding" in order:
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(encoding=order["encoding"], errors="strict")
-    os.environ.update(order.get("environment", {}))
-    if "namespace" in order:
-        with open(f"/run/netns/{order['namespace']}") as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-    if "directory" in order:
-        os.chdir(order["directory"])
-    if "most_bytes" in order:  # of a file
-        resource.setrlimit(resource.RLIMIT_FSIZE, (order["most_bytes"],) * 2)
-    if "user" in order:
-        os.setgroups([])
-        os.setresgid(*[order["user"]] * 3)
-        os.setresuid(*[order["user"]] * 3)
-    sys.argv[1:] = order["arguments"]
-    runpy.run_module(order["binary"], run_name="__main__", alter_sys=True)
-    sys.exit()
-
-
-if __name__ == "__main__":
-    _serve()

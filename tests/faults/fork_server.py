@@ -1,0 +1,183 @@
+"""A process that has imported TensorFlow, but not started it, and forks what takes the part of new Python processes.
+
+TensorFlow's runtime starts with the first op or device; before that, a process may fork. To import TensorFlow takes
+4 s of a core, to fork nothing. Each client connects to the server's socket and sends an order, a line of JSON, with its
+standard streams. It is answered with two lines: the process id, and, once the process has ended, its status. A client
+that goes away takes its process with it.
+
+`python fork_server.py SOCKET MODULE...` imports the modules and listens on the socket.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import types
+
+_CLONE_NEWNET = 0x40000000
+
+
+class Client:
+    """A connection, and the process that was forked for it."""
+
+    def __init__(self, connection):
+        self.connection = connection
+        self.streams = []
+        self.text = b""
+        self.pid = self.handle = None
+
+    def read(self):
+        """Reads what has come: returns the order once it is complete, else None; raises EOFError if the client is gone."""
+        data, streams, _, _ = socket.recv_fds(self.connection, 65536, 3)
+        if not data:
+            raise EOFError
+        self.streams += streams
+        self.text += data
+        return json.loads(self.text) if self.text.endswith(b"\n") else None
+
+    def answer(self, number):
+        """Sends a line to the client, which may be gone."""
+        try:
+            self.connection.sendall(b"%d\n" % number)
+        except OSError:
+            pass
+
+
+def serve(address):
+    """Serves clients, and returns in each forked process: (order, file descriptors of its streams)."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(100)
+    print("ready", flush=True)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            client = key.data
+            if client is None:
+                connection = listener.accept()[0]
+                selector.register(connection, selectors.EVENT_READ, Client(connection))
+            elif key.fileobj == client.handle:
+                client.answer(os.waitpid(client.pid, 0)[1])
+                selector.unregister(client.handle)
+                os.close(client.handle)
+                client.handle = None
+            else:
+                try:
+                    order = client.read()
+                except (EOFError, ConnectionError):
+                    selector.unregister(client.connection)
+                    client.connection.close()
+                    if client.handle is not None:
+                        signal.pidfd_send_signal(client.handle, signal.SIGKILL)
+                    continue
+                if order:
+                    client.pid = os.fork()
+                    if client.pid == 0:
+                        _close_all(selector)
+                        return order, client.streams
+                    for stream in client.streams:
+                        os.close(stream)
+                    client.handle = os.pidfd_open(client.pid)
+                    client.answer(client.pid)
+                    selector.register(client.handle, selectors.EVENT_READ, client)
+
+
+def _close_all(selector):
+    """Closes what a fork has of the server's."""
+    for key in list(selector.get_map().values()):
+        if isinstance(key.fileobj, socket.socket):
+            key.fileobj.close()
+        else:
+            os.close(key.fileobj)
+    selector.close()
+
+
+def become(order, streams, own_paths):
+    """Makes this fork what a new process of Python would be.
+
+    Args:
+      order: dict: `arguments`, what follows `python` on the command line, `folder`, its working directory, and
+        `environment`, all of its variables; maybe `ignored`, signals that it ignores, `namespace`, of a network,
+        `console`, a file to print to (of `streams`, 1 and 2), `closed`, to have no standard output, `encoding`, of what it
+        prints, `most_bytes`, of a file, and `user`, a number.
+      streams: file descriptors of standard input, output and error.
+      own_paths: where Python looks for modules, without what the environment adds.
+    """
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    for number in order.get("ignored", []):
+        signal.signal(number, signal.SIG_IGN)
+    if order.get("console"):
+        console = os.open(order["console"], os.O_WRONLY)
+        for target in order.get("streams", (1, 2)):
+            os.dup2(console, target)
+    if order.get("closed"):
+        for target in (1, 2):
+            os.close(target)
+        sys.stdout = sys.stderr = None  # as Python has them where it was started so
+    if "encoding" in order:
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(encoding=order["encoding"], errors="strict")
+    if "PYTHONUNBUFFERED" in os.environ:
+        sys.stdout.reconfigure(write_through=True)
+    if "namespace" in order:
+        with open(f"/run/netns/{order['namespace']}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+    if "most_bytes" in order:  # of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (order["most_bytes"],) * 2)
+    if "user" in order:
+        os.setgroups([])
+        os.setresgid(*[order["user"]] * 3)
+        os.setresuid(*[order["user"]] * 3)
+    sys.path[:] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path] + own_paths
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def run(arguments):
+    """Runs what follows `python` on a command line: `-m module`, `-c code` or a file, and its arguments."""
+    first, *rest = arguments
+    if first == "-m":
+        sys.argv[1:] = rest[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv[:] = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
+        runpy.run_path(first, run_name="__main__")
+
+
+def main():
+    """Imports, serves, and goes on as each of the processes that are asked for."""
+    own_paths = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that no collection in a fork goes through, and copies, what was imported
+    order, streams = serve(sys.argv[1])
+    become(order, streams, own_paths)
+    run(order["arguments"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Which tests are a room's own: `pytest --room=loop` runs these, to be tried while one works on it."""
+
+import pathlib
+
+# Of each room of looplib; `house` is the files that stand at the top. What is in none of them tries the whole.
+TESTS = {
+    "checkpoint": ["checkpoints", "continue", "store", "faults/lock"],
+    "cluster": ["cluster", "tpu", "workers/peers"],
+    "data": ["feeds", "sources"],
+    "extras": ["checks", "foreign", "local_launch", "preflight"],
+    "health": ["debuggers", "guards", "preemption"],
+    "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
+    "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
+    "report": ["clock", "writers"],
+    "task": ["batch_sizes", "evaluator", "inputs", "trainer"],
+}
+_FOLDER = pathlib.Path(__file__).absolute().parent
+
+
+def stem(path):
+    """Returns the name that a test file has here: tests/faults/lock_test.py is faults/lock."""
+    return str(path.absolute().relative_to(_FOLDER)).removesuffix("_test.py")
