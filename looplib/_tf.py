@@ -38,9 +38,6 @@ _STRATEGIES = {
 }
 _UNREACHABLE = (tf.errors.UnavailableError, tf.errors.AbortedError)
 
-# Names of ops in the messages of errors that a data set raised (TensorFlow 2.20).
-_OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
-
 # The start of TensorFlow's devices.
 
 _stack_at_start: list[traceback.FrameSummary] = []
@@ -224,6 +221,61 @@ def is_note(record: python_logging.LogRecord) -> bool:
     return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
 
 
+# The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
+OBJECT_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_VARIABLE, _PYTHON_STATE = "/.ATTRIBUTES/VARIABLE_VALUE", "/.ATTRIBUTES/py_state"
+
+
+def variable_key(name: str) -> str:
+    """Returns the key of a variable that a checkpoint holds under a name."""
+    return name + _VARIABLE
+
+
+def python_state_key(name: str) -> str:
+    """Returns the key of a `tf.train.experimental.PythonState` that a checkpoint holds under a name."""
+    return name + _PYTHON_STATE
+
+
+def is_variable_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a variable."""
+    return key.endswith(_VARIABLE)
+
+
+def is_python_state_key(key: str) -> bool:
+    """Whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
+    return key.endswith(_PYTHON_STATE)
+
+
+def name_of_variable(key: str) -> str:
+    """Returns the name under which a checkpoint holds the variable of a key."""
+    return key.removesuffix(_VARIABLE)
+
+
+def object_graph(reader: Any) -> Any:
+    """Returns the structure of the objects that a checkpoint was written from, a protocol buffer.
+
+    Args:
+      reader: from `tf.train.load_checkpoint`.
+
+    Returns:
+      A `TrackableObjectGraph` with `nodes`; None where this version of TensorFlow keeps it in another way.
+
+    Raises:
+      ValueError, tf.errors.OpError: if the checkpoint cannot be read, or has no such structure.
+    """
+    try:
+        from tensorflow.core.protobuf import trackable_object_graph_pb2 as private  # it has no public name
+
+        parse = private.TrackableObjectGraph.FromString
+    except (ImportError, AttributeError):
+        return None
+    return parse(reader.get_tensor(OBJECT_GRAPH_KEY))
+
+
+# Names of ops in the messages of errors that a data set raised.
+_OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
+
+
 def is_of_the_input(error: BaseException) -> bool:
     """Whether an error was raised by the ops of a data set, as far as TensorFlow's message says; else False."""
     return bool(_OF_THE_INPUT.search(str(error)))
@@ -314,60 +366,6 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
 def message_without_op(error: tf.errors.OpError) -> str:
     """Returns the message of an error without the op's name, which TensorFlow 2.20 puts before and after it."""
     return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
-
-
-watch()
-
-
-# The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
-OBJECT_GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
-_VARIABLE, _PYTHON_STATE = "/.ATTRIBUTES/VARIABLE_VALUE", "/.ATTRIBUTES/py_state"
-
-
-def variable_key(name: str) -> str:
-    """Returns the key of a variable that a checkpoint holds under a name."""
-    return name + _VARIABLE
-
-
-def python_state_key(name: str) -> str:
-    """Returns the key of a `tf.train.experimental.PythonState` that a checkpoint holds under a name."""
-    return name + _PYTHON_STATE
-
-
-def is_variable_key(key: str) -> bool:
-    """Whether a key of a checkpoint is that of a variable."""
-    return key.endswith(_VARIABLE)
-
-
-def is_python_state_key(key: str) -> bool:
-    """Whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
-    return key.endswith(_PYTHON_STATE)
-
-
-def name_of_variable(key: str) -> str:
-    """Returns the name under which a checkpoint holds the variable of a key."""
-    return key.removesuffix(_VARIABLE)
-
-
-def object_graph(reader: Any) -> Any:
-    """Returns the structure of the objects that a checkpoint was written from, a protocol buffer.
-
-    Args:
-      reader: from `tf.train.load_checkpoint`.
-
-    Returns:
-      A `TrackableObjectGraph` with `nodes`; None where this version of TensorFlow keeps it in another way.
-
-    Raises:
-      ValueError, tf.errors.OpError: if the checkpoint cannot be read, or has no such structure.
-    """
-    try:
-        from tensorflow.core.protobuf import trackable_object_graph_pb2 as private  # it has no public name
-
-        parse = private.TrackableObjectGraph.FromString
-    except (ImportError, AttributeError):
-        return None
-    return parse(reader.get_tensor(OBJECT_GRAPH_KEY))
 
 
 watch()

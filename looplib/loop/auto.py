@@ -90,7 +90,7 @@ class AutoLoop(InnerLoop):
 
     @property
     def record(self) -> EngineChoice | None:
-        """The choice; None before it is made."""
+        """See `InnerLoop`."""
         return self._record
 
     @property
@@ -169,8 +169,8 @@ class AutoLoop(InnerLoop):
         best = min(seconds, key=seconds.get)
         if seconds[Plan()] < _GAIN * seconds[best]:
             best = Plan()
-        times = {str(plan): round(value, 9) for plan, value in seconds.items() if math.isfinite(value)}
-        self._record = EngineChoice(best.loop, best.chunk, times)
+        known = {str(plan): round(value, 9) for plan, value in seconds.items() if math.isfinite(value)}
+        self._record = EngineChoice(best.loop, best.chunk, known)
         found = ", ".join(f"{plan} {1e3 * value:.3g}" for plan, value in seconds.items())
         logging.info("the loop continues with the engine %s (milliseconds a step: %s)", best, found)
         return best

@@ -104,7 +104,7 @@ class InnerLoop(abc.ABC):
 
     @property
     def record(self) -> EngineChoice | None:
-        """The choice of a loop that chooses between engines, as JSON can hold it; None for all other loops."""
+        """The choice of a loop that chooses between engines; None before it is made, and for all other loops."""
         return None
 
 
@@ -169,7 +169,7 @@ class Loop(abc.ABC):
       who: the class name of the user's object, for messages.
       reducer: what the steps have added up since the last `read`.
       traces: how often the loop was traced.
-      chosen: what an engine has chosen for itself, as JSON can hold it, or None.
+      chosen: the choice of `loop="auto"`, or None.
       metric_names: the names of the metrics that `read` returns; None where they are not known before.
     """
 

@@ -172,8 +172,9 @@ class Loops:
           UsageError: if the user's program counts the steps too.
         """
         try:
-            request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step)
-            ran = self.training.run(request, "train")
+            ran = self.training.run(
+                Request(boundary.step - step, read=boundary.report, horizon=horizon - step), "train"
+            )
         except BaseException as error:
             self.torn = not self.training.left_whole(error)
             raise
@@ -208,11 +209,8 @@ class Loops:
 
     def progress(self) -> tuple[int, int, list[float]]:
         """Returns numbers of which one changes while a loop makes progress, the global step first."""
-        return (
-            int(self.global_step),
-            int(self._evaluated),
-            [loop.progress() for loop in self.by_name.values()],
-        )
+        own = [loop.progress() for loop in self.by_name.values()]
+        return int(self.global_step), int(self._evaluated), own
 
     def evaluate(self, name: str, steps: int) -> dict[str, float] | None:
         """Runs an evaluator; returns its metrics, or None if a signal came before the end.

@@ -18,7 +18,7 @@ from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
 from looplib.task.record import RunningTotals
 
-State = RunningTotals | dict[str, float]  # an accumulator's own, as the run record holds it
+State = RunningTotals | dict[str, float]  # the second is that of an Orbit trainer
 
 
 class Accumulator(abc.ABC):
@@ -296,7 +296,7 @@ class Reducer(Accumulator):
     def _totals_of(self, state: State) -> np.ndarray:
         """Returns the totals of a `state()` in this order of metrics, float64 `[replicas, n]`; zeros if they differ."""
         sizes = {slot.name: slot.size for slot in self.packer.slots}
-        state = state if isinstance(state, RunningTotals) else RunningTotals([], [])  # that of an Orbit trainer
+        state = state if isinstance(state, RunningTotals) else RunningTotals([], [])
         earlier = {name: sizes.get(name, 1) for name in state.names}
         others = (earlier.keys() ^ sizes.keys()) - {"skipped_steps"}
         lengths = {len(totals) for totals in state.totals}

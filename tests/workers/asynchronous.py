@@ -162,7 +162,7 @@ def tries():
         try:
             made = controller(*arguments, **settings)
             made.train(20)
-            iterations = int(made._training.task.optimizer.iterations)
+            iterations = int(made.loops["train"].task.optimizer.iterations)
             print(
                 f"{name}: at step {made.global_step}, {made.rollbacks} rollbacks, {iterations} iterations", flush=True
             )
@@ -197,7 +197,7 @@ def tries():
 
     print("leftovers")
     made = controller()
-    leave_numbers(strategy, made._training._inner)
+    leave_numbers(strategy, made.loops["train"]._inner)
     made.train(20)
     made.close()
 

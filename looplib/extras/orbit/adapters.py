@@ -185,8 +185,9 @@ class _OrbitLoop(Loop):
             results = self._call(tf.constant(steps, tf.int32))
         finally:
             self._running = False
+        # A signal has to wait for the end of the call.
         seconds = time.perf_counter() - started - (notice.suspended - suspended)
-        notice.step_seconds = max(notice.step_seconds, seconds)  # what a signal has to wait for
+        notice.step_seconds = max(notice.step_seconds, seconds)
         return dict(_flat(self.who, {} if results is None else results))
 
 
