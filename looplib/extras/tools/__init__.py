@@ -9,4 +9,5 @@ Names that other rooms may use, by file:
     pure_function: none
     runs: none
     variable_ops: none
+    xla: none
 """

@@ -15,20 +15,19 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
 from looplib import _keras, _tf, source_locations
 from looplib.errors import gist
-from looplib.extras.tools import pure_function
+from looplib.extras.tools import pure_function, xla
 from looplib.extras.tools.variable_ops import NotAVariableError
 from looplib.task.state import state_of, variables_of
 
 if TYPE_CHECKING:
     from looplib.controller import Controller
-    from looplib.loop.task_loop import TaskLoop
 
 VARIABLE = "LOOPLIB_PREFLIGHT"
 _MOST = 20  # unsupported kinds of ops, after which the check stops
@@ -98,25 +97,35 @@ def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dic
     """
     findings, steps = [], {}
     for split, loop in controller.loops.items():
-        look = _Look(split, loop, platform, cores)
+        look = _Look(split, loop.task, loop.step.stream, loop.step.replica_step, platform, cores)
         steps[split] = look.report()
         findings += look.findings
     return {"findings": [dataclasses.asdict(finding) for finding in findings], "steps": steps}
 
 
+class _Stream(Protocol):
+    """The batches of a step."""
+
+    batch_size: int
+    element_spec: Any
+    dataset: tf.data.Dataset
+
+
 class _Look:
     """The check of one task's step."""
 
-    def __init__(self, split: str, loop: "TaskLoop", platform: str, cores: int) -> None:
+    def __init__(
+        self, split: str, task: object, stream: _Stream, step: Callable[[Any], Any], platform: str, cores: int
+    ) -> None:
         self._split = split
-        self._task = loop.task
-        self._stream = loop.step.stream
+        self._task = task
+        self._stream = stream
         self._platform = platform
         self._cores = cores
         self.findings: list[Finding] = []
         self.batch = -(-self._stream.batch_size // cores)
         # A function with jit_compile that another one calls is traced for XLA: loops then have known lengths.
-        compiled = tf.function(loop.step.replica_step, jit_compile=True)
+        compiled = tf.function(step, jit_compile=True)
         self._function = tf.function(lambda inputs: compiled(inputs), autograph=False)
 
     def report(self) -> dict[str, Any]:
@@ -220,7 +229,7 @@ class _Look:
                 ops = [op]
             except Exception as error:  # XLA's errors have many types
                 op = self._ops.named_in(str(error), names)
-                if not _tf.lacks_a_kernel(error) or op is None:
+                if not xla.lacks_a_kernel(error) or op is None:
                     if not found and not any(part.dtype == tf.string for part in specs):
                         self._tell_error(error, op)
                     return False
@@ -255,14 +264,14 @@ class _Look:
     def _tell_error(self, error: Exception, op: tf.Operation | None) -> None:
         text = gist(error).removeprefix("Failed getting HLO text: ").strip("'")
         line = source_locations.line_of(op) if op is not None else ""
-        if _tf.needs_a_constant(error):
+        if xla.needs_a_constant(error):
             self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", line)
         else:
             self._find("unsupported op", text, line)
 
     def _look_at_sizes(self, hlo: str) -> None:
         """Finds the ops whose output has a size that depends on values."""
-        for path, kind in _tf.dynamic_sizes(hlo):
+        for path, kind in xla.dynamic_sizes(hlo):
             op = self._ops.named(path)
             self._find(
                 "dynamic shape",
@@ -343,4 +352,4 @@ def _temporary_bytes(function: tf.types.experimental.PolymorphicFunction, spec: 
     together, and pads the last two dimensions to multiples of 8 and 128.
     """
     compiled = tf.function(function.python_function, jit_compile=True)
-    return _tf.temporary_bytes(compiled, spec)
+    return xla.temporary_bytes(compiled, spec)
