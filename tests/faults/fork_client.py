@@ -12,7 +12,7 @@ _FORWARDED = (
 )  # fmt: skip
 
 
-def connect(address, streams, **order):
+def connect(address, streams, /, **order):
     """Asks a server for a process; returns the lines of its answer, a file: the process id, and later its status."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
