@@ -34,7 +34,7 @@ def main(address):
         except ProcessLookupError:
             pass  # it has just ended
 
-    for number in set(_FORWARDED) - set(ignored):
+    for number in _FORWARDED:  # the process itself ignores those that this one was started to ignore
         signal.signal(number, forward)
     code = os.waitstatus_to_exitcode(int(answers.readline()))
     if code < 0:
