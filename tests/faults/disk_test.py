@@ -17,6 +17,7 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.errors import UsageError
 from looplib.extras.tools.compare import compare
+from looplib.loop.base import Request
 
 MB = 2**20
 
@@ -164,8 +165,8 @@ def test_a_save_that_fails_is_told_soon_and_the_run_goes_on_exactly_once_it_is_m
 
 
 def block_next_save(folder, step):
-    """Puts a directory where the save of a step will write its index: a fault of that save alone, on any disk."""
-    place = folder / "checkpoints" / f"ckpt-{step}.index"
+    """Puts a directory where the save of a step will write its first file: a fault of that save alone, on any disk."""
+    place = folder / "checkpoints" / f"ckpt-{step}.unfinished"
     place.mkdir(parents=True)
     (place / "in_the_way").write_text("")
     return place
@@ -189,7 +190,7 @@ def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
             controller.train(400)
         else:
             controller.loops["train"].resume(5)
-            controller.loops["train"].run(3, "train")
+            controller.loops["train"].run(Request(3), "train")
             controller._run.save(wait=False)
             controller.close()
     if what == "while steps go on":

@@ -131,7 +131,7 @@ def become(order, streams, own_paths):
     if "encoding" in order:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(encoding=order["encoding"], errors="strict")
-    if "PYTHONUNBUFFERED" in os.environ:
+    if "PYTHONUNBUFFERED" in os.environ and sys.stdout:
         sys.stdout.reconfigure(write_through=True)
     if "namespace" in order:
         with open(f"/run/netns/{order['namespace']}") as namespace:

@@ -125,9 +125,9 @@ def check(run, whole, seen):
     if newest is None:
         return 0
     assert commits.verify(newest) == ""
-    step, values = peek(newest.path)
+    step, record = peek(newest.path)
     assert step == newest.step
-    reported = values["reported"]
+    reported = record.reported
     for read in (lines, scalars):
         expected, found = up_to(reported, read(whole)), up_to(reported, read(run))
         assert sorted(found, key=str) == sorted(expected, key=str), f"after a cut, step {step} reports {reported}"
