@@ -194,8 +194,8 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
     if not isinstance(error, _UNREACHABLE) or not (of_any_process or "/job:ps" in str(error)):
         return None
     return UsageError(
-        f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the same "
-        "command goes on from the newest checkpoint"
+        f"a parameter server was lost, with its weights ({gist(error)}); restart all processes to resume from the "
+        "newest checkpoint"
     )
 
 
@@ -318,7 +318,7 @@ class _WorkerMessages(python_logging.Filter):
         if message.startswith("Worker %s failed with"):
             if worker not in self._gone:
                 self._gone.add(worker)
-                logging.warning("%s is gone; the others do its steps until it is back", worker)
+                logging.warning("%s is gone; the other workers do its steps until it is back", worker)
             return False
         if message.startswith("Worker %s has been recovered") and worker in self._gone:
             self._gone.remove(worker)

@@ -19,7 +19,7 @@ import absl.logging
 
 STALL_SECONDS = 5.0  # that a text waits for its reader, once; later texts are dropped until the reader is back
 LAST_SECONDS = 2.0  # that the end of a process waits for its last line
-_GAP = b"\n(looplib: text is missing here, as nobody read it)\n"
+_GAP = b"\n(looplib: text is missing here: there was no reader)\n"
 _LOGGERS = (None, "absl", "tensorflow")  # whose handlers keep the stream that they were made with
 _sentences: list[str] = []
 
@@ -188,7 +188,7 @@ class _Raw(io.RawIOBase):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._descriptor)
         os.close(nowhere)
-        raise TimeoutError(f"nobody read it for {STALL_SECONDS:g} s")
+        raise TimeoutError(f"no reader for {STALL_SECONDS:g} s")
 
     def release(self) -> None:
         """Connects the descriptor with its original target again."""

@@ -260,7 +260,9 @@ class Controller:
         run.refuse_if_closed_or_torn("save_checkpoint")
         run.directory.need("save_checkpoint")
         if run.loops.training is None:
-            raise UsageError("save_checkpoint needs a trainer, and this controller has none; an evaluation only reads")
+            raise UsageError(
+                "save_checkpoint needs a trainer, but this controller has none; evaluation jobs are read-only"
+            )
         try:
             run.store.forget_save_of_other_values(run.step)
             run.save(wait=True)
@@ -368,9 +370,7 @@ class Controller:
         run.loops.training.resume(step + run.store.input_offset)
         run.window.measure_from(step)
         if schedule.end is not None and step > schedule.end:
-            logging.warning(
-                "the run is already at step %d, past the %d that it was asked to train to", step, schedule.end
-            )
+            logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         return step
 
     def _finish(self, schedule: Schedule, eval_steps: int) -> Metrics:

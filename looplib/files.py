@@ -221,8 +221,8 @@ def check_writable(directory: str) -> None:
             tempfile.TemporaryFile(dir=directory).close()
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(
-            f"model_dir {directory} cannot be written to ({gist(error)}); name a directory that can be made and "
-            "written, or mend its permissions"
+            f"model_dir {directory} cannot be written to ({gist(error)}); use a writable directory, or fix "
+            "its permissions"
         ) from error
 
 

@@ -201,7 +201,7 @@ with hold_ports(2) as ports:
 
 def the_loss_of_a_parameter_server(folder: pathlib.Path) -> None:
     output = run(LOSE, SERVE)
-    assert "a parameter server is gone, and the weights on it" in output, output
+    assert "a parameter server was lost, with its weights" in output, output
 
 
 USES = [

@@ -167,7 +167,7 @@ def make_way(directory: str, step: int) -> None:
     """Moves files of another program, which stand where a step's checkpoint is to be written, into `set_aside`."""
     if step in foreign(directory):
         place = set_aside(directory, step)
-        logging.warning("files of ckpt-%d without looplib's marker were in the way of a save; now in %s", step, place)
+        logging.warning("files of ckpt-%d without looplib's marker blocked a save; moved to %s", step, place)
 
 
 def list_is_foreign(directory: str) -> bool:
@@ -185,7 +185,7 @@ def list_is_foreign(directory: str) -> bool:
 def _look_at(directory: str, step: int, names: list[str]) -> Found:
     path = path_of(directory, step)
     if f"ckpt-{step}.commit" not in names:
-        return Found(step, None, "its save, or its deletion, was not finished")
+        return Found(step, None, "its save or deletion is incomplete")
     try:
         return Found(step, marker.read(path))
     except UsageError:  # of a newer looplib: not damaged, and not to be passed over
@@ -237,12 +237,12 @@ def _compare(path: str, expected: Measured, thorough: bool) -> str:
         raise _cannot_read(path, error) from error
     if found["bytes"] != expected["bytes"]:
         return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
-    return "" if found["sha256"] == expected["sha256"] else f"{name} has other content than was saved"
+    return "" if found["sha256"] == expected["sha256"] else f"the content of {name} differs from the saved content"
 
 
 def _cannot_read(path: str, error: Exception) -> CannotReadError:
     return CannotReadError(
-        f"{path} cannot be read now ({gist(error)}), which does not say that it is damaged; mend its permissions or "
+        f"{path} cannot be read ({gist(error)}), which does not prove that it is damaged; fix its permissions or "
         "the file system and run the same command again"
     )
 
@@ -278,13 +278,13 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
         if tf.io.gfile.isdir(in_the_way):
             place = _free_place(directory, "checkpoint")
             tf.io.gfile.rename(in_the_way, place)
-            logging.warning("%s is a directory instead of a file; it was moved to %s", in_the_way, place)
+            logging.warning("%s is a directory instead of a file; moved to %s", in_the_way, place)
         for step, reason in others:
             place = set_aside(directory, step)
-            logging.warning("the checkpoint of step %d does not count: %s; it was moved to %s", step, reason, place)
+            logging.warning("the checkpoint of step %d is invalid: %s; moved to %s", step, reason, place)
         if others := foreign(directory):
             logging.warning(
-                "%s in %s have no marker of looplib, so they do not count; they stay where they are",
+                "%s in %s have no looplib marker; they are ignored and left in place",
                 ", ".join(f"ckpt-{step}" for step in others), directory
             )  # fmt: skip
     return intact

@@ -73,8 +73,8 @@ class KeepBest:
             less, more = bool(words & _LESS), bool(words & _MORE)
             if less == more:
                 raise UsageError(
-                    f"KeepBest got the metric {self.metric!r} without a mode, and the name does not say whether more "
-                    'or less of it is better; give "max" or "min"'
+                    f"KeepBest got the metric {self.metric!r} without a mode, and the name does not imply whether "
+                    'higher or lower is better; give "max" or "min"'
                 )
             object.__setattr__(self, "mode", "min" if less else "max")
 
@@ -171,17 +171,14 @@ class CheckpointPolicy:
             name, _, metric = rule.metric.partition("/")
             if name not in metrics:
                 raise UsageError(
-                    f"the best checkpoints by {rule.metric!r} are to be kept, and there is no evaluator {name!r}; "
-                    f"there is {', '.join(sorted(metrics)) or 'none'}"
+                    f"KeepBest({rule.metric!r}) needs the evaluator {name!r}, which does not exist; "
+                    f"the evaluators are: {', '.join(sorted(metrics)) or 'none'}"
                 )
             known = metrics[name]
             if known is not None and metric not in known:
                 raise UsageError(
-                    f"the best checkpoints by {rule.metric!r} are to be kept, and the evaluation gives "
+                    f"KeepBest({rule.metric!r}) needs a metric that the evaluation returns; it returns "
                     f"{', '.join(sorted(f'{name}/{one}' for one in known))}; name one of these"
                 )
         if self.guards.may_roll_back and not model_dir:
-            raise UsageError(
-                "a rollback needs checkpoints, and there is no model_dir to keep them in; give "
-                "Controller(model_dir=...)"
-            )
+            raise UsageError("a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)")

@@ -40,8 +40,8 @@ def resolve(model_dir: str | os.PathLike[str]) -> str:
     path = path if files.is_remote(path) else os.path.abspath(path)
     if found := sorted(_PATTERN & set(path)):
         raise UsageError(
-            f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow takes for a pattern of file "
-            "names; name a directory without"
+            f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow interprets as a file "
+            "pattern; use a directory name without it"
         )
     return path
 
@@ -64,16 +64,16 @@ def check_inside(model_dir: str, writes: bool) -> None:
         if os.path.islink(path):
             raise UsageError(
                 f"{path} is a symbolic link, and looplib writes and deletes nothing outside of a run directory; put a "
-                "directory there, or let model_dir itself be the link"
+                "directory there, or make model_dir itself the link"
             )
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise UsageError(f"{path} is not a directory, as a run directory has there; move it away")
+            raise UsageError(f"{path} must be a directory in a run directory; move the file away")
     for name in _FILES if writes else ():
         path = os.path.join(model_dir, name)
         if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
             place = files.free_name(f"{path}.aside")
             os.rename(path, place)
-            logging.warning("%s is not a file; it was moved to %s", path, place)
+            logging.warning("%s is not a file; moved to %s", path, place)
 
 
 class RunDirectory:
@@ -135,7 +135,7 @@ class RunDirectory:
     def need(self, what: str) -> None:
         """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
         if not self.checkpoints:
-            raise UsageError(f"{what} needs a model_dir, and this controller has none; give Controller(model_dir=...)")
+            raise UsageError(f"{what} needs a model_dir, but this controller has none; give Controller(model_dir=...)")
 
     def check_lock(self) -> None:
         """Raises `UsageError` if the run directory is not this controller's any more."""
@@ -163,8 +163,8 @@ class RunDirectory:
             return
         what = f"of step {saved_step} and before" if saved_step else f"in {', '.join(aside)}"
         raise UsageError(
-            f"no checkpoint in {self.checkpoints} is whole, and the run had some ({what}); bring one back, or let the "
-            "run start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
+            f"no checkpoint in {self.checkpoints} is intact, although the run had checkpoints ({what}); recover "
+            "one, or start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
         )
 
     def peek(self) -> tuple[int, RunRecord]:
@@ -208,7 +208,7 @@ class RunDirectory:
         rule = self._policy.best
         if rule is None:
             raise UsageError(
-                "there is no best checkpoint, because the policy does not say by what; give "
+                "there is no best checkpoint, because the policy names no metric; give "
                 'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))'
             )
         kept = commits.committed(self.checkpoints) if self.checkpoints else []
@@ -299,5 +299,5 @@ class RunDirectory:
                 return done
         raise UsageError(
             f"worker {self._workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "
-            "which the chief goes on; let model_dir be on a file system that all workers share"
+            "which the chief resumes; use a model_dir on a file system that all workers share"
         )

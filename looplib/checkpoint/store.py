@@ -74,7 +74,7 @@ class Store:
         if directory.writes:
             own |= {"input_state": self.input_state, "replica_state": replica_state}
         for name in objects.keys() & {*own, "save_counter"}:
-            raise UsageError(f"the attribute {name!r} has the name of something else in a checkpoint; rename it")
+            raise UsageError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
         if directory.checkpoints:
             self._checkpoints = Checkpoints(
                 directory.checkpoints,
@@ -198,7 +198,7 @@ class Store:
         if theirs != names and not self._policy.partial:
             raise UsageError(
                 f"the checkpoint {path} was made by another optimizer ({', '.join(theirs)}) than this run's "
-                f"({', '.join(names)}); give this run a model_dir of its own (and start from these weights with "
+                f"({', '.join(names)}); use a separate model_dir (and start from these weights with "
                 "--warm_start), or build the optimizer that the checkpoint was made with"
             )
 
@@ -213,7 +213,7 @@ class Store:
             theirs = getattr(self.record, name)
             if theirs is not None and theirs != ours:
                 logging.warning(
-                    "the checkpoint was made with %s %s and this run has %s: from step %d on %s an uninterrupted run",
+                    "%s was %s in the checkpoint and is %s in this run: from step %d, %s from an uninterrupted run",
                     name, theirs, ours, step,
-                    "the last bits may differ from" if name == "loop" else "the examples come in another order than in",
+                    "the last bits may differ" if name == "loop" else "the order of examples differs",
                 )  # fmt: skip

@@ -20,7 +20,7 @@ from looplib.cluster.environment import Cluster
 from looplib.errors import EXIT_FAILED, EXIT_PREEMPTED
 
 _DRAIN = 2.0  # seconds that the last messages have to arrive
-_AGAIN = "run the same command on all workers again to go on from the newest checkpoint"
+_AGAIN = "run the same command on all workers to resume from the newest checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +200,9 @@ class Peers:
             if link.over:
                 self._done.set()
         elif link.over:
-            self._give_up(link, "died; its own log may say why")
+            self._give_up(link, "died; see its log")
         elif link.silence > self.silence_limit:
-            self._give_up(link, f"was not heard of for {self.silence_limit:g} s: it is frozen, or cut off")
+            self._give_up(link, f"sent nothing for {self.silence_limit:g} s: it is frozen or disconnected")
 
     def _give_up(self, link: links.Link, what: str) -> None:
         cause = _Cause(link.index, EXIT_FAILED, f"{what}; {_AGAIN}")

@@ -174,11 +174,11 @@ def start_again(step: int) -> NoReturn:
     count = int(count) + 1 if count and int(before) == step else 1
     if count > _MOST_RESTARTS:
         raise UsageError(
-            f"the TPU was lost {count} times without a new checkpoint between; look after it, save more often "
+            f"the TPU was lost {count} times without a new checkpoint between; check the TPU, save more often "
             "(--checkpoint_interval), and run the same command again"
         )
     os.environ[RESTARTS] = f"{count}:{step}"
-    logging.warning("the TPU was lost: starting again (%d), to go on from step %d", count, step)
+    logging.warning("the TPU was lost: restarting (%d) to resume from step %d", count, step)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

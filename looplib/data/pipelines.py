@@ -127,7 +127,7 @@ class _Pipelines:
         context, dataset = self._build(tf_context, self._start_step)
         if self._workers.count > 1 and not context.asked_for_its_part:
             raise UsageError(
-                f"{self.who}.dataset gives each of {self._workers.count} workers the same data, as it does not look at "
+                f"{self.who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
             )
@@ -206,8 +206,8 @@ def _check_resident(who: str, context: InputContext, dataset: tf.data.Dataset) -
     spec = dataset.element_spec
     if context.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
         raise UsageError(
-            f"{who}.dataset changed what context.resident returned to elements of {spec}; return it as it is, and do "
-            "in step_fn what is to be done with a batch"
+            f"{who}.dataset changed what context.resident returned to elements of {spec}; return it unchanged, "
+            "and process batches in step_fn"
         )
 
 

@@ -56,8 +56,8 @@ class RemoteStream(Stream):
     def iterate(self, position: bytes | None = None) -> Place:
         """See `Stream`."""
         if self.start_step:
-            others = "a new pipeline on each worker, which skips its share of the batches"
-            self._note(f"goes on after step {self.start_step} by {'its position' if self.by_number else others}")
+            others = "by a new pipeline on each worker, which skips its share of the batches"
+            self._note(f"resumes after step {self.start_step} {'from its position' if self.by_number else others}")
         return Place(self.start_step)
 
     def next_as_optional(self, iterator: Place) -> tf.experimental.Optional:

@@ -72,8 +72,8 @@ class Stream:
           An iterator for the other methods.
         """
         if self.start_step:
-            how = "its position" if self.positioned else f"skipping {self.skipped} batches"
-            self._note(f"goes on after step {self.start_step} by {how}")
+            how = "from its position" if self.positioned else f"by skipping {self.skipped} batches"
+            self._note(f"resumes after step {self.start_step} {how}")
         return self._iter()
 
     def _iter(self) -> Any:

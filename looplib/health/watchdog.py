@@ -93,12 +93,12 @@ class Watchdog:
                 self._end(phase, progress[-1], paused)
 
     def _end(self, phase: str, steps: Sequence[Any], seconds: float) -> None:
-        console.last_line("\n".join(["looplib: where every thread is:", *_stacks()]))
+        console.last_line("\n".join(["looplib: stack traces of all threads:", *_stacks()]))
         kept = self._checkpoint()
-        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+        advice = f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
         sentence = (
-            f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; the stacks above say "
-            f"where; {advice} (--stall_limit sets how long to wait)"
+            f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; see the stack traces "
+            f"above; {advice} (--stall_limit sets the limit)"
         )
         console.last_line(f"looplib: error: {sentence}")
         peers.current.last_words(EXIT_STALLED, sentence)

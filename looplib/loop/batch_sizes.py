@@ -75,7 +75,7 @@ class BatchSizes:
                 f"context.per_replica_batch_size, which is {self._expected}: the first {int(count)} have "
                 f"{self._expected + more / count:g} examples on average, so that means and gradients are scaled "
                 "wrongly; batch by that size, with drop_remainder=True to have it checked before the first step, or "
-                "set batch_size_varies of the trainer if the sizes are meant to vary"
+                "set batch_size_varies of the trainer if the batch size varies intentionally"
             )
 
 

@@ -101,7 +101,7 @@ def why_not_xla(step: Step) -> str | None:
     """Returns why no chunk of the step can be an XLA program that computes the same; None if no reason is known."""
     for spec in tf.nest.flatten(step.stream.full_spec):
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
-            return f"a batch has {spec}, and only tensors whose shape is known, but for the batch size, can be stacked"
+            return f"a batch has {spec}; only tensors with a static shape (except for the batch size) can be stacked"
     for node in step.ops:
         if node.op == "TensorListResize" or node.attr["resize_if_index_out_of_bounds"].b:
             return f"{node.name} makes a tf.TensorArray grow, which XLA does not; give it its size"

@@ -88,7 +88,7 @@ class TrainingOptimizers:
             if self._sums and type(optimizer).__module__ == _NADAM:
                 raise UsageError(
                     "tf_keras.optimizers.Nadam counts its updates while TensorFlow traces them, once for each replica, "
-                    "and comes to other weights on several; use tf_keras.optimizers.legacy.Nadam, or Keras 3"
+                    "and computes different weights on several; use tf_keras.optimizers.legacy.Nadam, or Keras 3"
                 )
             if noted or self._sums:
                 make = functools.partial(self._applying_pairs, optimizer, noted)

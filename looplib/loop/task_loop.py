@@ -143,8 +143,8 @@ class TaskLoop(TrainingLoop):
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
                 raise UsageError(
-                    f"the data of {self.who}.dataset ended, though it says it never does; check for repeat() of an "
-                    "empty data set, or of files without examples"
+                    f"the data of {self.who}.dataset ended although its cardinality is infinite; check for repeat() of "
+                    "an empty data set, or of files without examples"
                 ) from error
 
     def _iterate(self) -> None:
@@ -251,14 +251,14 @@ class TaskLoop(TrainingLoop):
         names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
         if names:
             logging.warning(
-                "%s.step_fn uses variables that no attribute of the trainer holds, so that they are not saved and a "
-                "resumed run starts them from their initial values: %s",
+                "%s.step_fn uses variables that are not attributes of the trainer; they are not saved, and a resumed "
+                "run starts them from their initial values: %s",
                 self.who,
                 ", ".join(sorted(names)[:10]),
             )
         if random := self._inner.step.random_ops:
             logging.warning(
-                "%s.step_fn draws random numbers whose state nobody can save (%s), so that a resumed run draws others; "
+                "%s.step_fn draws random numbers whose state cannot be saved (%s); a resumed run draws different ones; "
                 "use tf.random.stateless_* with seed=self.step_seed(), a tf.random.Generator attribute, or layers of "
                 "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
                 "layers",

@@ -74,10 +74,10 @@ def read_events(path: str) -> tuple[list[Event], bool]:
         for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
             events.append(Event.FromString(record))
     except (tf.errors.DataLossError, DecodeError):
-        logging.warning("%s: event %d is damaged and is left out, with what follows it", path, len(events) + 1)
+        logging.warning("%s: event %d is damaged; it and all later events are dropped", path, len(events) + 1)
         return events, False
     except tf.errors.OpError as error:
-        logging.warning("%s cannot be read (%s), and stays as it is", path, gist(error))
+        logging.warning("%s cannot be read (%s) and is left unchanged", path, gist(error))
         return [], True
     return events, True
 

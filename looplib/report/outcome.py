@@ -37,8 +37,8 @@ def served(gone: CoordinatorGone, status: str) -> Outcome:
     """Returns the outcome of a worker or parameter server, from the status that its run ended with."""
     status = "killed" if status == "running" else status
     code = {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(status, EXIT_FAILED)
-    advice = "" if code == EXIT_DONE else "; start all processes again to go on"
-    line = f"looplib: {gone}; how the run ended: {status}{advice}"
+    advice = "" if code == EXIT_DONE else "; restart all processes to resume"
+    line = f"looplib: {gone}; status of the run: {status}{advice}"
     return Outcome(code, status, line, at_once=True)  # a server has no end of its own
 
 
@@ -63,9 +63,9 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
       advice: where the same command continues.
     """
     if is_quit(error):
-        return failed(f"the debugger was quit, which ends the run and is no error of the program; {advice}")
+        return failed(f"the run was ended by quitting the debugger; {advice}")
     because = f" (because of {read(error.__cause__)})" if error.__cause__ else ""
-    return failed(f"{read(error)}{because}; mend {place or 'what the trace above names'}, and {advice}")
+    return failed(f"{read(error)}{because}; fix {place or 'the line that the trace above names'}; {advice}")
 
 
 def is_quit(error: Exception) -> bool:

@@ -119,8 +119,8 @@ class RunReport:
                 for name, (old, new) in sorted(changed.items())
             ]
             logging.warning(
-                "this start has other settings than the last one: %s; the new values hold from step %d on. Weights, "
-                "optimizer state, step and place in the data come from the checkpoint, whatever the settings are",
+                "settings changed since the last start: %s; the new values apply from step %d. Weights, optimizer "
+                "state, step and position in the data always come from the checkpoint",
                 ", ".join(texts),
                 self.standing().step,
             )

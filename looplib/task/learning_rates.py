@@ -47,13 +47,13 @@ class LearningRates:
             if recorded.get(number, rate) != rate:
                 optimizer.learning_rate = rate
                 logging.warning(
-                    "the learning rate of %s is %g from step %d on, as this start sets it; the checkpoint has %g",
+                    "the learning rate of %s is %g from step %d, as set by this program; the checkpoint has %g",
                     name, rate, step, restored,
                 )  # fmt: skip
             else:
                 logging.warning(
-                    "the learning rate of %s is %g, from the checkpoint of step %d, where the program changed it; it "
-                    "was built with %g",
+                    "the learning rate of %s is %g, from the checkpoint of step %d, where the program had changed "
+                    "it; it was built with %g",
                     name, restored, step, rate,
                 )  # fmt: skip
 

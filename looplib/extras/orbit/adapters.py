@@ -151,10 +151,10 @@ class _OrbitLoop(Loop):
         self._counter = spec.counter
         self._running = False
         if spec.engine != "graph":
-            raise UsageError(f"loop is {spec.engine}, and {self.who} has a loop of its own; use loop=graph with it")
+            raise UsageError(f"loop is {spec.engine}, and {self.who} has its own loop; use loop=graph with it")
         if Workers(spec.strategy).count > 1 or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError(
-                f"{self.who} has a loop of its own, in which looplib cannot let several workers agree; run it in one "
+                f"{self.who} has its own loop, which looplib cannot synchronize across workers; run it in one "
                 "process, or write it as a looplib.Trainer or Evaluator (docs/from_orbit.md)"
             )
         self._datasets = datasets_of(data)
@@ -168,7 +168,7 @@ class _OrbitLoop(Loop):
     @property
     def step(self) -> Step:
         """Raises `UsageError`: there is no step that looplib traces."""
-        raise UsageError(f"{self.who} has a loop of its own, which looplib cannot look into; check a looplib.Trainer")
+        raise UsageError(f"{self.who} has its own loop, which looplib cannot inspect; check a looplib.Trainer")
 
     def progress(self) -> float:
         """Returns the time while a call runs, as if it always made progress: nothing else is known."""
@@ -235,8 +235,8 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         super().__init__(spec, trainer, trainer.train, getattr(trainer, "train_dataset", None))
         if spec.skips:
             raise UsageError(
-                f"the policy skip undoes a step, and {self.who} has a loop of its own, of which looplib sees the end "
-                "only; use halt, rollback or off (--non_finite)"
+                f"the policy skip undoes a step, but {self.who} has its own loop, of which looplib sees only the end; "
+                "use halt, rollback or off (--non_finite)"
             )
         self._guarded = spec.guarded
         self._step = spec.strategy.experimental_local_results(step)[0] if step is not None else None
@@ -279,7 +279,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         After a rollback, which has no position, the data continues after the bad steps.
         """
         if position is None and self._ran:
-            logging.info("the data of %s goes on where it is", self.who)
+            logging.info("the data of %s continues from its current position", self.who)
         else:
             self._data.begin(start_step, position)
 
@@ -326,12 +326,12 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         """See `TrainingLoop`; the trainer did fewer steps than were requested."""
         if not step:
             raise UsageError(
-                f"{self.who}.train has returned, and its global step is where it was: its data is empty, or it counts "
+                f"{self.who}.train has returned, but its global step is unchanged: its data is empty, or it counts "
                 "its steps elsewhere; give OrbitTrainer(global_step=...) the variable that it adds 1 to once a step"
             )
         if target != -1:
             logging.warning(
-                "%s has trained to step %d, not to %d, as its data ended (or it did not count all of its steps)",
+                "%s has trained to step %d, not to %d, because its data ended (or it did not count all of its steps)",
                 self.who, step, target,
             )  # fmt: skip
 

@@ -80,7 +80,11 @@ class Data:
             places = [None] * len(self._sources)
         known = [source.begin(step, place) for source, place in zip(self._sources, places)]
         if step and not any(known):
-            logging.info("the place in the data of %s is not known; from step %d on it starts anew", self._who, step)
+            logging.info(
+                "the position in the data of %s is unknown; after step %d its data starts from the beginning",
+                self._who,
+                step,
+            )
         if self._sources:
             self._put()
 

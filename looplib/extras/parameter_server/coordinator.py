@@ -44,13 +44,13 @@ class ParameterServers(Backend):
         spec = self._spec
         if spec.engine in ("xla", "eager"):
             raise UsageError(
-                f"loop is {spec.engine}, and with the strategy parameter_server steps run on workers that variables "
-                "are not on; use loop=graph"
+                f"loop is {spec.engine}, but with the strategy parameter_server steps run on workers, and the "
+                "variables are on parameter servers; use loop=graph"
             )
         if spec.skips:
             raise UsageError(
-                "the policy skip undoes a step, and with the strategy parameter_server others have gone on from it; "
-                "use halt, rollback or off (--non_finite)"
+                "the policy skip undoes a step, but with the strategy parameter_server other workers have already "
+                "continued from it; use halt, rollback or off (--non_finite)"
             )
         if spec.strategy.num_replicas_in_sync > 1:
             raise UsageError(
@@ -82,9 +82,8 @@ class ParameterServers(Backend):
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter)
         if reducer.collects:
             raise UsageError(
-                f"{spec.who}.step_fn returns looplib.each, which the workers of a parameter server strategy "
-                "have no way to hand over; evaluate in a job of its own, with --mode=continuous_eval and "
-                "another strategy"
+                f"{spec.who}.step_fn returns looplib.each, which parameter server workers cannot send back; "
+                "evaluate in a separate job, with --mode=continuous_eval and another strategy"
             )
         return RemoteLoop(spec.strategy, step, spec.who, spec.counter)
 
@@ -395,12 +394,12 @@ def _check_training_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for training data that workers cannot read by themselves."""
     if stream.positioned and not stream.by_number:
         raise UsageError(
-            f"{stream.who}.dataset makes other batches of those of context.indices (by filter or take, say); with the "
-            "strategy parameter_server it must make one of each, as map does"
+            f"{stream.who}.dataset changes the number of batches of context.indices (for example with filter or take); "
+            "with the strategy parameter_server it must produce one batch per batch, as map does"
         )
     if not stream.infinite and not stream.unknown:
         raise UsageError(
-            f"{stream.who}.dataset ends, and each worker reads by itself; with the strategy parameter_server training "
+            f"{stream.who}.dataset ends, but each worker reads by itself; with the strategy parameter_server training "
             "data must not end: repeat() it, and give a number of steps"
         )
 

@@ -162,12 +162,12 @@ def run_killed(
             say(f"killed: {when}, kill {len(steps)} of {kills}; it had saved step {life.saved}")
         elif steps:
             ended = True  # the remaining kills strike starts that find nothing left to do
-            say(f"killed: ended, after {life.now:.2f} s, before a kill could come")
+            say(f"killed: ended after {life.now:.2f} s, before the kill")
         else:
-            say(f"killed: ended, after {life.now:.2f} s, before a kill could come; it starts again from step 0")
+            say(f"killed: ended after {life.now:.2f} s, before the kill; restarting from step 0")
             shutil.rmtree(folder)
     if not steps:
-        raise UsageError("no kill came before the command had ended; give it more steps to run")
+        raise UsageError("the command ended before the first kill; use more steps")
     run_to_the_end(command, folder, timeout)
     return steps
 
