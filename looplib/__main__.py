@@ -17,7 +17,7 @@ exit codes: {codes}; 2 the command failed, or could not be checked
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Prints a wrong argument as the binaries do."""
+        """Prints a wrong argument in the same form as the binaries."""
         self.exit(EXIT_UNKNOWN, f"looplib: error: {message} (see {self.prog} --help)\n")
 
 

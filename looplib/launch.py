@@ -196,7 +196,7 @@ class _Session:
 
     @property
     def advice(self) -> str:
-        """Where the same command continues, for the end of a sentence."""
+        """How to resume the run, as the end of a sentence."""
         kept = self.controller and self.controller.latest_checkpoint
         return f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
 

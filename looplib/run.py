@@ -58,7 +58,7 @@ class Run:
       loops: the loops of the trainer and the evaluators.
       window: the training steps since the last report; only with a trainer.
       directory: the run directory.
-      store: the whole state.
+      store: the complete state.
       recovery: guards the state of a training; None without a trainer.
       writers: all writers as one.
       report: `run.json`.
@@ -168,7 +168,7 @@ class Run:
         """Restores each new checkpoint of another job.
 
         Args:
-          timeout: seconds to wait for one; None waits for ever.
+          timeout: seconds to wait for one; None waits forever.
         """
         known = None
         while path := self.directory.wait_for_newer(known, timeout):
@@ -194,7 +194,7 @@ class Run:
         self.writers.note(sentence)
 
     def restore(self, path: str | os.PathLike[str] | None, rollback: Rollback | None = None) -> str | None:
-        """Restores the whole state; returns the path of the checkpoint, or None if there is none.
+        """Restores the complete state; returns the path of the checkpoint, or None if there is none.
 
         Args:
           path: the checkpoint; None takes the newest.
@@ -261,7 +261,7 @@ class Run:
             self.store.record.train = metrics
 
     def lacks_an_evaluation(self) -> bool:
-        """Whether an evaluator has not reported at the current step."""
+        """Returns whether an evaluator has not reported at the current step."""
         reported, step = self.store.record.reported, self.step
         return any(reported.get(name) != step for name in self.loops.evaluations)
 

@@ -1,4 +1,4 @@
-"""The beginning of a run that has no checkpoint of its own: initial values, or a checkpoint of another run."""
+"""The start of a run without a checkpoint: initial values, or a checkpoint of another run."""
 
 from typing import Any
 

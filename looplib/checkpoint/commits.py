@@ -1,7 +1,7 @@
 """Committed checkpoints: found, verified, set aside and removed.
 
 A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
-`ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without a whole marker does not count,
+`ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without an intact marker is invalid,
 whatever other files it has. A checkpoint that is proven damaged is set aside; one that cannot be read now, or that a
 newer looplib wrote, is not.
 
@@ -43,8 +43,8 @@ class Found:
 
     Attributes:
       step: the global step.
-      commit: the `Commit`; None if the checkpoint does not count.
-      reason: why it does not count, as the end of a sentence; "" if it does.
+      commit: the `Commit`; None if the checkpoint is invalid.
+      reason: why it is invalid, as the end of a sentence; "" if it is valid.
       unread: the error for which its marker could not be read, if that does not prove any damage.
     """
 
@@ -132,7 +132,7 @@ def place_of(directory: str | os.PathLike[str]) -> str:
 
 
 def listing(directory: str) -> list[Found]:
-    """Lists looplib's checkpoints in a directory, newest first, those that do not count among them.
+    """Lists looplib's checkpoints in a directory, newest first, including invalid ones.
 
     Args:
       directory: where they are; it need not exist.
@@ -159,7 +159,7 @@ def _is_own(names: list[str]) -> bool:
 
 
 def foreign(directory: str) -> list[int]:
-    """Returns the steps of which a directory holds files that looplib does not know for its own."""
+    """Returns the steps of which a directory holds files that are not looplib's."""
     return sorted(step for step, names in _by_step(directory).items() if not _is_own(names))
 
 
@@ -171,7 +171,7 @@ def make_way(directory: str, step: int) -> None:
 
 
 def list_is_foreign(directory: str) -> bool:
-    """Whether TensorFlow's list `checkpoint` names as the newest one a checkpoint that is there and not looplib's."""
+    """Returns whether TensorFlow's list `checkpoint` names an existing checkpoint of another program as the newest."""
     try:
         match = re.search(r'model_checkpoint_path: "([^"]+)"', files.read_text(os.path.join(directory, "checkpoint")))
     except (OSError, ValueError, tf.errors.OpError):
@@ -252,7 +252,7 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
 
     Args:
       directory: where the checkpoints are.
-      tidy: moves what does not count into `set_aside`, one warning each. Only the process that holds the directory's
+      tidy: moves invalid checkpoints into `set_aside`, one warning each. Only the process that holds the directory's
         lock may.
 
     Returns:
@@ -267,7 +267,7 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
         if found.unread is not None:
             if intact is None:
                 raise found.unread
-            continue  # older than what the run continues from, so it may stay as it is
+            continue  # older than what the run continues from, so it is left unchanged
         reason = found.reason or (verify(found.commit) if intact is None else "")
         if reason:
             others.append((found.step, reason))
@@ -291,14 +291,14 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
 
 
 def set_aside(directory: str, step: int) -> str:
-    """Moves a checkpoint's files into `<directory>/set_aside`, where nothing looks for them; returns the place."""
+    """Moves a checkpoint's files into `<directory>/set_aside`, which looplib ignores; returns their new path."""
     prefix = f"ckpt-{step}"
     place = _free_place(directory, prefix)
     tf.io.gfile.makedirs(place)
     unfinished = path_of(directory, step) + UNFINISHED
     if not tf.io.gfile.exists(unfinished):
         begin(path_of(directory, step))
-    # The marker goes first: at no moment does a checkpoint count that is not whole.
+    # The marker goes first: at no moment is an incomplete checkpoint valid.
     names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
     for name in names:
         match = _NAME.match(name)
@@ -317,7 +317,7 @@ def set_aside_before(directory: str) -> list[str]:
 
 
 def _free_place(directory: str, name: str) -> str:
-    """Returns a path in `<directory>/set_aside`, which is made, where nothing is yet."""
+    """Makes `<directory>/set_aside`; returns an unused path in it."""
     folder = os.path.join(directory, SET_ASIDE)
     tf.io.gfile.makedirs(folder)
     return files.free_name(os.path.join(folder, name))

@@ -110,7 +110,7 @@ os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
 def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
-    """Returns the `RunLock` of a directory, which is held until its `release`, or while somebody refers to it.
+    """Returns the `RunLock` of a directory, which is held until its `release`, or while it is referenced.
 
     A controller of this process that holds the lock is closed first: in a notebook, a cell that builds a controller may
     run twice.

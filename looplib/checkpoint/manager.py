@@ -40,7 +40,7 @@ class Checkpoints:
 
     Args:
       directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
-      objects: dict from name to trackable object: the whole state.
+      objects: dict from name to trackable object: the complete state.
       policy: `CheckpointPolicy`.
       writes: False for a worker that is not the chief. It writes nothing, but has to read all values together with
         the chief, because some are summed over workers.
@@ -143,7 +143,7 @@ class Checkpoints:
                 logging.info("only TensorFlow can save %s; training waits for each save", error)
 
     def _read_along(self) -> None:
-        """Reads all values as the writing worker does, because reading some of them is a sum over workers."""
+        """Reads all values like the writing worker, because reading some of them is a sum over workers."""
         if self._snapshots is not None:
             self._snapshots.take()
             return
@@ -172,7 +172,7 @@ class Checkpoints:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is under way."""
+        """Returns whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:

@@ -88,7 +88,7 @@ class KeepBest:
 
 @dataclasses.dataclass(frozen=True)
 class KeepEvery:
-    """Keeps the checkpoints at multiples of a number of steps, for ever.
+    """Keeps the checkpoints at multiples of a number of steps, forever.
 
     Attributes:
       steps: the number.
@@ -125,7 +125,7 @@ class CheckpointPolicy:
         newest. A run without a checkpoint of its own continues with its step, weights and optimizer, and with the data
         from the start, because such a checkpoint holds no position in the data; default "" for none.
       start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
-        refuses that. It has no effect on a run that has a whole checkpoint, or never had one.
+        refuses that. It has no effect on a run that has an intact checkpoint, or never had one.
     """
 
     every_steps: int = 1000

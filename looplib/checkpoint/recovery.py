@@ -23,7 +23,7 @@ class Recovery:
       directory: `RunDirectory`.
       guards: `Guards`.
       workers: `Workers`.
-      objects: dict from attribute name to trackable object, whose variables are looked at.
+      objects: dict from attribute name to trackable object, whose variables are checked.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def resolve(model_dir: str | os.PathLike[str]) -> str:
       model_dir: the directory; "file://" before it is left out.
 
     Raises:
-      UsageError: for a name that TensorFlow would take for a pattern.
+      UsageError: for a name that TensorFlow would interpret as a pattern.
     """
     path = os.fspath(model_dir)
     path = path.removeprefix("file://") if path.startswith("file:///") else path
@@ -154,7 +154,7 @@ class RunDirectory:
           saved_step: the newest step that the run is known to have saved, or None.
 
         Raises:
-          UsageError: if there was one, and none is whole.
+          UsageError: if there was one, and none is intact.
         """
         if self.start or not self.writes or not self.checkpoints or self._policy.start_anew:
             return
@@ -191,7 +191,7 @@ class RunDirectory:
     def newest_intact(self) -> Commit | None:
         """Returns the newest checkpoint that reads as it was written, or None; workers wait for each other.
 
-        A training sets newer ones that do not count aside.
+        A training sets newer, invalid ones aside.
         """
         done = None
         if self._workers.is_chief:
@@ -215,13 +215,13 @@ class RunDirectory:
         return next((done.path for done in rule.select(kept)), None)
 
     def check_intact(self, path: str) -> None:
-        """Reads a checkpoint through before TensorFlow is given it, which may end the process on a damaged one.
+        """Reads all of a checkpoint before TensorFlow does, because TensorFlow may crash on a damaged one.
 
         Raises:
-          UsageError: if it is damaged, or has no whole marker.
+          UsageError: if it is damaged, or has no intact marker.
         """
         if path == self._verified or not self._workers.is_chief:
-            self._verified = None  # once: it may be changed by the next time
+            self._verified = None  # once, because it may change later
             return
         try:
             reason = commits.verify(marker.read(path))
@@ -242,7 +242,7 @@ class RunDirectory:
 
         Args:
           than: the path that is known; None for any.
-          timeout: seconds to wait; None waits for ever.
+          timeout: seconds to wait; None waits forever.
 
         Returns:
           The path, or None if none came in time.
@@ -263,7 +263,7 @@ class RunDirectory:
                     if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
                         logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
                         damaged = done
-                except commits.CannotReadError as error:  # it may be readable at the next look
+                except commits.CannotReadError as error:  # it may be readable at the next attempt
                     logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
             waited = time.monotonic() - started
             if timeout is not None and waited >= timeout:

@@ -1,4 +1,4 @@
-"""The store of a run: its whole state, saved in the checkpoints of its directory and restored from them."""
+"""The store of a run: its complete state, saved in the checkpoints of its directory and restored from them."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ class Rollback:
 
 
 class Store:
-    """The whole state of a run: the objects of its trainer and evaluators, the global step, and the run record.
+    """The complete state of a run: the objects of its trainer and evaluators, the global step, and the run record.
 
     Args:
       directory: `RunDirectory`.
@@ -86,7 +86,7 @@ class Store:
             )
 
     def __bool__(self) -> bool:
-        """Whether anything is kept on disk."""
+        """Returns whether anything is kept on disk."""
         return self._checkpoints is not None
 
     @property
@@ -132,7 +132,7 @@ class Store:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is being written in the background."""
+        """Returns whether a save is being written in the background."""
         return self._checkpoints is not None and self._checkpoints.saving
 
     def wait(self) -> None:

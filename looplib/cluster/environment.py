@@ -78,7 +78,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process reports, writes and, with parameter servers, coordinates."""
+        """Returns whether this process reports, writes and, with parameter servers, coordinates."""
         return self.task_type == "chief" or self.index == 0
 
     @property

@@ -190,7 +190,7 @@ class HostStream(Stream):
             raise iterator_state.UnsavableError(f"in a trial, TensorFlow did not restore {named} exactly")
 
     def _give_up(self, why: str) -> None:
-        """Says so once, and does not try again, as each try may take seconds."""
+        """Logs this once, and does not try again, because each try may take seconds."""
         self._savable, self._unsavable = False, why
         self._note(f"has no position that can be saved; a resumed run will skip the data already used: {why}")
 
@@ -213,7 +213,7 @@ class HostStream(Stream):
             return False
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
-        """Warns where batches that are read again may be others, as far as TensorFlow names what keeps state."""
+        """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
         op = self._unsavable.partition(" ")[0]
         if op.startswith(_PYTHON):
             doubt = "its Python code depends on its arguments only, not on time or on earlier runs"
@@ -233,7 +233,7 @@ class HostStream(Stream):
 
 
 def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
-    """Whether each process's replicas are its CPUs. The default strategy, which places each op itself, counts too."""
+    """Returns whether each process's replicas are its CPUs, as under the default strategy, which places ops itself."""
     with strategy.scope():
         if not tf.distribute.has_strategy():
             return True

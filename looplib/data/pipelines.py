@@ -1,4 +1,4 @@
-"""Pipelines: a task's data set built for each worker, checked, and brought to its place."""
+"""Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
 import functools
 from collections.abc import Callable
@@ -165,7 +165,7 @@ class _Pipelines:
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
         if start_step and not context.positioned and context.asked_for_its_start:
-            # The pipeline of a new run, which is then brought to its place. One that is the same anyway is not built
+            # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return self._build(tf_context, 0)
         return context, dataset
@@ -186,7 +186,7 @@ class _Pipelines:
 
 
 def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:
-    """Refuses batches of another size, such as the global one, as every mean and gradient would be scaled wrongly.
+    """Refuses batches of another size, such as the global one: every mean and gradient would be scaled wrongly.
 
     Returns:
       Whether the size is known before there is a batch.

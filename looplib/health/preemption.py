@@ -28,7 +28,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 # means nothing new. A program may be started to ignore them, such as by nohup.
 _REPEATED = (signal.SIGHUP, signal.SIGXCPU)
 GRACE_SECONDS = 15.0
-_TICK = 0.2  # seconds between looks at a step that is to end
+_TICK = 0.2  # seconds between checks whether a step has ended
 
 
 class Notice:
@@ -59,7 +59,7 @@ class Notice:
     def flag(self) -> tf.Variable:
         """The boolean variable on the host that the loops read between steps; made at the first use."""
         if self._flag is None:
-            # In a thread of its own, because the scope of a strategy belongs to a thread and would distribute it.
+            # In a separate thread, because the scope of a strategy belongs to a thread and would distribute it.
             thread = threading.Thread(target=self._make_flag)
             thread.start()
             thread.join()

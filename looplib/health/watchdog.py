@@ -39,7 +39,8 @@ class Watchdog:
       steps: function without arguments that returns the steps done in training and in evaluation, and anything else
         that changes with progress; called from another thread.
       checkpoint: function without arguments that returns the newest checkpoint's path, or None.
-      limit: seconds without progress in any phase, instead of what is learned; None learns, 0 never ends the process.
+      limit: seconds without progress in any phase, instead of what is learned; None adapts to the run, 0
+        disables the watchdog.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Watchdog:
 def _stacks() -> list[str]:
     """Lines with the Python frames of every thread, the innermost first.
 
-    Not by `faulthandler`, which holds Python's lock while it writes, to a pipe that nobody may read.
+    Not by `faulthandler`, which holds Python's lock while it writes, possibly to a pipe without a reader.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []

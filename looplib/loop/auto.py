@@ -205,5 +205,5 @@ class AutoLoop(InnerLoop):
 
 
 def _convolves_on_a_cpu(step: Step) -> bool:
-    """Whether XLA would run convolutions on one thread, at a fraction of the graph loop's speed."""
+    """Returns whether XLA would run convolutions on one thread, at a fraction of the graph loop's speed."""
     return not tf.config.list_logical_devices("GPU") and any("Conv" in node.op for node in step.ops)

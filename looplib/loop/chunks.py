@@ -109,7 +109,7 @@ def why_not_xla(step: Step) -> str | None:
 
 
 def _alike(batches: list) -> tf.Tensor | None:
-    """Whether batches have the same shapes, boolean scalar tensor; None if the shapes are static."""
+    """Returns whether batches have the same shapes, boolean scalar tensor; None if the shapes are static."""
     alike = []
     for parts in zip(*(tf.nest.flatten(batch) for batch in batches)):
         if not parts[0].shape.is_fully_defined():

@@ -63,7 +63,7 @@ class TaskLoop(TrainingLoop):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
-        """Everything that is added to the user's step, innermost first."""
+        """Returns everything that is added to the user's step, innermost first."""
         decorators: list[Decorator] = []
         if self._spec.training and example_checksum.enabled():
             decorators.append(lambda step_fn: example_checksum.add_to(step_fn, lambda: self.task.global_step))
@@ -195,7 +195,7 @@ class TaskLoop(TrainingLoop):
             self.rewind(step)
 
     def close(self) -> None:
-        """See `Loop`; the optimizers are as they were before this loop was built."""
+        """See `Loop`; restores the optimizers' original methods."""
         self._end_data()
         if self._optimizers is not None:
             self._optimizers.close()
@@ -335,5 +335,5 @@ def _gathering(step_fn: StepFn, tables: Any) -> Callable[[tf.Tensor], object]:
 
 
 def _identity(variable: object) -> int:
-    """A number that is equal for one variable and its wrappers, such as those of variables on parameter servers."""
+    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
     return id(getattr(variable, "handle", variable))

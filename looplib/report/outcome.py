@@ -39,7 +39,7 @@ def served(gone: CoordinatorGone, status: str) -> Outcome:
     code = {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(status, EXIT_FAILED)
     advice = "" if code == EXIT_DONE else "; restart all processes to resume"
     line = f"looplib: {gone}; status of the run: {status}{advice}"
-    return Outcome(code, status, line, at_once=True)  # a server has no end of its own
+    return Outcome(code, status, line, at_once=True)  # a server never ends otherwise
 
 
 def preempted(error: Preempted) -> Outcome:
@@ -60,7 +60,7 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
     Args:
       error: any but a `UsageError`, whose sentence is enough for `failed`.
       place: the user's line that it comes from; "" if it is not known.
-      advice: where the same command continues.
+      advice: how to resume the run, as a clause.
     """
     if is_quit(error):
         return failed(f"the run was ended by quitting the debugger; {advice}")
@@ -69,5 +69,5 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
 
 
 def is_quit(error: Exception) -> bool:
-    """Whether an error is how a debugger ends the program that it has stopped."""
+    """Returns whether an error is how a debugger ends the program that it has stopped."""
     return read(error).kind == "BdbQuit"

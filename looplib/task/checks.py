@@ -109,7 +109,7 @@ def check_together(
 
 
 def collect_state(trainer: Trainer | None, evaluators: Mapping[str, Evaluator]) -> dict[str, Any]:
-    """Finds the whole state of a run; after tracing, when all variables exist.
+    """Finds the complete state of a run; after tracing, when all variables exist.
 
     Returns:
       dict from attribute name to trackable object: the trainer's attributes, and the evaluators' without metrics.

@@ -146,7 +146,11 @@ def check_it_goes_on(folder, whole, caplog, expected_step, damaged=()):
             told = [message for message in messages if f"the checkpoint of step {step} is invalid: " in message]
             assert len(told) == 1 and "\n" not in told[0] and told[0].endswith(f"; moved to {place}")
         else:
-            told = [message for message in messages if f"ckpt-{step} in {folder}/checkpoints have no looplib marker" in message]
+            told = [
+                message
+                for message in messages
+                if f"ckpt-{step} in {folder}/checkpoints have no looplib marker" in message
+            ]
             moved = f"files of ckpt-{step} without looplib's marker blocked a save; moved to {place}"
             assert len(told) == 1 and moved in warnings(caplog)
         assert names(place) == [name for name in before[step] if not name.endswith(".unfinished")]

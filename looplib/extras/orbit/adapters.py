@@ -71,7 +71,7 @@ class _Adapter(OwnLoop[Specification, Loop]):
 
 
 class OrbitTrainer(_Adapter, Trainer):
-    """An `orbit.AbstractTrainer` or `orbit.StandardTrainer`, to be trained by a `Controller` as it is.
+    """An `orbit.AbstractTrainer` or `orbit.StandardTrainer`, to be trained by a `Controller` unchanged.
 
     Each loop of the controller is one call of `trainer.train(num_steps)`, and what that returns is reported. See
     docs/from_orbit.md for what the controller cannot see from outside of it. Override `loop_end` to rename or leave out
@@ -102,7 +102,7 @@ class OrbitTrainer(_Adapter, Trainer):
 
 
 class OrbitEvaluator(_Adapter, Evaluator):
-    """An `orbit.AbstractEvaluator` or `orbit.StandardEvaluator`, to be run by a `Controller` as it is.
+    """An `orbit.AbstractEvaluator` or `orbit.StandardEvaluator`, to be run by a `Controller` unchanged.
 
     An evaluation is one call of `evaluator.evaluate(num_steps)`, with -1 for all data as in Orbit.
 
@@ -131,7 +131,7 @@ class OrbitEvaluator(_Adapter, Evaluator):
 
 
 class _OrbitLoop(Loop):
-    """The loop of an object with a loop of its own: each `run` is one call of its method.
+    """The loop of an object with its own loop: each `run` is one call of its method.
 
     Args:
       spec: the adapter, and how to run it.
@@ -254,7 +254,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         return int(self._step) if self._step is not None else super().progress()
 
     def close(self) -> None:
-        """Restores the optimizers as they were; the data belongs to Orbit's object."""
+        """Restores the original optimizers; the data belongs to Orbit's object."""
         self._optimizers.close()
 
     def warn_of_what_is_not_saved(self, objects: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         self._objects, self._known = objects, {id(variable) for _, variable in variables_of(objects)}
 
     def position(self) -> bytes | None:
-        """See `TrainingLoop`; None where the place is not known."""
+        """See `TrainingLoop`; None if the position is unknown."""
         if self._ran and self._known is not None:
             late = [name for name, variable in variables_of(self._objects) if id(variable) not in self._known]
             if late:
@@ -274,7 +274,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         return self._data.position()
 
     def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
-        """Continues after `start_step` steps, as far as the place in the data is known.
+        """Continues after `start_step` steps, if the position in the data is known.
 
         After a rollback, which has no position, the data continues after the bad steps.
         """
@@ -284,10 +284,10 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
             self._data.begin(start_step, position)
 
     def resume(self, step: int) -> None:
-        """Does nothing: where a call failed, nobody knows how much of the data it has read."""
+        """Does nothing: how much of the data a failed call has read is unknown."""
 
     def left_whole(self, error: BaseException) -> bool:
-        """Returns False: nobody can tell whether the variables are those of a whole step."""
+        """Returns False: it is unknown whether the variables are those of a complete step."""
         return False
 
     def run(self, request: Request, phase: str) -> Ran:
@@ -389,14 +389,14 @@ def _adopt(task: Trainer | Evaluator, holder: Any, seen: tuple = ()) -> None:
             continue  # TensorFlow's own
         new = name.lstrip("_")
         if new == "global_step":
-            continue  # it has a place of its own
+            continue  # it has its own entry
         if new in dir(task) or not new:
             new = f"{new}_"
         vars(task)[new] = value
 
 
 def _has_a_loop(value: Any) -> bool:
-    """Whether a value is another trainer or evaluator of Orbit's kind."""
+    """Returns whether a value is another trainer or evaluator of Orbit's kind."""
     has = [callable(getattr(value, name, None)) for name in ("train", "evaluate")]
     return any(has) and isinstance(value, tf.Module) and not _keras.is_layer(value)
 

@@ -314,7 +314,7 @@ class RemoteLoop(InnerLoop):
         return _packed(done, started, tf.constant(0, tf.float64), totals)
 
     def _draw_by_number(self) -> tf.data.Dataset:
-        """The pipeline of batches by number: takes the numbers from one queue, and each batch's from the other."""
+        """Builds the pipeline of batches by number: numbers come from one queue, and each batch's from the other."""
         numbers, echo = (
             tf.data.Dataset.counter().map(lambda _, queue=queue: _dequeue(queue)) for queue in self._open_queues()
         )
@@ -326,7 +326,7 @@ class RemoteLoop(InnerLoop):
         return [make(component_types=[tf.int64], shapes=[[]], shared_name=name) for name in self._queues]
 
     def _draw_own_share(self, skipped: int) -> tf.data.Dataset:
-        """The pipeline of a worker whose batches are no function of a number: its own part of the data."""
+        """Builds the pipeline of a worker whose batches are no function of a number: its own part of the data."""
         # Counts up in one op, because workers do it at the same time.
         drawn = tf.raw_ops.ResourceCountUpTo(resource=self._ticket.handle, limit=2**62, T=tf.int64)
         return self._stream.make(drawn % self._workers, self._workers).skip(skipped)
@@ -370,14 +370,14 @@ class RemoteLoop(InnerLoop):
             return result
         except UsageError:
             raise
-        except Exception as error:  # TensorFlow's coordinator has types of its own that are no OpError
+        except Exception as error:  # TensorFlow's coordinator raises types that are no OpError
             raise self._failure(self._first_error(error)) from None
 
     def _first_error(self, error: Exception) -> BaseException:
         """Waits for all calls, and returns the error that came first, for which others were cancelled."""
         try:
             self._coordinator.join()
-        except Exception as first:  # TensorFlow wraps some in types of its own that are no OpError
+        except Exception as first:  # TensorFlow wraps some in types that are no OpError
             return _tf.wrapped_by_coordinator(first)
         return error
 

@@ -46,7 +46,7 @@ def counts() -> tuple[int, int]:
 
 
 def connected() -> bool:
-    """Whether this process is a coordinator that has connected to its servers."""
+    """Returns whether this process is a coordinator that has connected to its servers."""
     return _connected
 
 

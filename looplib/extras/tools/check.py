@@ -1,6 +1,6 @@
-"""Checks of a whole binary: does a killed run end as an uninterrupted one, and a run on more replicas as on one?
+"""Checks of a complete binary: does a killed run end like an uninterrupted one, and a run on several replicas like one?
 
-Each check runs the user's command in run directories of its own and compares what these hold at the end.
+Each check runs the user's command in separate run directories and compares what these hold at the end.
 """
 
 import json
@@ -71,7 +71,7 @@ def resume(
       command: a looplib binary and its flags without `--model_dir`.
       directory: where to keep the run directories; default a temporary one, which stays if they differ.
       kills: how often the second run is killed.
-      seed: decides the moments.
+      seed: seed for the moments of the kills.
       baseline: how many uninterrupted runs to make, and compare with each other first.
       timeout: seconds that one start of the command may take.
 

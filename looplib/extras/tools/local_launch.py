@@ -36,8 +36,8 @@ def launch(
 ) -> int:
     """Runs a command as several processes that find each other by TF_CONFIG, and waits for them.
 
-    Without parameter servers, all processes end when one has failed, and all are started again. With them there is a
-    chief too: when it ends all end, while a worker or parameter server that fails is started again alone.
+    Without parameter servers, all processes end when one has failed, and all are restarted. With them there is a
+    chief too: when it ends all end, while a worker or parameter server that fails is restarted alone.
 
     Args:
       command: the program and its arguments.
@@ -85,7 +85,7 @@ def launch(
 def hold_ports(count: int) -> Iterator[list[int]]:
     """Reserves free ports of the loopback interface: no other process gets one by chance while the block runs.
 
-    They are bound but nobody listens on them, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
+    They are bound but not listened on, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
     """
     with contextlib.ExitStack() as stack:
         ports = []
