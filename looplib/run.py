@@ -356,10 +356,10 @@ class Run:
         with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
             if self.directory is not None:  # it is None, as the store may be, if building this run failed
                 stack.callback(self.directory.release)
-            if self.store is not None:
-                stack.callback(self.store.wait)
             stack.callback(self.writers.close)
             stack.callback(self.loops.close)
+            if self.store is not None:
+                stack.callback(self.store.wait)  # a save needs the writers: what it calls reported is synced first
 
     def _give_up(self) -> None:
         """Closes this run, because another controller of the process is being built for its directory."""

@@ -104,7 +104,7 @@ class Store:
 
         Args:
           step: the global step.
-          fill_in: sets the fields of the run record that only the controller knows; called if something is saved.
+          fill_in: sets the fields of the run record that are known only at a save; called if something is saved.
           wait: returns only when the checkpoint is committed.
 
         Raises:

@@ -190,7 +190,7 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def all_finite(self, contributions: Any) -> tf.Tensor:
-        """Returns contributions unchanged, or one `skipped_steps` and nothing more; across replicas."""
+        """Returns whether all values that are watched are finite on all replicas, a boolean scalar; across replicas."""
         if not self._watched:
             return tf.constant(True)
         local = self._strategy.run(lambda part: part[self.packer.size + 1], args=(contributions,))
