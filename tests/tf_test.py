@@ -226,7 +226,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path) -> No
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; mend it in looplib/_tf.py (or extras/tools/xla.py)"
+            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; fix it in looplib/_tf.py (or extras/tools/xla.py)"
         ) from error
 
 
