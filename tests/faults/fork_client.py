@@ -12,7 +12,7 @@ _FORWARDED = (
 )  # fmt: skip
 
 
-def connect(address, streams, **order):
+def connect(address, streams, /, **order):
     """Asks a server for a process; returns the lines of its answer, a file: the process id, and later its status."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
@@ -34,7 +34,7 @@ def main(address):
         except ProcessLookupError:
             pass  # it has just ended
 
-    for number in set(_FORWARDED) - set(ignored):
+    for number in _FORWARDED:  # the process itself ignores those that this one was started to ignore
         signal.signal(number, forward)
     code = os.waitstatus_to_exitcode(int(answers.readline()))
     if code < 0:
