@@ -32,7 +32,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     me = environment.resolve()
     if me is None:
-        raise UsageError(f"nothing in the environment names the workers; {environment.EXPECTED}")
+        raise UsageError(f"the environment does not list the workers; {environment.EXPECTED}")
     peers = Peers(me)
     peers.join()
     os.environ["TF_CONFIG"] = me.tf_config

@@ -90,9 +90,7 @@ def measure(workload, rounds, seconds, warm_up):
     for name, contestant in timed.items():
         for choice in contestant.settle().values():
             times = ", ".join(f"{plan} {1e6 * value:.0f}" for plan, value in choice["seconds_per_step"].items())
-            print(
-                f"{name} goes on with {choice['loop']}, {choice['chunk']} steps a round (microseconds a step: {times})"
-            )
+            print(f"{name} selected {choice['loop']}, {choice['chunk']} steps a round (microseconds per step: {times})")
     least = workload.loop or 1
     amounts, speeds = dict.fromkeys(timed, least), {name: [] for name in timed}
     for length in (warm_up, seconds / 2, seconds):  # each time it is better known how many steps that is

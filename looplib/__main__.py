@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 
 _CHECK = """\
-The command is what you type, without --model_dir, such as
+COMMAND is your usual command without --model_dir, for example
   python -m looplib check {name} -- python -m trainers.image_classification --train_steps=200 --checkpoint_interval=50
 
 exit codes: {codes}; 2 the command failed, or could not be checked
@@ -17,7 +17,7 @@ exit codes: {codes}; 2 the command failed, or could not be checked
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Prints a wrong argument as the binaries do."""
+        """Prints a wrong argument in the same form as the binaries."""
         self.exit(EXIT_UNKNOWN, f"looplib: error: {message} (see {self.prog} --help)\n")
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_inspect(tools: Any) -> None:
     parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
     parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
-    parser.add_argument("--verify", action="store_true", help="read the files through and compare checksums")
+    parser.add_argument("--verify", action="store_true", help="read all files and compare checksums")
     parser.set_defaults(run=_inspect)
 
 
@@ -64,50 +64,55 @@ def _add_launch(tools: Any) -> None:
         description="Starts COMMAND as several processes on this machine, each with TF_CONFIG, and ends and restarts "
         "them together. It is a convenience for trying a run of many workers on one machine, not a cluster manager: "
         "workers on many machines are started by Slurm or Kubernetes (docs/cluster.md). The processes share the "
-        "machine's cores and GPUs; several GPUs of one are used better by one process with --strategy=mirrored.",
-        epilog="exit codes: 0 done; 75 ended by SIGTERM, SIGINT or SIGHUP and saved, run again; 1 failed",
+        "machine's cores and GPUs; to use several GPUs of one machine, run one process with --strategy=mirrored.",
+        epilog="exit codes: 0 done; 75 saved and ended by SIGTERM, SIGINT or SIGHUP; run it again; 1 failed",
     )
-    parser.add_argument("--workers", type=int, required=True, help="how many workers")
+    parser.add_argument("--workers", type=int, required=True, help="number of workers")
     parser.add_argument(
         "--parameter_servers",
         type=int,
         default=0,
-        help="how many parameter servers; with any there is a chief too (default 0)",
+        help="number of parameter servers; if above 0, a chief is started too (default 0)",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=0,
-        help="how often to start again, from the newest checkpoint, after a failure: all processes, or with parameter "
-        "servers the one that failed (default 0)",
+        help="maximum number of restarts from the newest checkpoint after a failure; restarts all processes, or with "
+        "parameter servers only the failed one (default 0)",
     )
     parser.add_argument(
-        "--backoff", type=float, default=1.0, help="seconds before the first restart, doubled with each (default 1)"
+        "--backoff", type=float, default=1.0, help="seconds before the first restart, doubled at each (default 1)"
     )
     parser.add_argument(
-        "--grace", type=float, default=30.0, help="seconds that the others have to end after a failure (default 30)"
+        "--grace",
+        type=float,
+        default=30.0,
+        help="seconds until the other processes are killed after a failure (default 30)",
     )
     parser.set_defaults(run=_launch)
 
 
 def _add_check(tools: Any) -> None:
     kinds = tools.add_parser(
-        "check", help="check that a trainer resumes, and runs on replicas, exactly, and would run on a TPU"
+        "check", help="check exact resume, equal results on replicas, and readiness for a TPU or GPU"
     ).add_subparsers(required=True, metavar="WHAT")
-    resume = _add_kind(kinds, "resume", "kill a run at random moments and compare it with one that was not", _resume)
-    resume.add_argument("--kills", type=int, default=3, help="how often to kill (default %(default)s)")
-    resume.add_argument("--seed", type=int, default=0, help="decides the moments (default %(default)s)")
-    resume.add_argument(
-        "--baseline", type=int, default=1, help="uninterrupted runs, compared first (default %(default)s)"
+    resume = _add_kind(
+        kinds, "resume", "kill a run at random moments and compare it with an uninterrupted run", _resume
     )
-    counts = _add_kind(kinds, "replicas", "compare runs on several numbers of replicas", _replicas)
+    resume.add_argument("--kills", type=int, default=3, help="number of kills (default %(default)s)")
+    resume.add_argument("--seed", type=int, default=0, help="seed for the moments of the kills (default %(default)s)")
+    resume.add_argument(
+        "--baseline", type=int, default=1, help="number of uninterrupted runs, compared first (default %(default)s)"
+    )
+    counts = _add_kind(kinds, "replicas", "compare runs on different numbers of replicas", _replicas)
     counts.add_argument("--counts", type=_counts, default=(1, 2, 4), help="numbers of replicas (default 1,2,4)")
     counts.add_argument("--rtol", type=float, default=1e-4, help="relative tolerance (default %(default)s)")
     counts.add_argument("--atol", type=float, default=1e-5, help="absolute tolerance (default %(default)s)")
     for name, platform in (("tpu", "TPU"), ("gpu", "GPU")):
-        text = f"lower a trainer's steps for a {platform} without one, and name what cannot run"
+        text = f"lower a trainer's steps for a {platform}, without one, and report what cannot run"
         fits = _add_kind(kinds, name, text, _fits, "0 ready; 1 not ready")
-        text = "TPU cores, or GPUs, that divide the global batch (default %(default)s)"
+        text = "number of TPU cores or GPUs (default %(default)s)"
         fits.add_argument("--cores", type=int, default=8, help=text)
         fits.set_defaults(platform=platform)
 
@@ -127,7 +132,9 @@ def _add_kind(
         epilog=_CHECK.format(name=name, codes=codes),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--dir", help="keep the run directories here (default: a temporary place, kept if they differ)")
+    parser.add_argument(
+        "--dir", help="directory for the run directories (default: a temporary one, kept if the runs differ)"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run (default %(default)s)")
     parser.set_defaults(run=run)
     return parser

@@ -35,12 +35,12 @@ def _is_a(value: Any, *path: str) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Whether `value` is a Keras metric object of either family."""
+    """Returns whether `value` is a Keras metric object of either family."""
     return _is_a(value, "metrics", "Metric")
 
 
 def is_metrics(value: Any) -> bool:
-    """Whether `value` is a Keras metric object, or a list or dict of only these."""
+    """Returns whether `value` is a Keras metric object, or a list or dict of only these."""
     if isinstance(value, (list, tuple, dict)):
         items = list(value.values() if isinstance(value, dict) else value)
         return bool(items) and all(map(is_metrics, items))
@@ -48,22 +48,22 @@ def is_metrics(value: Any) -> bool:
 
 
 def is_layer(value: Any) -> bool:
-    """Whether `value` is a Keras layer or model of either family (tf_keras metrics, layers too, are not)."""
+    """Returns whether `value` is a Keras layer or model of either family (tf_keras metrics, layers too, are not)."""
     return _is_a(value, "layers", "Layer") and not is_metric(value)
 
 
 def is_model(value: Any) -> bool:
-    """Whether `value` is a Keras model of either family."""
+    """Returns whether `value` is a Keras model of either family."""
     return _is_a(value, "Model")
 
 
 def is_variable(value: Any) -> bool:
-    """Whether `value` is a variable of Keras 3; those of tf_keras are `tf.Variable`s."""
+    """Returns whether `value` is a variable of Keras 3; those of tf_keras are `tf.Variable`s."""
     return family(value) == "keras" and _is_a(value, "Variable")
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether `value` is a Keras optimizer of either family, or of `tf_keras.optimizers.legacy`."""
+    """Returns whether `value` is a Keras optimizer of either family, or of `tf_keras.optimizers.legacy`."""
     return _is_a(value, "optimizers", "Optimizer") or _is_a(value, "optimizers", "legacy", "Optimizer")
 
 
@@ -97,7 +97,7 @@ def with_inner(optimizers: list[Any]) -> list[Any]:
 
 
 def scales_loss(optimizer: Any) -> bool:
-    """Whether a Keras optimizer scales the loss, so that an overflow of its gradients is no fault."""
+    """Returns whether a Keras optimizer scales the loss, so that an overflow of its gradients is no fault."""
     return getattr(optimizer, "inner_optimizer", None) is not None
 
 

@@ -67,7 +67,7 @@ def watch() -> None:
 
 
 def started() -> bool:
-    """Whether TensorFlow has started its devices."""
+    """Returns whether TensorFlow has started its devices."""
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     try:
         tf.config.threading.set_inter_op_parallelism_threads(threads + 1)
@@ -194,8 +194,8 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
     if not isinstance(error, _UNREACHABLE) or not (of_any_process or "/job:ps" in str(error)):
         return None
     return UsageError(
-        f"a parameter server is gone, and the weights on it ({gist(error)}); start all processes again: the same "
-        "command goes on from the newest checkpoint"
+        f"a parameter server was lost, with its weights ({gist(error)}); restart all processes to resume from the "
+        "newest checkpoint"
     )
 
 
@@ -217,7 +217,7 @@ def log_errors_only() -> None:
 
 
 def is_note(record: python_logging.LogRecord) -> bool:
-    """Whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
+    """Returns whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
     return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
 
 
@@ -237,12 +237,12 @@ def python_state_key(name: str) -> str:
 
 
 def is_variable_key(key: str) -> bool:
-    """Whether a key of a checkpoint is that of a variable."""
+    """Returns whether a key of a checkpoint is that of a variable."""
     return key.endswith(_VARIABLE)
 
 
 def is_python_state_key(key: str) -> bool:
-    """Whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
+    """Returns whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
     return key.endswith(_PYTHON_STATE)
 
 
@@ -277,17 +277,17 @@ _OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
 
 
 def is_of_the_input(error: BaseException) -> bool:
-    """Whether an error was raised by the ops of a data set, as far as TensorFlow's message says; else False."""
+    """Returns whether an error was raised by the ops of a data set, as far as TensorFlow's message says; else False."""
     return bool(_OF_THE_INPUT.search(str(error)))
 
 
 def is_late_variable(error: BaseException) -> bool:
-    """Whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
+    """Returns whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
     return type(error).__name__ == "UnliftableError"  # TensorFlow 2.20 has no public name for it
 
 
 def wrapped_by_coordinator(error: Exception) -> BaseException:
-    """Returns the error of a call that TensorFlow's ClusterCoordinator has wrapped; any other error as it is."""
+    """Returns the error of a call that TensorFlow's ClusterCoordinator has wrapped; any other error unchanged."""
     return getattr(error, "original_exception", error)  # of a type without a public name (TensorFlow 2.20)
 
 
@@ -300,7 +300,7 @@ def shorten_messages_about_workers() -> None:
 
 
 class _WorkerMessages(python_logging.Filter):
-    """Recognizes the messages of TensorFlow 2.20's ClusterCoordinator; those of other versions pass as they are."""
+    """Recognizes the messages of TensorFlow 2.20's ClusterCoordinator; those of other versions are not changed."""
 
     _NOISE = (
         "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
@@ -318,7 +318,7 @@ class _WorkerMessages(python_logging.Filter):
         if message.startswith("Worker %s failed with"):
             if worker not in self._gone:
                 self._gone.add(worker)
-                logging.warning("%s is gone; the others do its steps until it is back", worker)
+                logging.warning("%s is gone; the other workers do its steps until it is back", worker)
             return False
         if message.startswith("Worker %s has been recovered") and worker in self._gone:
             self._gone.remove(worker)
@@ -351,7 +351,7 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
         return "it caches in files"
     for text in texts:
         # Of `sample_from_datasets` and the like. TensorFlow forgets how many sources have ended, so that the restored
-        # iterator looks for an element of them for ever at the end of its data.
+        # iterator looks for an element of them forever at the end of its data.
         if b"DirectedInterleave:data_input_impl_empty" in text and b"values: 1>" in text:
             return "a data set that it mixes with others has ended, which TensorFlow does not restore"
     keys = b"\n".join(keys_of_iterator_state(texts))

@@ -19,7 +19,7 @@ import absl.logging
 
 STALL_SECONDS = 5.0  # that a text waits for its reader, once; later texts are dropped until the reader is back
 LAST_SECONDS = 2.0  # that the end of a process waits for its last line
-_GAP = b"\n(looplib: text is missing here, as nobody read it)\n"
+_GAP = b"\n(looplib: text is missing here: there was no reader)\n"
 _LOGGERS = (None, "absl", "tensorflow")  # whose handlers keep the stream that they were made with
 _sentences: list[str] = []
 
@@ -74,7 +74,7 @@ def _try(action: Callable[[], Any]) -> None:
 def guard() -> contextlib.ExitStack:
     """Makes standard output and error streams that neither raise nor block, also for logging and the user's prints.
 
-    Streams that are not the process's own, such as a notebook's or a redirection, stay as they are.
+    Streams that are not the process's own, such as a notebook's or a redirection, are unchanged.
 
     Returns:
       An `ExitStack` whose `close` puts the streams back.
@@ -137,7 +137,7 @@ def _use(name: str, stream: TextIO, undo: contextlib.ExitStack) -> None:
 class _Raw(io.RawIOBase):
     """Writes to a descriptor, and drops bytes that cannot be written.
 
-    While nobody reads, the descriptor itself leads nowhere, so that TensorFlow's own messages do not block either.
+    While there is no reader, the descriptor itself leads nowhere, so that TensorFlow's own messages do not block.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -170,7 +170,7 @@ class _Raw(io.RawIOBase):
         while content:
             self.check()
             try:
-                # A pipe that has any room takes so few bytes whole, so this does not wait.
+                # A pipe with any room takes so few bytes at once, so this does not wait.
                 written = os.write(self._target, content[: select.PIPE_BUF])
             except BlockingIOError:  # another process has made it non-blocking
                 time.sleep(0.01)
@@ -188,7 +188,7 @@ class _Raw(io.RawIOBase):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._descriptor)
         os.close(nowhere)
-        raise TimeoutError(f"nobody read it for {STALL_SECONDS:g} s")
+        raise TimeoutError(f"no reader for {STALL_SECONDS:g} s")
 
     def release(self) -> None:
         """Connects the descriptor with its original target again."""

@@ -33,7 +33,7 @@ class Controller:
 
     Building a controller checks everything that can be checked, traces the steps, and restores the newest checkpoint in
     `model_dir`, or else calls `trainer.initialize()`; so the same program run again continues where it stopped. State
-    comes from the checkpoint (weights, optimizer, step, place in the data, seeds of layers); settings come from the
+    comes from the checkpoint (weights, optimizer, step, position in the data, seeds of layers); settings come from the
     program (these arguments, and the constants that it computes with, such as a constant learning rate).
 
     One controller at a time writes to a run directory: building another one with a trainer for the same `model_dir`
@@ -107,7 +107,7 @@ class Controller:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes checkpoints and reports for all workers."""
+        """Returns whether this process writes checkpoints and reports for all workers."""
         return self._run.workers.is_chief
 
     @property
@@ -217,7 +217,7 @@ class Controller:
         Args:
           steps: steps of each evaluation; -1 for all data.
           until_step: ends after the evaluation of a checkpoint at or past this step; None waits on.
-          timeout: ends after this many seconds without a new checkpoint; None waits for ever.
+          timeout: ends after this many seconds without a new checkpoint; None waits forever.
 
         Returns:
           dict from evaluator name to metrics, of the last evaluation.
@@ -244,7 +244,7 @@ class Controller:
         return results
 
     def save_checkpoint(self) -> str:
-        """Saves the whole state now, and waits until it is committed.
+        """Saves the complete state now, and waits until it is committed.
 
         Nothing is written if a checkpoint of this step holds these values already. If it holds others, because weights
         were assigned since then, it is moved into `checkpoints/set_aside`, and so are checkpoints of later steps.
@@ -260,7 +260,9 @@ class Controller:
         run.refuse_if_closed_or_torn("save_checkpoint")
         run.directory.need("save_checkpoint")
         if run.loops.training is None:
-            raise UsageError("save_checkpoint needs a trainer, and this controller has none; an evaluation only reads")
+            raise UsageError(
+                "save_checkpoint needs a trainer, but this controller has none; evaluation jobs are read-only"
+            )
         try:
             run.store.forget_save_of_other_values(run.step)
             run.save(wait=True)
@@ -269,7 +271,7 @@ class Controller:
         return run.directory.path_of(run.step)
 
     def restore_checkpoint(self, path: str | os.PathLike[str] | None = None) -> str | None:
-        """Restores the whole state, the position in the data included; changes nothing in the run directory.
+        """Restores the complete state, including the position in the data; changes nothing in the run directory.
 
         Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
         and later records into `metrics.voided.jsonl`, with a line for each.
@@ -368,15 +370,13 @@ class Controller:
         run.loops.training.resume(step + run.store.input_offset)
         run.window.measure_from(step)
         if schedule.end is not None and step > schedule.end:
-            logging.warning(
-                "the run is already at step %d, past the %d that it was asked to train to", step, schedule.end
-            )
+            logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         return step
 
     def _finish(self, schedule: Schedule, eval_steps: int) -> Metrics:
         """Saves, reports and evaluates at the end; returns the last reported training metrics."""
         run, step = self._run, self._run.step
-        # Saved before an unfinished window of metrics is reported: a longer run continues with the whole window.
+        # Saved before an unfinished window of metrics is reported: a longer run continues with the complete window.
         if run.store and (step or run.store.saved_step is not None):
             run.save(wait=True)
         run.recovery.check(step)

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, exit codes, and what an error of any library says in one sentence."""
+"""Errors that a user can fix, exit codes, and one-sentence messages of errors of any library."""
 
 import ast
 import dataclasses
@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-# Exit codes of a binary: done; failed; ended by a signal and saved, run again; ended by the watchdog.
+# Exit codes of a binary: done; failed; saved and ended by a signal, run again; ended by the watchdog.
 EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
-# Exit codes of a tool besides EXIT_DONE: two runs differ, or something is not as it should be; the tool could not find
+# Other exit codes of a tool: two runs differ, or something is wrong; the tool could not find
 # out, or was used wrongly; ended by Ctrl-C, as shells have it.
 EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
 

@@ -1,4 +1,4 @@
-"""Files of a run directory: written whole and durably, read with bounds, never through a symbolic link.
+"""Files of a run directory: written atomically and durably, read with bounds, never through a symbolic link.
 
 A run directory may come from somebody else, so its contents are not trusted: a name may be a link to a file outside of
 it, a FIFO that never ends, or larger than memory. Remote directories ("gs://...") have no links, and TensorFlow reads
@@ -22,7 +22,7 @@ import tensorflow as tf
 from looplib.errors import UsageError, gist
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
-# The errors of a file that is not as it was written; any other error may be over by the next time.
+# The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, tf.errors.NotFoundError, tf.errors.DataLossError)
 
 
@@ -31,12 +31,12 @@ class NotRegularError(ValueError):
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is outside of the operating system's file systems, such as "gs://bucket/run"."""
+    """Returns whether a path is outside of the operating system's file systems, such as "gs://bucket/run"."""
     return "://" in path
 
 
 def proves_damage(error: Exception) -> bool:
-    """Whether an error of reading means that a file is not as it was written, and not that it cannot be read now."""
+    """Returns whether a read error proves that a file is damaged, and not only that it cannot be read now."""
     return isinstance(error, (ValueError, KeyError, TypeError, *_DAMAGE))
 
 
@@ -173,7 +173,7 @@ def _alone(path: str) -> Iterator[BinaryIO]:
 
 
 def is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file is still the one at that path."""
+    """Returns whether an open file is still the one at that path."""
     try:
         there = os.lstat(path)
     except FileNotFoundError:
@@ -183,7 +183,7 @@ def is_at(descriptor: int, path: str) -> bool:
 
 
 def is_open_here(path: str) -> bool:
-    """Whether this process has a file open; False where there is no /proc to tell."""
+    """Returns whether this process has a file open; False without /proc."""
     with contextlib.suppress(OSError):
         own = os.stat(path)
         for number in os.listdir("/proc/self/fd"):
@@ -221,8 +221,8 @@ def check_writable(directory: str) -> None:
             tempfile.TemporaryFile(dir=directory).close()
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(
-            f"model_dir {directory} cannot be written to ({gist(error)}); name a directory that can be made and "
-            "written, or mend its permissions"
+            f"model_dir {directory} cannot be written to ({gist(error)}); use a writable directory, or fix "
+            "its permissions"
         ) from error
 
 

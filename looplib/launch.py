@@ -64,37 +64,37 @@ _OF_THE_MACHINE = (
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
 FLAGS = (
     ("model_dir", flags.DEFINE_string, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
-    ("mode", flags.DEFINE_enum, "train_and_eval", "What to do.", MODES),
+    ("mode", flags.DEFINE_enum, "train_and_eval", "Job to run.", MODES),
     ("train_steps", flags.DEFINE_integer, 1000, "The global step to train to; -1 trains to the end of the data."),
     ("global_batch_size", flags.DEFINE_integer, 64, "Examples of one step over all replicas."),
     ("strategy", flags.DEFINE_enum, "auto", "Devices; auto: a TPU, else all GPUs, else the CPU.", runtime.STRATEGIES),
     ("tpu", flags.DEFINE_string, None, "Name or address of a TPU."),
-    ("tpu_cores_per_replica", flags.DEFINE_integer, 1, "Cores of a TPU that one replica has for itself."),
-    ("tpu_spmd", flags.DEFINE_boolean, False, "Divides a replica over its TPU cores by the shardings of its tensors."),
-    ("join_limit", flags.DEFINE_float, 60.0, "Seconds that a worker waits for the others to start."),
-    ("num_virtual_devices", flags.DEFINE_integer, 1, "Replicas to make on one CPU."),
-    ("steps_per_loop", flags.DEFINE_integer, 100, "Steps of one call into the device, and of one report."),
-    ("loop", flags.DEFINE_enum, "graph", "The loop's engine; auto finds the fastest; eager is for debugging.", ENGINES),
+    ("tpu_cores_per_replica", flags.DEFINE_integer, 1, "TPU cores per replica."),
+    ("tpu_spmd", flags.DEFINE_boolean, False, "Partitions each replica over its TPU cores (SPMD)."),
+    ("join_limit", flags.DEFINE_float, 60.0, "Seconds that a worker waits for the other workers to start."),
+    ("num_virtual_devices", flags.DEFINE_integer, 1, "Number of replicas on one CPU."),
+    ("steps_per_loop", flags.DEFINE_integer, 100, "Steps per call to the device, and per report."),
+    ("loop", flags.DEFINE_enum, "graph", "Loop engine; auto selects the fastest; eager is for debugging.", ENGINES),
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
-    ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none waits on."),
+    ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
     ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
-    ("keep_last", flags.DEFINE_integer, 5, "How many of the newest checkpoints to keep."),
-    ("keep_best", flags.DEFINE_string, None, "Keeps the best checkpoint too: max:eval/score, or eval/loss."),
-    ("keep_every", flags.DEFINE_integer, None, "Keeps the checkpoints at multiples of this many steps too."),
-    ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel that a new run takes its weights from."),
-    ("continue_from", flags.DEFINE_string, None, "Checkpoint of Orbit or Model Garden that a new run goes on from."),
-    ("start_anew", flags.DEFINE_boolean, False, "Lets a run whose checkpoints are all damaged or gone start over."),
-    ("partial_restore", flags.DEFINE_boolean, False, "Resumes with what a checkpoint and the model have in common."),
-    ("non_finite", flags.DEFINE_enum, "halt", "What a NaN or infinite loss, gradient or weight does.", guards.POLICIES),
-    ("spike_score", flags.DEFINE_float, 0.0, "Robust z-score of the loss that leads to a rollback; 0 looks at none."),
-    ("loss_limit", flags.DEFINE_float, None, "A reported loss above this leads to on_spike; none looks at none."),
-    ("loss_limit_from", flags.DEFINE_integer, 0, "The first step whose report loss_limit holds for."),
-    ("on_spike", flags.DEFINE_enum, "rollback", "What a jump, or a loss above loss_limit, does.", ("halt", "rollback")),
-    ("rollbacks", flags.DEFINE_integer, 3, "How often a run may go back to a checkpoint."),
-    ("stall_limit", flags.DEFINE_float, None, "Seconds without progress that end the run; 0 never, none learns them."),
+    ("keep_last", flags.DEFINE_integer, 5, "Number of newest checkpoints to keep."),
+    ("keep_best", flags.DEFINE_string, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
+    ("keep_every", flags.DEFINE_integer, None, "Also keeps the checkpoints at multiples of this number of steps."),
+    ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel with initial weights for a new run."),
+    ("continue_from", flags.DEFINE_string, None, "Orbit or Model Garden checkpoint from which a new run continues."),
+    ("start_anew", flags.DEFINE_boolean, False, "Lets a run start over if all its checkpoints are damaged or missing."),
+    ("partial_restore", flags.DEFINE_boolean, False, "Restores only what the checkpoint and the model share."),
+    ("non_finite", flags.DEFINE_enum, "halt", "Response to a non-finite loss, gradient or weight.", guards.POLICIES),
+    ("spike_score", flags.DEFINE_float, 0.0, "Robust z-score of the loss that triggers on_spike; 0 disables it."),
+    ("loss_limit", flags.DEFINE_float, None, "Reported loss above which on_spike is triggered; none disables it."),
+    ("loss_limit_from", flags.DEFINE_integer, 0, "First step to which loss_limit applies."),
+    ("on_spike", flags.DEFINE_enum, "rollback", "Response to a spike or loss above loss_limit.", ("halt", "rollback")),
+    ("rollbacks", flags.DEFINE_integer, 3, "Maximum number of rollbacks in a run."),
+    ("stall_limit", flags.DEFINE_float, None, "Seconds without progress that end the run; 0: never; none: adaptive."),
     ("seed", flags.DEFINE_integer, 0, "Seeds initial weights, data order and everything else."),
-    ("deterministic", flags.DEFINE_boolean, False, "Makes every op deterministic, at a cost; --loop=auto is graph."),
+    ("deterministic", flags.DEFINE_boolean, False, "Deterministic ops, but slower; --loop=auto becomes graph."),
     ("mixed_precision", flags.DEFINE_enum, "float32", "The Keras precision policy.", runtime.PRECISIONS),
 )  # fmt: skip
 
@@ -196,9 +196,9 @@ class _Session:
 
     @property
     def advice(self) -> str:
-        """Where the same command continues, for the end of a sentence."""
+        """How to resume the run, as the end of a sentence."""
         kept = self.controller and self.controller.latest_checkpoint
-        return f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+        return f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
 
     def place_of(self, error: Exception) -> str:
         """Returns the user's line that an error comes from, "" if it is not known."""
@@ -257,13 +257,12 @@ def _make_controller(
         built = build(config)
     if not isinstance(built, tuple) or len(built) != 2:
         raise UsageError(
-            f"build returned a {type(built).__name__}; expected (trainer, evaluator), with None in place of an "
-            "evaluator if there is none"
+            f"build returned a {type(built).__name__}; expected (trainer, evaluator); evaluator may be None"
         )
     trainer, evaluator = built
     mode = values["mode"]
     if mode != "train" and evaluator is None:
-        raise UsageError(f"--mode={mode} needs an evaluator, and this binary has none; use --mode=train")
+        raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
         trainer=trainer if "train" in mode else None,
         evaluator=evaluator if "eval" in mode else None,

@@ -58,7 +58,7 @@ class Run:
       loops: the loops of the trainer and the evaluators.
       window: the training steps since the last report; only with a trainer.
       directory: the run directory.
-      store: the whole state.
+      store: the complete state.
       recovery: guards the state of a training; None without a trainer.
       writers: all writers as one.
       report: `run.json`.
@@ -168,7 +168,7 @@ class Run:
         """Restores each new checkpoint of another job.
 
         Args:
-          timeout: seconds to wait for one; None waits for ever.
+          timeout: seconds to wait for one; None waits forever.
         """
         known = None
         while path := self.directory.wait_for_newer(known, timeout):
@@ -194,7 +194,7 @@ class Run:
         self.writers.note(sentence)
 
     def restore(self, path: str | os.PathLike[str] | None, rollback: Rollback | None = None) -> str | None:
-        """Restores the whole state; returns the path of the checkpoint, or None if there is none.
+        """Restores the complete state; returns the path of the checkpoint, or None if there is none.
 
         Args:
           path: the checkpoint; None takes the newest.
@@ -261,7 +261,7 @@ class Run:
             self.store.record.train = metrics
 
     def lacks_an_evaluation(self) -> bool:
-        """Whether an evaluator has not reported at the current step."""
+        """Returns whether an evaluator has not reported at the current step."""
         reported, step = self.store.record.reported, self.step
         return any(reported.get(name) != step for name in self.loops.evaluations)
 
@@ -343,7 +343,7 @@ class Run:
             self.save(wait=True)
         self.writers.flush()
         kept = self.directory.agreed_latest()
-        saved = f"saved in {kept}; the same command goes on from there" if kept else "without a model_dir to save to"
+        saved = f"saved in {kept}; run the same command to resume from it" if kept else "without a model_dir to save to"
         raise Preempted(f"ended by {signal} at step {step}, {saved}")
 
     # The end.
@@ -365,8 +365,8 @@ class Run:
         """Closes this run, because another controller of the process is being built for its directory."""
         if self._trains:
             raise UsageError(
-                f"another controller of this process is training in {self._model_dir}; wait until it ends, or give "
-                "this one a model_dir of its own"
+                f"another controller of this process is training in {self._model_dir}; wait until it ends, or use "
+                "a separate model_dir"
             )
         logging.warning("the controller that was built earlier for %s is closed, because a new one is", self._model_dir)
         try:
@@ -386,7 +386,7 @@ class Run:
         """Raises `UsageError` if this run is closed, or a failed step may have updated only a part of the variables."""
         if self._closed:
             raise UsageError(
-                f"{what} was called on a closed controller, whose run directory may be another's; build a new one"
+                f"{what} was called on a closed controller; another one may own its run directory; build a new one"
             )
         self.loops.refuse_if_torn(what, self.directory.latest)
 

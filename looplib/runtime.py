@@ -164,14 +164,14 @@ def _prepare_devices(num_virtual_devices: int) -> list[tf.config.PhysicalDevice]
         for gpu in gpus:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
-        raise _too_late("that GPU memory grows as it is needed") from error
+        raise _too_late("GPU memory growth") from error
     return gpus
 
 
 def _too_late(setting: str) -> UsageError:
     """Returns the error for a setting, the subject of its sentence, that comes after the start of the devices."""
     return UsageError(
-        f"{setting} has to be set before TensorFlow starts its devices, and they were started before by "
+        f"{setting} must be set before TensorFlow initializes its devices, but they were initialized by "
         f"{source_locations.place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
         "looplib.runtime.setup before any tensor is made)"
     )
@@ -201,11 +201,11 @@ def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distr
     found = environment.resolve(os.environ)
     if found is None:
         raise UsageError(
-            f"the strategy is multi_worker, and nothing in the environment names the workers; {environment.EXPECTED}"
+            f"the strategy is multi_worker, but the environment does not list the workers; {environment.EXPECTED}"
         )
     if found.parameter_servers:
         raise UsageError(
-            f"the strategy is multi_worker, and {found.source} names parameter servers; use --strategy=parameter_server"
+            f"the strategy is multi_worker, but {found.source} lists parameter servers; use --strategy=parameter_server"
         )
     if num_virtual_devices > 1:
         raise UsageError(f"num_virtual_devices is {num_virtual_devices}, and a worker has one CPU; start more workers")
@@ -222,7 +222,7 @@ def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distr
 
 
 def _set_up_keras(module: types.ModuleType, seed: int, mixed_precision: str) -> None:
-    module.utils.set_random_seed(seed)  # each family keeps generators of its own
+    module.utils.set_random_seed(seed)  # each family has its own generators
     if module.__name__ == "tf_keras":  # so that dropout keeps its state in a variable, which a checkpoint holds
         module.backend.experimental.enable_tf_random_generator()
     if mixed_precision != "float32":
@@ -261,8 +261,8 @@ def _warn_of_an_early_start() -> None:
     global _is_set_up
     if _tf.started() and not _is_set_up:
         logging.warning(
-            "TensorFlow's devices were started before looplib.runtime.setup, by %s; random values and Keras objects "
-            "made there have neither the run's seed nor its precision: make them in `build`",
+            "TensorFlow's devices were initialized before looplib.runtime.setup, by %s; random values and Keras "
+            "objects created there do not use the run's seed and precision; create them in `build`",
             source_locations.place_of_start(),
         )
     _is_set_up = True

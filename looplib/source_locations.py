@@ -73,7 +73,7 @@ def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | Non
 
 
 def place_of_stack(frames: list[traceback.FrameSummary]) -> str:
-    """Returns the innermost line of the user's in a stack, as "file:line: text"; "" if there is none."""
+    """Returns the user's innermost line in a stack, as "file:line: text"; "" if there is none."""
     found = [frame for frame in frames if is_users(frame.filename)]
     return _as_text(found[-1].filename, found[-1].lineno or 0) if found else ""
 
@@ -100,7 +100,7 @@ def _tensor_of(module: types.ModuleType) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is of the user's program: not of looplib, of an installed package, or made by AutoGraph."""
+    """Returns whether a file is of the user's program: not of looplib, an installed package or AutoGraph."""
     made = filename.startswith("<") or os.path.basename(filename).startswith("__autograph_generated_file")
     return not made and not _is_library(filename)
 
@@ -113,13 +113,13 @@ def _as_text(filename: str, line: int, text: str | None = None) -> str:
 
 
 def is_ours(op: tf.Operation) -> bool:
-    """Whether looplib made an op, and not the user's program that it called."""
+    """Returns whether looplib made an op, and not the user's program that it called."""
     frame = next((f for f in _frames(op) if not f.filename.startswith(_LIBRARIES)), None)
     return frame is not None and frame.filename.startswith(_OURS)
 
 
 def is_of_keras(op: tf.Operation) -> bool:
-    """Whether Keras made an op, called by the user's program."""
+    """Returns whether Keras made an op, called by the user's program."""
     frames = list(itertools.takewhile(lambda frame: _is_library(frame.filename), _frames(op)))
     return any(re.search(r"[/\\](tf_)?keras[/\\]", frame.filename) for frame in frames)
 

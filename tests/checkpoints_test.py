@@ -162,5 +162,5 @@ def test_variables_that_no_attribute_holds_are_named(caplog, keras):
     toy.controller(make_strategy("mirrored_x2"), toy.build(make_strategy("mirrored_x2"), keras)[0])
     assert "not saved" not in caplog.text
     toy.controller(make_strategy("default"), Hiding(keras))
-    assert "no attribute of the trainer holds, so that they are not saved" in caplog.text
+    assert "not attributes of the trainer; they are not saved" in caplog.text
     assert "hidden_scale" in caplog.text

@@ -60,7 +60,7 @@ def test_a_run_that_resumes_exactly_is_equal(results):
     verdict = result.stdout.splitlines()[-1]
     assert re.match(r"EQUAL, uninterrupted and after [23] kills: ", verdict)
     assert "9 records of metrics.jsonl (with the examples trained on), 15 tensors" in verdict and "(115,340 " in verdict
-    assert "it had saved step" in result.stdout and "little was checked" not in result.stdout
+    assert "it had saved step" in result.stdout and "covers little" not in result.stdout
 
 
 def test_a_pipeline_that_tensorflow_would_restore_wrongly_is_equal(results):
@@ -77,18 +77,18 @@ def test_a_run_that_does_not_is_told_by_its_first_difference(fault, first, resul
     assert result.returncode == 1, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("DIFFERENT, uninterrupted and after 1 kill: "))
-    step = int(re.search(r"went on from the steps (\d+)$", lines[at - 1])[1])
+    step = int(re.search(r"resumed from the steps (\d+)$", lines[at - 1])[1])
     match = re.match(rf"  step (\d+) ({first}): \S+ uninterrupted, \S+ after 1 kill", lines[at + 1])
     assert match and step < int(match[1]) <= step + 20, lines[at + 1]
-    told = "the data comes first" if fault == "data" else "the examples are the same, so the step uses"
-    assert lines[-1].startswith(f"what to look at: {told}")
+    hint = "check the data first" if fault == "data" else "the examples are equal, so the step uses"
+    assert lines[-1].startswith(f"possible cause: {hint}")
 
 
 def test_two_uninterrupted_runs_that_differ(results):
     result = results["unseeded"]
     assert result.returncode == 1, result.stderr
     assert "two uninterrupted runs differ already" in result.stdout
-    assert "step 20 train examples_checksum" in result.stdout and "no kill is needed" in result.stdout
+    assert "step 20 train examples_checksum" in result.stdout and "uninterrupted runs differ too" in result.stdout
 
 
 def test_a_command_that_fails_is_code_2_with_its_last_line(results):
@@ -116,7 +116,7 @@ def test_replicas_that_agree(results, folder):
 def test_replicas_that_do_not(results):
     result = results["loss"]
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "what to look at: the examples are the same, and the difference is larger than rounding" in result.stdout
+    assert "possible cause: the examples are equal, and the difference is larger than rounding" in result.stdout
 
 
 def test_records_twice_and_tensors_of_another_checkpoint_are_differences(results, folder, tmp_path):
@@ -143,7 +143,10 @@ def test_a_missing_record_is_no_matter_of_the_training(results, folder, tmp_path
     (other / "metrics.jsonl").write_text("".join(lines[1:]))
     assert checks._verdict(compare(whole, other), "the hint", "one", "other", tmp_path, True) == 1
     text = capsys.readouterr().out
-    assert "step 1 train: records: 1 one, nothing other" in text and "the training is right and its report is" in text
+    assert (
+        "step 1 train: records: 1 one, nothing other" in text
+        and "the training is right and only the report differs" in text
+    )
 
 
 COMMAND = ["--", "python", "-m", "trainers.image_classification"]

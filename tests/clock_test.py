@@ -66,7 +66,7 @@ def verdict_of_saves(forced, others):
 def test_saves_that_evaluations_ask_for_are_told_from_those_of_the_interval():
     start = "overhead-bound: 91% of the time is overhead, most of it save; "
     assert verdict_of_saves(forced=8, others=2).startswith(
-        start + "evaluate less often, as each evaluation saves first"
+        start + "evaluate less often, because each evaluation saves first"
     )
     assert verdict_of_saves(forced=2, others=8) == start + "save less often"
 

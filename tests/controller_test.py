@@ -256,7 +256,7 @@ def test_the_checkpoints_of_another_model_are_refused_and_kept(tmp_path):
     ):
         with pytest.raises(looplib.UsageError, match=word) as error:
             run(tmp_path, 14, trainer_class=other)
-        assert "give this run a model_dir of its own" in str(error.value)
+        assert "use a separate model_dir" in str(error.value)
     after = {name: (tmp_path / "checkpoints" / name).read_bytes() for name in os.listdir(tmp_path / "checkpoints")}
     assert after == before
 
@@ -376,7 +376,7 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(path):
 def test_other_data_order_after_a_restart_is_told(tmp_path, caplog):
     run(tmp_path, 8, None)
     run(tmp_path, 12, None, seed=5)
-    assert "made with seed 0 and this run has 5" in caplog.text
+    assert "seed was 0 in the checkpoint and is 5 in this run" in caplog.text
 
 
 def test_evaluators_with_different_models_of_one_name_are_refused():

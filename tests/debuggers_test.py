@@ -134,7 +134,7 @@ def test_a_second_interrupt_of_a_binary_leaves_at_once(python, tmp_path):
             time.sleep(0.3)
         text += process.communicate(timeout=60)[0]
     assert process.returncode == 130, text
-    assert text.splitlines()[-1] == "looplib: a second signal (SIGINT) came: leaving without a save"
+    assert text.splitlines()[-1] == "looplib: received a second signal (SIGINT): exiting without a save"
 
 
 def test_a_process_that_was_suspended_goes_on(tmp_path):

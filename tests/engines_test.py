@@ -119,7 +119,7 @@ def test_resident_data_of_a_changed_data_set_is_refused():
         def dataset(self, context):
             return context.resident((IMAGES, LABELS)).map(lambda i: tf.gather(IMAGES, i))
 
-    with pytest.raises(looplib.UsageError, match="return it as it is"):
+    with pytest.raises(looplib.UsageError, match="return it unchanged"):
         train("graph", 10, Changed())
 
     class Uneven(Images):
@@ -271,9 +271,7 @@ class Padded(Images):
         return super().step_fn((tf.reduce_mean(inputs[0], axis=1), inputs[1]))
 
 
-@pytest.mark.parametrize(
-    "kind, message", [(Growing, "give it its size"), (Padded, "only tensors whose shape is known")]
-)
+@pytest.mark.parametrize("kind, message", [(Growing, "give it its size"), (Padded, "only tensors with a static shape")])
 def test_what_xla_would_do_wrongly_is_left_out(kind, message, fast_trials):
     _, expected = train("graph", 200, kind())
     controller, trainer = train("auto", 200, kind())

@@ -116,7 +116,7 @@ def test_a_pipeline_goes_on_from_its_saved_state(strategy, make, stop, files, ca
     again = stream(strategy, lambda context: make(context, files), start_step=stop)
     iterator = again.iterate(position)
     assert read(again, iterator, 6) == whole[stop:]
-    assert f"goes on after step {stop} by its saved state ({len(position)} bytes" in caplog.text
+    assert f"resumes after step {stop} from its saved state ({len(position)} bytes" in caplog.text
 
 
 @pytest.mark.parametrize("make", [parallel, nested])
@@ -185,7 +185,7 @@ def test_another_batch_size_is_a_changed_pipeline(caplog):
     again = stream(large, lambda context: finite(context, None), start_step=3)
     rest = read(again, again.iterate(first.position(iterator)), 4)
     assert rest == expected(large, lambda context: finite(context, None), 7)[3:]
-    assert "batch size or length changed" in caplog.text
+    assert "batch size or length have changed" in caplog.text
 
 
 def test_a_large_state_is_not_kept(monkeypatch, caplog):
@@ -221,7 +221,7 @@ def test_indices_need_no_state(strategy, caplog):
     assert first.position(iterator) is None
     again = stream(strategy, make, start_step=5)
     assert read(again, again.iterate(), 4) == whole[5:]
-    assert "goes on after step 5 by its position" in caplog.text and "skipping" not in caplog.text
+    assert "resumes after step 5 from its position" in caplog.text and "skipping" not in caplog.text
 
 
 @pytest.mark.parametrize("n", [17, *more([24, 29])])
@@ -320,7 +320,7 @@ def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog)
     late = loop_of(strategy, shuffled, start_step=7)
     late.rewind(7, b"a position saved on other devices")
     np.testing.assert_array_equal(order(late, 5), whole[7:])
-    assert "goes on after step 7 by skipping" in caplog.text
+    assert "resumes after step 7 by skipping" in caplog.text
 
 
 @pytest.mark.pairs

@@ -163,7 +163,10 @@ def test_where_the_place_in_the_data_is_not_known_weights_and_step_go_on_and_the
     assert second.global_step.numpy() == 13 and second.optimizer.iterations.numpy() == 13
     for a, b in zip(first.weights(), second.weights()):
         np.testing.assert_array_equal(a, b)
-    assert "the place in the data of Classifier is not known; from step 13 on it starts anew" in caplog.text
+    assert (
+        "the position in the data of Classifier is unknown; after step 13 its data starts from the beginning"
+        in caplog.text
+    )
 
 
 class Poisoned(Classifier):
@@ -199,7 +202,7 @@ def test_a_loss_that_is_not_finite_halts_the_run_and_the_newest_checkpoint_is_go
 
 def test_a_rollback_goes_back_and_past_the_bad_data(tmp_path, caplog):
     trainer = run(tmp_path, 40, Poisoned, every=8, guards=looplib.Guards(non_finite="rollback"))
-    assert "going back to step 16 and on with the data after step 20 (rollback 1 of 3)" in caplog.text
+    assert "rolling back to step 16 and continuing with the data after step 20 (rollback 1 of 3)" in caplog.text
     assert trainer.global_step.numpy() == 40 and all(np.isfinite(weight).all() for weight in trainer.weights())
     # 24 batches more than 16 steps took, from the 21st on.
     clean = Classifier()
@@ -264,7 +267,7 @@ def test_a_trainer_that_stops_where_its_data_ends_ends_the_run(tmp_path, caplog)
     with controller(trainer, model_dir=tmp_path) as c:
         c.train(40)
     assert c.global_step == 10 and saved_steps(tmp_path) == [10]
-    assert "Line has trained to step 10, not to 40, as its data ended" in caplog.text
+    assert "Line has trained to step 10, not to 40, because its data ended" in caplog.text
     trainer = Line(ends_at=11)
     with controller(trainer, model_dir=tmp_path) as c:
         assert c.train(-1)["steps"] == 2  # to the next report
@@ -288,7 +291,7 @@ def test_a_trainer_that_does_not_count_is_a_sentence_where_orbit_loops_for_ever(
         )
         with pytest.raises(looplib.UsageError, match=message):
             run(tmp_path, 40, lambda: Classifier(counts=counts))
-    with pytest.raises(looplib.UsageError, match="its global step is where it was.*OrbitTrainer.global_step="):
+    with pytest.raises(looplib.UsageError, match="its global step is unchanged.*OrbitTrainer.global_step="):
         controller(Line(ends_at=0), model_dir=tmp_path).train(40)
     assert not saved_steps(tmp_path)
 
@@ -339,7 +342,7 @@ def test_a_new_run_takes_weights_from_a_checkpoint_of_orbits(tmp_path):
 
 
 def test_checks_of_the_step_are_told_that_there_is_none_to_look_at():
-    with pytest.raises(looplib.UsageError, match="Line has a loop of its own, which looplib cannot look into"):
+    with pytest.raises(looplib.UsageError, match="Line has its own loop, which looplib cannot inspect"):
         controller(Line()).loops["train"].step  # noqa: B018
 
 
@@ -491,11 +494,11 @@ def test_metrics_that_are_no_numbers_are_sentences_and_loop_end_mends_them():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"loop": "xla"}, "loop is xla, and Line has a loop of its own; use loop=graph"),
+        ({"loop": "xla"}, "loop is xla, and Line has its own loop; use loop=graph"),
         ({"loop": "auto"}, "loop is auto"),
         (
             {"guards": looplib.Guards(non_finite="skip")},
-            "the policy skip undoes a step, and Line has a loop of its own",
+            "the policy skip undoes a step, but Line has its own loop",
         ),
     ],
 )
@@ -507,7 +510,7 @@ def test_what_a_loop_of_its_own_cannot_do_is_refused_when_the_controller_is_buil
 def test_several_workers_are_refused(monkeypatch):
     monkeypatch.setattr(adapters, "Workers", lambda strategy: type("Two", (), {"count": 2}))
     with pytest.raises(
-        looplib.UsageError, match="Line has a loop of its own, in which looplib cannot let several workers"
+        looplib.UsageError, match="Line has its own loop, which looplib cannot synchronize across workers"
     ):
         controller(Line())
 

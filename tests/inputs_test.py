@@ -250,7 +250,7 @@ def nothing(i, x, y):
         (lambda c: examples(32).batch(8, drop_remainder=True).filter(nothing), "training data set is empty"),
         (
             lambda c: examples().filter(none).repeat().batch(8, drop_remainder=True),
-            "ended, though it says it never does",
+            "ended although its cardinality is infinite",
         ),
         (
             lambda c: examples().repeat().batch(16, drop_remainder=True),

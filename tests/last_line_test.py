@@ -63,8 +63,8 @@ CASES = {
     **{f"{fault}, tf_keras": sentence for fault, sentence in KERAS.items()},
     **{f"{fault}, keras --num_virtual_devices=2": {**KERAS, **OTHERS}[fault] for fault in ON_MIRRORED},
     **{f"{fault}, keras --loop=eager": {**KERAS, **OTHERS}[fault] for fault in EAGER},
-    "quit, keras": "the debugger was quit, which ends the run and is no error of the program",
-    "quit, keras --loop=eager": "the debugger was quit, which ends the run and is no error of the program",
+    "quit, keras": "the run was ended by quitting the debugger",
+    "quit, keras --loop=eager": "the run was ended by quitting the debugger",
 }
 CASES["model, tf_keras"] = "expected shape=(None, 4), found shape=(8, 3)"
 CASES["run, keras --loop=eager"] = "InvalidArgumentError: ids are too large"
@@ -112,7 +112,7 @@ def test_the_last_line_names_the_users_line_and_the_sentence(case, last_lines):
     place = "settings.py:1: x = = 1" if fault == "syntax" else marked(PLACES.get(fault, fault))
     if fault == "autograph":  # AutoGraph names the condition
         place = f"tests/wrong.py:{LINES.index('            if tf.reduce_sum(x) > 0:') + 1}: "
-    assert f"; mend {place}" in line, line
+    assert f"; fix {place}" in line, line
 
 
 def marked(mark):

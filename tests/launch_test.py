@@ -179,7 +179,7 @@ BAD = {
     ),
     "workers that nothing names": (
         ["--model_dir={}", "--strategy=multi_worker"],
-        "looplib: error: the strategy is multi_worker, and nothing in the environment names the workers",
+        "looplib: error: the strategy is multi_worker, but the environment does not list the workers",
     ),
     "nothing to evaluate": (["--model_dir={}", "--mode=eval"], "looplib: error: there is no checkpoint in"),
     "unknown model": (["--model_dir={}", "--config.model=vgg"], "looplib: error: --config.model is 'vgg'; expected one of cnn"),
@@ -225,5 +225,5 @@ def main():
     assert result.returncode == 1 and "Traceback" in result.stderr
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("looplib: error: RuntimeError: the printer is on fire")
-    assert last.endswith(f"the same command goes on from {tmp_path}/run/checkpoints/ckpt-5")
+    assert last.endswith(f"run the same command to resume from {tmp_path}/run/checkpoints/ckpt-5")
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"

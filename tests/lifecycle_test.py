@@ -72,7 +72,7 @@ def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_sa
     assert aside == {"ckpt-6", "ckpt-8"}
     assert [saved.step for saved in looplib.checkpoints(tmp_path)] == [6, 4, 2]
     text = caplog.text
-    assert 0 < text.index("the checkpoint of step 8 is of a run that continued otherwise") < text.index("records of ")
+    assert 0 < text.index("the checkpoint of step 8 was superseded by this run") < text.index("records of ")
     assert list((tmp_path / "train").glob("*voided*")) and list((tmp_path / "eval").glob("*voided*"))
 
 
@@ -125,7 +125,9 @@ def test_a_second_controller_of_one_directory_closes_the_first(tmp_path, caplog)
         assert second.global_step == 3
         second.train(5)
         for call in (lambda: first.train(9), first.save_checkpoint):
-            with pytest.raises(UsageError, match="called on a closed controller, whose run directory may be another's"):
+            with pytest.raises(
+                UsageError, match="called on a closed controller; another one may own its run directory"
+            ):
                 call()
         before = disk(tmp_path)
         assert first.restore_checkpoint() and first.evaluate()["eval"]["examples"] == toy.NUM_EXAMPLES
@@ -243,7 +245,7 @@ def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(strategy, tmp_pa
             trainer.step_fn = step_fn
     policy = looplib.CheckpointPolicy(every_steps=2)
     with toy.controller(strategy, trainer, model_dir=tmp_path, checkpoints=policy) as controller:
-        with pytest.raises(UsageError, match="assigns global_step, which the controller counts itself"):
+        with pytest.raises(UsageError, match="assigns global_step, which only the controller may change"):
             controller.train(4)
     assert looplib.checkpoints(tmp_path) == []
 
@@ -336,10 +338,9 @@ def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     resumed = trained(tmp_path, keras, 0.01, 6)
     assert rate_of(resumed) == pytest.approx(0.01)
     assert (
-        "the learning rate of Adam is 0.01 from step 3 on, as this start sets it; the checkpoint has 0.05"
-        in caplog.text
+        "the learning rate of Adam is 0.01 from step 3, as set by this program; the checkpoint has 0.05" in caplog.text
     )
-    assert "config.rate=0.01 (was 0.05); the new values hold from step 3 on" in caplog.text.replace("\n", " ")
+    assert "config.rate=0.01 (was 0.05); the new values apply from step 3" in caplog.text.replace("\n", " ")
     plain = toy.Regression(keras, "adam")
     with toy.controller(make_strategy("default"), plain) as controller:
         controller.train(3)
@@ -352,14 +353,15 @@ def test_a_new_learning_rate_holds_from_the_resume_on(keras, tmp_path, caplog):
     assert found["starts"][0]["changed"] == {}
     caplog.clear()
     assert rate_of(trained(tmp_path, keras, 0.01, 7)) == pytest.approx(0.01)
-    assert "learning rate" not in caplog.text and "other settings" not in caplog.text
+    assert "learning rate" not in caplog.text and "settings changed" not in caplog.text
 
 
 def test_a_learning_rate_that_the_run_has_changed_itself_is_restored(keras, tmp_path, caplog):
     trained(tmp_path, keras, 0.05, 3, change=0.02)
     assert rate_of(trained(tmp_path, keras, 0.05, 6)) == pytest.approx(0.02)
     assert (
-        "the learning rate of Adam is 0.02, from the checkpoint of step 4, where the program changed it" in caplog.text
+        "the learning rate of Adam is 0.02, from the checkpoint of step 4, where the program had changed it"
+        in caplog.text
     )
 
 

@@ -97,7 +97,7 @@ def test_when_one_fails_the_others_are_ended_after_the_grace(tmp_path):
     code, _, err = Launched(tmp_path, script, workers=3, grace=1.0).end(30)
     assert code == 1
     assert err == [
-        "looplib: error: worker 1 ended with code 3; worker 0, worker 2 did not end within 1 s and had to be killed"
+        "looplib: error: worker 1 exited with code 3; worker 0, worker 2 did not exit within 1 s and had to be killed"
     ]
 
 
@@ -105,22 +105,22 @@ def test_a_frozen_worker_is_ended_too(tmp_path):
     script = "os.kill(os.getpid(), signal.SIGSTOP) if index == 1 else time.sleep(0.5)\nsys.exit(1)"
     code, _, err = Launched(tmp_path, script, grace=1.0).end(30)
     assert code == 1
-    assert err[-1].endswith("worker 0 ended with code 1; worker 1 did not end within 1 s and had to be killed")
+    assert err[-1].endswith("worker 0 exited with code 1; worker 1 did not exit within 1 s and had to be killed")
 
 
 def test_a_worker_ended_by_a_signal_is_named(tmp_path):
     script = "os.kill(os.getpid(), signal.SIGSEGV) if index == 1 else time.sleep(1)\nsys.exit(1)"
     code, _, err = Launched(tmp_path, script).end(30)
-    assert (code, err) == (1, ["looplib: error: worker 1 was ended by SIGSEGV; worker 0 ended with code 1"])
+    assert (code, err) == (1, ["looplib: error: worker 1 was ended by SIGSEGV; worker 0 exited with code 1"])
 
 
 def test_all_are_started_again_with_growing_pauses_until_they_succeed(tmp_path):
     launched = Launched(tmp_path, "sys.exit(1 if lives < 2 and index == 1 else 0)", restarts=5, backoff=0.5)
     code, _, err = launched.end()
     assert code == 0
-    assert [line for line in err if "starts again" in line] == [
-        "looplib: starts again in 0.5 s, from the newest checkpoint (1 of 5 restarts)",
-        "looplib: starts again in 1 s, from the newest checkpoint (2 of 5 restarts)",
+    assert [line for line in err if "restarting" in line] == [
+        "looplib: restarting in 0.5 s from the newest checkpoint (restart 1 of 5)",
+        "looplib: restarting in 1 s from the newest checkpoint (restart 2 of 5)",
     ]
     assert not any("error" in line for line in err)
     for name in ("worker0", "worker1"):
@@ -167,7 +167,7 @@ def test_a_signal_while_they_start_counts_as_preemption_too(tmp_path):
 
 def test_a_signal_ends_the_pause_before_a_restart(tmp_path):
     launched = Launched(tmp_path, "sys.exit(1)", restarts=3, backoff=1000.0)
-    assert "ended with code 1" in launched.process.stderr.readline()
+    assert "exited with code 1" in launched.process.stderr.readline()
     time.sleep(0.5)
     launched.process.terminate()
     assert launched.end(10)[0] == 75
@@ -215,17 +215,17 @@ if index != 1:
     time.sleep(0.5)
     print("looplib: error: worker 1 (127.0.0.1:1) failed: ValueError: bad; run again", file=sys.stderr)
 else:
-    print("looplib: error: ValueError: bad; mend it", file=sys.stderr)
+    print("looplib: error: ValueError: bad; fix it", file=sys.stderr)
 sys.exit(1)
 """
     code, _, err = Launched(tmp_path, script, workers=3).end()
     assert code == 1
     assert err == [
-        "[worker 1] looplib: error: ValueError: bad; mend it",
-        "looplib: error: worker 0, worker 1, worker 2 ended with code 1",
+        "[worker 1] looplib: error: ValueError: bad; fix it",
+        "looplib: error: worker 0, worker 1, worker 2 exited with code 1",
     ]
     script = script.replace(
-        'print("looplib: error: ValueError: bad; mend it", file=sys.stderr)', "os.kill(os.getpid(), 9)"
+        'print("looplib: error: ValueError: bad; fix it", file=sys.stderr)', "os.kill(os.getpid(), 9)"
     )
     code, _, err = Launched(tmp_path, script, workers=3).end()
     assert [line.partition("] ")[2] for line in err[:-1]] == [
@@ -266,7 +266,7 @@ def test_workers_that_watch_each_other_end_by_themselves_and_go_on_after_a_resta
     assert code == 0, err
     assert sorted(out) == [f"[worker {i}] done" for i in range(3)]
     causes = [line for line in err if "looplib: error: worker 1 (127.0.0.1:" in line]
-    assert len(causes) == 1 and ("died" if number == signal.SIGKILL else "was not heard of") in causes[0]
+    assert len(causes) == 1 and ("died" if number == signal.SIGKILL else "sent nothing for") in causes[0]
     assert [len(launched.lives(f"worker{i}")) for i in range(3)] == [2, 2, 2]
 
 
@@ -299,7 +299,7 @@ while kind != "chief" or not path.with_name("worker1").exists() or path.with_nam
     code, _, err = launched.end(60)
     assert code == 0, err
     assert [len(launched.lives(name)) for name in ("chief0", "worker0", "worker1", "ps0")] == [1, 1, 3, 1]
-    assert len([line for line in err if "worker 1 ended with code 1 and starts again" in line]) == 2
+    assert len([line for line in err if "worker 1 exited with code 1; restarting" in line]) == 2
 
 
 def test_a_chief_that_fails_takes_all_into_the_restart(tmp_path):

@@ -18,11 +18,11 @@ def test_a_signal_is_code_75_at_once_and_the_others_learn_of_it(alone):
 @pytest.mark.parametrize(
     "status, code, ending",
     [
-        ("done", 0, "how the run ended: done"),
-        ("preempted", 75, "how the run ended: preempted; start all processes again to go on"),
-        ("running", 1, "how the run ended: killed; start all processes again to go on"),
-        ("failed", 1, "how the run ended: failed; start all processes again to go on"),
-        ("not known", 1, "how the run ended: not known; start all processes again to go on"),
+        ("done", 0, "status of the run: done"),
+        ("preempted", 75, "status of the run: preempted; restart all processes to resume"),
+        ("running", 1, "status of the run: killed; restart all processes to resume"),
+        ("failed", 1, "status of the run: failed; restart all processes to resume"),
+        ("not known", 1, "status of the run: not known; restart all processes to resume"),
     ],
 )
 def test_a_server_ends_as_its_run_did(status, code, ending):
@@ -33,20 +33,19 @@ def test_a_server_ends_as_its_run_did(status, code, ending):
 def test_an_error_of_the_program_is_code_1_with_its_line_its_cause_and_where_to_continue():
     error = ValueError("the printer is on fire")
     error.__cause__ = KeyError("tray")
-    found = outcome.broken(error, "model.py:3: x = 1", "nothing was saved before it")
-    sentence = (
-        "ValueError: the printer is on fire (because of KeyError 'tray'); mend model.py:3: x = 1, and nothing was saved "
-        "before it"
-    )
+    found = outcome.broken(error, "model.py:3: x = 1", "no checkpoint was saved")
+    sentence = "ValueError: the printer is on fire (because of KeyError 'tray'); fix model.py:3: x = 1; no checkpoint was saved"
     assert (found.code, found.status, found.sentence) == (1, "failed", sentence)
     assert found.line == f"looplib: error: {sentence}" and found.alone
-    assert "; mend what the trace above names, and" in outcome.broken(error, "", "nothing was saved").sentence
+    assert (
+        "; fix the line that the trace above names; " in outcome.broken(error, "", "no checkpoint was saved").sentence
+    )
 
 
 def test_a_debugger_that_is_quit_is_no_error_of_the_program():
     assert outcome.is_quit(bdb.BdbQuit()) and not outcome.is_quit(ValueError("BdbQuit"))
-    found = outcome.broken(bdb.BdbQuit(), "model.py:3: x = 1", "nothing was saved before it")
-    assert found.sentence.startswith("the debugger was quit") and "model.py" not in found.sentence
+    found = outcome.broken(bdb.BdbQuit(), "model.py:3: x = 1", "no checkpoint was saved")
+    assert found.sentence.startswith("the run was ended by quitting the debugger") and "model.py" not in found.sentence
 
 
 def test_what_is_done_is_news_on_standard_output():

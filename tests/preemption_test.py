@@ -184,7 +184,7 @@ def test_while_a_step_is_traced_the_process_ends_at_once(tmp_path):
     trainer = SlowToTrace()
     trainer.tracing = False
     with signal_when(lambda: trainer.tracing) as sent, notice.listening():
-        with pytest.raises(Preempted, match="while it started or waited; nothing is lost"):
+        with pytest.raises(Preempted, match="during start-up or while waiting; no progress is lost"):
             toy.controller(DEFAULT, trainer, model_dir=tmp_path)
     assert time.monotonic() - sent[0] < 1
     finish(tmp_path)
@@ -270,7 +270,7 @@ def test_a_second_signal_leaves_at_once(python, tmp_path):
         process.send_signal(signal.SIGTERM)
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - sent < 1.5
-    assert "a second signal (SIGTERM) came: leaving without a save" in errors
+    assert "received a second signal (SIGTERM): exiting without a save" in errors
 
 
 INTERRUPTED = """
@@ -364,7 +364,7 @@ def test_a_second_sigterm_leaves_at_once_in_any_process(python, tmp_path):
     started = time.monotonic()
     code, _, errors = interrupted(python, tmp_path, [signal.SIGINT, signal.SIGTERM], ps1=">>> ")
     assert code == 128 + signal.SIGTERM, errors
-    assert "a second signal (SIGTERM) came: leaving without a save" in errors and time.monotonic() - started < 60
+    assert "received a second signal (SIGTERM): exiting without a save" in errors and time.monotonic() - started < 60
 
 
 def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_the_bound(python, tmp_path):
@@ -380,7 +380,7 @@ REPEATED = [signal.SIGHUP, signal.SIGXCPU]
 def test_a_hangup_or_limit_that_comes_again_changes_nothing(signum, python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)
     assert code == 75 and not output, errors
-    assert f"{signum.name} came: the run ends once the current step is done (a second one changes nothing)" in errors
+    assert f"received {signum.name}: the run ends after the current step (a second one has no effect)" in errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
@@ -429,7 +429,7 @@ def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(python, t
     assert "in slow" in errors and "in train" in errors  # Python frames of the input's thread and of the main one
     last = errors.strip().splitlines()[-1]
     assert "no progress for" in last and "in the phase 'train' after " in last
-    assert f"goes on from {tmp_path}/run/checkpoints/ckpt-8" in last
+    assert f"run the same command to resume from {tmp_path}/run/checkpoints/ckpt-8" in last
     with start(python, tmp_path, False) as process:
         output, errors = process.communicate(timeout=120)
     assert output.strip() == f"weights {[weight.tolist() for weight in whole_regression(20)]}", errors

@@ -62,7 +62,7 @@ def test_a_good_binary_is_ready(results):
     assert result.returncode == 0, result.stdout + result.stderr
     assert "train: 128 of 1024 examples on each TPU core; all of it lowers" in result.stdout
     assert "eval: 128 of 1024 examples on each TPU core; all of it lowers" in result.stdout
-    assert result.stdout.splitlines()[-1] == "READY for a TPU, as far as can be told without one"
+    assert result.stdout.splitlines()[-1] == "READY for a TPU, as far as can be checked without one"
     assert "fault" not in result.stdout
 
 

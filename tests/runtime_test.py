@@ -110,25 +110,25 @@ def test_a_setting_that_comes_after_a_tensor_names_the_line_that_made_it(case, p
     if case == "none":
         assert lines[0] == "MirroredStrategy, 2 replicas", errors
         return
-    assert f"started before by {place}; make tensors, variables, models and optimizers in `build`" in lines[0], errors
-    assert lines[0].startswith("num_virtual_devices=2 has to be set before") and place in lines[1]
-    assert lines[1].startswith("the strategy multi_worker has to be set before TensorFlow starts its devices")
-    assert f"were started before looplib.runtime.setup, by {place}; random values" in errors
+    assert f"initialized by {place}; make tensors, variables, models and optimizers in `build`" in lines[0], errors
+    assert lines[0].startswith("num_virtual_devices=2 must be set before") and place in lines[1]
+    assert lines[1].startswith("the strategy multi_worker must be set before TensorFlow initializes its devices")
+    assert f"were initialized before looplib.runtime.setup, by {place}; random values" in errors
 
 
 def test_a_tensor_made_before_looplib_is_imported_is_named_by_its_name(tmp_path):
     lines, errors = too_late(tmp_path, "variable", imports="import early")
-    assert "started before by a tensor, such as `table` of early.py; make" in lines[0], errors
+    assert "initialized by a tensor, such as `table` of early.py; make" in lines[0], errors
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         ({"strategy": "fast"}, "strategy is 'fast'; expected one of auto"),
-        ({"strategy": "multi_worker"}, "nothing in the environment names the workers"),
+        ({"strategy": "multi_worker"}, "the environment does not list the workers"),
         (
             {"strategy": "parameter_server"},
-            "parameter_server, and nothing in the environment names any; expected TF_CONFIG",
+            "parameter_server, but the environment defines no cluster; expected TF_CONFIG",
         ),
         ({"strategy": "mirrored", "tpu": "mine"}, "a TPU is named .* but the strategy is 'mirrored'"),
         ({"mixed_precision": "half"}, "mixed_precision is 'half'; expected one of float32"),

@@ -352,7 +352,7 @@ def test_goes_on_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])
     assert len(whole) > STOPS[-1]
     assert rests == [whole[stop:] for stop in STOPS]
-    assert log.count("by its saved state") == len(STOPS) and "no position" not in log
+    assert log.count("from its saved state") == len(STOPS) and "no position" not in log
 
 
 @pytest.mark.parametrize("name", BY_SKIPPING)
@@ -361,7 +361,7 @@ def test_skips_and_says_why(name):
     whole, rests, log, _ = case(make)
     assert len(whole) > STOPS[-1]
     assert rests == [whole[stop:] for stop in STOPS]
-    assert why in log.partition("a resumed run will skip what it has seen: ")[2] and "by skipping" in log
+    assert why in log.partition("a resumed run will skip the data already used: ")[2] and "by skipping" in log
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -447,10 +447,10 @@ def test_a_stage_that_is_not_known_and_cannot_be_tried_out_skips(monkeypatch):
 
 
 @pytest.mark.parametrize("name, doubt", [
-    ("from_generator", "Python code in it must give what it gave before"),
-    ("map, random", "random ops in it must have seeds"),
-    ("map, generator", "must have the value that it had when the run started"),
-    ("map, variable", "must have the value that it had when the run started"),
+    ("from_generator", "its Python code depends on its arguments only"),
+    ("map, random", "its random ops have seeds"),
+    ("map, generator", "have the values from the start of the run"),
+    ("map, variable", "have the values from the start of the run"),
 ])  # fmt: skip
 def test_a_resume_warns_of_what_skipping_may_not_repeat(name, doubt, caplog):
     caplog.set_level(logging.WARNING, logger="absl")

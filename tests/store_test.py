@@ -271,7 +271,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, c
         controller.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-2")
         controller.train(4)
     assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [4, 2]
-    assert "the checkpoint of step 6 is of a run that continued otherwise" in caplog.text
+    assert "the checkpoint of step 6 was superseded by this run" in caplog.text
 
 
 def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
@@ -330,7 +330,7 @@ def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
 )
 def test_the_best_is_the_least_or_the_most_as_the_name_says_or_must_be_said(metric, mode):
     if mode is None:
-        with pytest.raises(UsageError, match='does not say whether more or less of it is better; give "max" or "min"'):
+        with pytest.raises(UsageError, match='does not imply whether higher or lower is better; give "max" or "min"'):
             KeepBest(metric)
     else:
         assert KeepBest(metric).mode == mode
@@ -377,7 +377,7 @@ def test_programs_find_checkpoints_with_paths_steps_and_scores(tmp_path):
     with toy.controller(make_strategy("default"), trainer, Scored(trainer), **settings) as controller:
         assert controller.best_checkpoint == found[-2].path  # of step 2
     with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
-        with pytest.raises(UsageError, match="no best checkpoint, because the policy does not say by what"):
+        with pytest.raises(UsageError, match="no best checkpoint, because the policy names no metric"):
             _ = controller.best_checkpoint
 
 
@@ -446,7 +446,7 @@ def test_a_marker_of_the_first_format_still_counts(tmp_path):
 
 def test_a_rollback_without_a_directory_is_refused_at_once():
     policy = looplib.CheckpointPolicy(guards=looplib.Guards(non_finite="rollback"))
-    with pytest.raises(UsageError, match="a rollback needs checkpoints, and there is no model_dir"):
+    with pytest.raises(UsageError, match="a rollback needs checkpoints, but no model_dir is set"):
         toy.controller(make_strategy("default"), toy.Regression(), checkpoints=policy)
 
 
@@ -559,7 +559,7 @@ def test_a_lookup_table_makes_saves_wait_and_is_restored(tmp_path, caplog):
         checkpoints.save(step, wait=False)
         assert not checkpoints.saving  # it has waited
         assert commits.newest(str(tmp_path / "c")).step == step
-    assert "so the training waits for each save" in caplog.text
+    assert "training waits for each save" in caplog.text
     second = table()
     Checkpoints(str(tmp_path / "c"), {"table": second, "v": tf.Variable(0.0)}).restore(str(tmp_path / "c" / "ckpt-2"))
     np.testing.assert_array_equal(second.lookup(tf.constant([1, 2, 3], tf.int64)), [0.5, 1.0, -1.0])

@@ -201,7 +201,7 @@ with hold_ports(2) as ports:
 
 def the_loss_of_a_parameter_server(folder: pathlib.Path) -> None:
     output = run(LOSE, SERVE)
-    assert "a parameter server is gone, and the weights on it" in output, output
+    assert "a parameter server was lost, with its weights" in output, output
 
 
 USES = [
@@ -226,7 +226,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path) -> No
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; mend it in looplib/_tf.py (or extras/tools/xla.py)"
+            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; fix it in looplib/_tf.py (or extras/tools/xla.py)"
         ) from error
 
 

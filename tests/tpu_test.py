@@ -183,7 +183,7 @@ def test_tensors_are_divided_over_the_cores_of_a_replica_on_a_tpu_and_left_alone
 def test_the_eager_loop_is_refused_on_a_tpu():
     import toy
 
-    with pytest.raises(UsageError, match="a TPU runs compiled programs only, and the eager loop none"):
+    with pytest.raises(UsageError, match="a TPU runs only compiled programs, and the eager loop does not compile"):
         looplib.Controller(trainer=toy.Regression(), strategy=tpu_strategy(), global_batch_size=8, loop="eager")
 
 
@@ -213,7 +213,7 @@ def test_a_run_whose_tpu_is_lost_waits_for_it_and_goes_on_as_if_it_had_not_been(
     result, calls = train(lost)
     assert result.returncode == 0, result.stderr
     assert calls == ["resolve mine", "initialize", "lost"] + ["resolve mine", "initialize"] * 2
-    assert "the TPU was lost: starting again (1), to go on from step 20" in result.stderr
+    assert "the TPU was lost: restarting (1) to resume from step 20" in result.stderr
     assert "the TPU mine is not back yet (failed to connect to all addresses)" in result.stderr
     uninterrupted, _ = train(whole)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
@@ -230,5 +230,5 @@ def test_a_tpu_that_is_lost_again_and_again_ends_the_run(tmp_path):
     result, calls = train(tmp_path, "--config.always")
     assert result.returncode == 1 and calls.count("lost") == 3
     assert result.stderr.splitlines()[-1].startswith(
-        "looplib: error: the TPU was lost 3 times without a new checkpoint between; look after it"
+        "looplib: error: the TPU was lost 3 times without a new checkpoint between; check the TPU"
     )

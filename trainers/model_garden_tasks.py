@@ -51,7 +51,7 @@ class Experiment:
 
     @property
     def averages(self) -> bool:
-        """Whether the optimizer keeps an exponential moving average of the weights."""
+        """Returns whether the optimizer keeps an exponential moving average of the weights."""
         return isinstance(self.optimizer, optimization.ExponentialMovingAverage)
 
     def averaged(self) -> Iterator[tuple[tf.Variable, tf.Variable]]:

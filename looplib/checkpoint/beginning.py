@@ -1,4 +1,4 @@
-"""The beginning of a run that has no checkpoint of its own: initial values, or a checkpoint of another run."""
+"""The start of a run without a checkpoint: initial values, or a checkpoint of another run."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def begin(
     """
     if policy.continue_from:
         path, step = continue_from(objects, global_step, policy.continue_from)
-        logging.info("goes on from step %d of %s, with the data from its start", step, path)
+        logging.info("continuing from step %d of %s; the data starts from the beginning", step, path)
         return path, step
     if trainer:
         with strategy.scope():

@@ -1,7 +1,7 @@
 """Committed checkpoints: found, verified, set aside and removed.
 
 A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
-`ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without a whole marker does not count,
+`ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without an intact marker is invalid,
 whatever other files it has. A checkpoint that is proven damaged is set aside; one that cannot be read now, or that a
 newer looplib wrote, is not.
 
@@ -43,8 +43,8 @@ class Found:
 
     Attributes:
       step: the global step.
-      commit: the `Commit`; None if the checkpoint does not count.
-      reason: why it does not count, as the end of a sentence; "" if it does.
+      commit: the `Commit`; None if the checkpoint is invalid.
+      reason: why it is invalid, as the end of a sentence; "" if it is valid.
       unread: the error for which its marker could not be read, if that does not prove any damage.
     """
 
@@ -132,7 +132,7 @@ def place_of(directory: str | os.PathLike[str]) -> str:
 
 
 def listing(directory: str) -> list[Found]:
-    """Lists looplib's checkpoints in a directory, newest first, those that do not count among them.
+    """Lists looplib's checkpoints in a directory, newest first, including invalid ones.
 
     Args:
       directory: where they are; it need not exist.
@@ -159,7 +159,7 @@ def _is_own(names: list[str]) -> bool:
 
 
 def foreign(directory: str) -> list[int]:
-    """Returns the steps of which a directory holds files that looplib does not know for its own."""
+    """Returns the steps of which a directory holds files that are not looplib's."""
     return sorted(step for step, names in _by_step(directory).items() if not _is_own(names))
 
 
@@ -167,11 +167,11 @@ def make_way(directory: str, step: int) -> None:
     """Moves files of another program, which stand where a step's checkpoint is to be written, into `set_aside`."""
     if step in foreign(directory):
         place = set_aside(directory, step)
-        logging.warning("files of ckpt-%d without looplib's marker were in the way of a save; now in %s", step, place)
+        logging.warning("files of ckpt-%d without looplib's marker blocked a save; moved to %s", step, place)
 
 
 def list_is_foreign(directory: str) -> bool:
-    """Whether TensorFlow's list `checkpoint` names as the newest one a checkpoint that is there and not looplib's."""
+    """Returns whether TensorFlow's list `checkpoint` names an existing checkpoint of another program as the newest."""
     try:
         match = re.search(r'model_checkpoint_path: "([^"]+)"', files.read_text(os.path.join(directory, "checkpoint")))
     except (OSError, ValueError, tf.errors.OpError):
@@ -185,7 +185,7 @@ def list_is_foreign(directory: str) -> bool:
 def _look_at(directory: str, step: int, names: list[str]) -> Found:
     path = path_of(directory, step)
     if f"ckpt-{step}.commit" not in names:
-        return Found(step, None, "its save, or its deletion, was not finished")
+        return Found(step, None, "its save or deletion is incomplete")
     try:
         return Found(step, marker.read(path))
     except UsageError:  # of a newer looplib: not damaged, and not to be passed over
@@ -237,12 +237,12 @@ def _compare(path: str, expected: Measured, thorough: bool) -> str:
         raise _cannot_read(path, error) from error
     if found["bytes"] != expected["bytes"]:
         return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
-    return "" if found["sha256"] == expected["sha256"] else f"{name} has other content than was saved"
+    return "" if found["sha256"] == expected["sha256"] else f"the content of {name} differs from the saved content"
 
 
 def _cannot_read(path: str, error: Exception) -> CannotReadError:
     return CannotReadError(
-        f"{path} cannot be read now ({gist(error)}), which does not say that it is damaged; mend its permissions or "
+        f"{path} cannot be read ({gist(error)}), which does not prove that it is damaged; fix its permissions or "
         "the file system and run the same command again"
     )
 
@@ -252,7 +252,7 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
 
     Args:
       directory: where the checkpoints are.
-      tidy: moves what does not count into `set_aside`, one warning each. Only the process that holds the directory's
+      tidy: moves invalid checkpoints into `set_aside`, one warning each. Only the process that holds the directory's
         lock may.
 
     Returns:
@@ -267,7 +267,7 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
         if found.unread is not None:
             if intact is None:
                 raise found.unread
-            continue  # older than what the run continues from, so it may stay as it is
+            continue  # older than what the run continues from, so it is left unchanged
         reason = found.reason or (verify(found.commit) if intact is None else "")
         if reason:
             others.append((found.step, reason))
@@ -278,27 +278,27 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
         if tf.io.gfile.isdir(in_the_way):
             place = _free_place(directory, "checkpoint")
             tf.io.gfile.rename(in_the_way, place)
-            logging.warning("%s is a directory instead of a file; it was moved to %s", in_the_way, place)
+            logging.warning("%s is a directory instead of a file; moved to %s", in_the_way, place)
         for step, reason in others:
             place = set_aside(directory, step)
-            logging.warning("the checkpoint of step %d does not count: %s; it was moved to %s", step, reason, place)
+            logging.warning("the checkpoint of step %d is invalid: %s; moved to %s", step, reason, place)
         if others := foreign(directory):
             logging.warning(
-                "%s in %s have no marker of looplib, so they do not count; they stay where they are",
+                "%s in %s have no looplib marker; they are ignored and left in place",
                 ", ".join(f"ckpt-{step}" for step in others), directory
             )  # fmt: skip
     return intact
 
 
 def set_aside(directory: str, step: int) -> str:
-    """Moves a checkpoint's files into `<directory>/set_aside`, where nothing looks for them; returns the place."""
+    """Moves a checkpoint's files into `<directory>/set_aside`, which looplib ignores; returns their new path."""
     prefix = f"ckpt-{step}"
     place = _free_place(directory, prefix)
     tf.io.gfile.makedirs(place)
     unfinished = path_of(directory, step) + UNFINISHED
     if not tf.io.gfile.exists(unfinished):
         begin(path_of(directory, step))
-    # The marker goes first: at no moment does a checkpoint count that is not whole.
+    # The marker goes first: at no moment is an incomplete checkpoint valid.
     names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
     for name in names:
         match = _NAME.match(name)
@@ -317,7 +317,7 @@ def set_aside_before(directory: str) -> list[str]:
 
 
 def _free_place(directory: str, name: str) -> str:
-    """Returns a path in `<directory>/set_aside`, which is made, where nothing is yet."""
+    """Makes `<directory>/set_aside`; returns an unused path in it."""
     folder = os.path.join(directory, SET_ASIDE)
     tf.io.gfile.makedirs(folder)
     return files.free_name(os.path.join(folder, name))

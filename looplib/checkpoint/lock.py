@@ -40,9 +40,7 @@ class RunLock:
         self._directory = directory
         self._key = os.path.realpath(directory)
         if files.is_remote(directory):
-            logging.info(
-                "%s is not on a file system that can be locked; give each run a directory of its own", directory
-            )
+            logging.info("%s cannot be locked on this file system; use a separate directory for each run", directory)
             return
         self._path = os.path.join(directory, "lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -53,11 +51,11 @@ class RunLock:
             holder = self._holder()
             self._file.close()
             raise UsageError(
-                f"the run directory {directory} is in use by {holder}; wait until it ends or stop it, or give this run "
-                "a model_dir of its own"
+                f"the run directory {directory} is in use by {holder}; wait until it ends or stop it, or use a "
+                "separate model_dir"
             ) from None
         except OSError as error:
-            logging.warning("%s cannot be locked (%s); let no other run write to it", directory, error)
+            logging.warning("%s cannot be locked (%s); make sure that no other run writes to it", directory, error)
             return
         self._file.truncate(0)
         json.dump(
@@ -75,12 +73,12 @@ class RunLock:
             return
         if not os.path.isdir(self._directory):
             raise UsageError(
-                f"the run directory {self._directory} was moved or removed while this run was going, so nothing more "
-                "is written; put it back and run the same command again"
+                f"the run directory {self._directory} was moved or removed during the run, so nothing more is "
+                "written; restore it and run the same command again"
             )
         raise UsageError(
-            f"{self._path} is not this run's lock any more, because the file was removed or replaced, so another run "
-            "may write there and this one ends; stop that one, or run the same command again with another model_dir"
+            f"the lock file {self._path} was removed or replaced, so another run may write there and this one ends; "
+            "stop the other run, or run the same command with a separate model_dir"
         )
 
     def _holder(self) -> str:
@@ -112,7 +110,7 @@ os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
 def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
-    """Returns the `RunLock` of a directory, which is held until its `release`, or while somebody refers to it.
+    """Returns the `RunLock` of a directory, which is held until its `release`, or while it is referenced.
 
     A controller of this process that holds the lock is closed first: in a notebook, a cell that builds a controller may
     run twice.

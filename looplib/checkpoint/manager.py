@@ -40,7 +40,7 @@ class Checkpoints:
 
     Args:
       directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
-      objects: dict from name to trackable object: the whole state.
+      objects: dict from name to trackable object: the complete state.
       policy: `CheckpointPolicy`.
       writes: False for a worker that is not the chief. It writes nothing, but has to read all values together with
         the chief, because some are summed over workers.
@@ -131,9 +131,7 @@ class Checkpoints:
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps:  # newest first, so that a run which is killed in between resumes from the newest one left
             place = commits.set_aside(self.directory, step)
-            logging.warning(
-                "the checkpoint of step %d is of a run that continued otherwise; it is now in %s", step, place
-            )
+            logging.warning("the checkpoint of step %d was superseded by this run; moved to %s", step, place)
 
     def _learn_from(self, path: str) -> None:
         """Gets ready to take snapshots, by the keys of a checkpoint that TensorFlow wrote."""
@@ -142,10 +140,10 @@ class Checkpoints:
                 self._snapshots = Snapshots(self._checkpoint, path)
             except NotImplementedError as error:
                 self._policy = dataclasses.replace(self._policy, in_background=False)
-                logging.info("only TensorFlow can save %s, so the training waits for each save", error)
+                logging.info("only TensorFlow can save %s; training waits for each save", error)
 
     def _read_along(self) -> None:
-        """Reads all values as the writing worker does, because reading some of them is a sum over workers."""
+        """Reads all values like the writing worker, because reading some of them is a sum over workers."""
         if self._snapshots is not None:
             self._snapshots.take()
             return
@@ -168,13 +166,13 @@ class Checkpoints:
         if isinstance(error, UsageError):
             return error
         return _tf.lost_server(error) or UsageError(
-            f"the checkpoint {path} could not be saved ({gist(error)}); free space or mend the permissions and "
+            f"the checkpoint {path} could not be saved ({gist(error)}); free space or fix the permissions and "
             "run the same command again"
         )
 
     @property
     def saving(self) -> bool:
-        """Whether a save is under way."""
+        """Returns whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
@@ -245,8 +243,7 @@ class Checkpoints:
             raise UsageError(self._mismatch(path, mode)) from error
         except (tf.errors.OpError, IndexError) as error:
             raise UsageError(
-                f"the checkpoint {path} cannot be read ({gist(error)}); name an older one that is "
-                "whole, or move it away"
+                f"the checkpoint {path} cannot be read ({gist(error)}); specify an older, intact one, or move it away"
             ) from error
 
     def differs(self, step: int) -> bool:
@@ -282,7 +279,7 @@ class Checkpoints:
             ],
         }  # fmt: skip
         return (
-            f"the checkpoint {path} was made by another model or optimizer; give this run a model_dir of its own, or "
+            f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "
             "build the model that the checkpoint was made with, or ask for a partial restore "
             f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(differences)})"
         )

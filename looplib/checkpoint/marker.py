@@ -124,7 +124,7 @@ def _write(path: str, fields: dict[str, Any]) -> None:
 
 
 def _checksum(fields: dict[str, Any]) -> str:
-    """The SHA-256 of all fields of a marker except `sha256` itself."""
+    """Returns the SHA-256 of all fields of a marker except `sha256` itself."""
     others = {key: value for key, value in fields.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 

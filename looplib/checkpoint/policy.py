@@ -73,8 +73,8 @@ class KeepBest:
             less, more = bool(words & _LESS), bool(words & _MORE)
             if less == more:
                 raise UsageError(
-                    f"KeepBest got the metric {self.metric!r} without a mode, and the name does not say whether more "
-                    'or less of it is better; give "max" or "min"'
+                    f"KeepBest got the metric {self.metric!r} without a mode, and the name does not imply whether "
+                    'higher or lower is better; give "max" or "min"'
                 )
             object.__setattr__(self, "mode", "min" if less else "max")
 
@@ -88,7 +88,7 @@ class KeepBest:
 
 @dataclasses.dataclass(frozen=True)
 class KeepEvery:
-    """Keeps the checkpoints at multiples of a number of steps, for ever.
+    """Keeps the checkpoints at multiples of a number of steps, forever.
 
     Attributes:
       steps: the number.
@@ -125,7 +125,7 @@ class CheckpointPolicy:
         newest. A run without a checkpoint of its own continues with its step, weights and optimizer, and with the data
         from the start, because such a checkpoint holds no position in the data; default "" for none.
       start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
-        refuses that. It has no effect on a run that has a whole checkpoint, or never had one.
+        refuses that. It has no effect on a run that has an intact checkpoint, or never had one.
     """
 
     every_steps: int = 1000
@@ -171,17 +171,14 @@ class CheckpointPolicy:
             name, _, metric = rule.metric.partition("/")
             if name not in metrics:
                 raise UsageError(
-                    f"the best checkpoints by {rule.metric!r} are to be kept, and there is no evaluator {name!r}; "
-                    f"there is {', '.join(sorted(metrics)) or 'none'}"
+                    f"KeepBest({rule.metric!r}) needs the evaluator {name!r}, which does not exist; "
+                    f"the evaluators are: {', '.join(sorted(metrics)) or 'none'}"
                 )
             known = metrics[name]
             if known is not None and metric not in known:
                 raise UsageError(
-                    f"the best checkpoints by {rule.metric!r} are to be kept, and the evaluation gives "
+                    f"KeepBest({rule.metric!r}) needs a metric that the evaluation returns; it returns "
                     f"{', '.join(sorted(f'{name}/{one}' for one in known))}; name one of these"
                 )
         if self.guards.may_roll_back and not model_dir:
-            raise UsageError(
-                "a rollback needs checkpoints, and there is no model_dir to keep them in; give "
-                "Controller(model_dir=...)"
-            )
+            raise UsageError("a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)")

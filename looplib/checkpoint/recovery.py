@@ -23,7 +23,7 @@ class Recovery:
       directory: `RunDirectory`.
       guards: `Guards`.
       workers: `Workers`.
-      objects: dict from attribute name to trackable object, whose variables are looked at.
+      objects: dict from attribute name to trackable object, whose variables are checked.
     """
 
     def __init__(
@@ -71,24 +71,22 @@ class Recovery:
           DivergenceError: if the policy is to halt, or the run may not or cannot go back.
         """
         kept, done = self._directory.latest, self._store.record.rollbacks
-        advice = f"the newest checkpoint, {kept}, is good" if kept else "nothing was saved"
+        advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"
         if trouble.policy == "halt":
             raise DivergenceError(
-                f"{trouble.what}; {advice}; look at the data and the learning rate, or let the run go on by itself "
-                "with the policy skip or rollback (--non_finite)"
+                f"{trouble.what}; {advice}; check the data and the learning rate, or use the policy skip or rollback "
+                "to continue automatically (--non_finite)"
             ) from None
         if done >= self._guards.rollbacks:
-            raise DivergenceError(
-                f"{trouble.what}, and the run has already gone back {done} times, as often as it may; {advice}"
-            ) from None
+            raise DivergenceError(f"{trouble.what}, and the run has used all {done} rollbacks; {advice}") from None
         target = None
         if self._directory.checkpoints:
             self._store.set_newer_aside(trouble.good_before)
             target = self._directory.newest_intact()
         if target is None:
-            raise DivergenceError(f"{trouble.what}, and there is no checkpoint to go back to; {advice}") from None
+            raise DivergenceError(f"{trouble.what}, and there is no checkpoint to roll back to; {advice}") from None
         logging.warning(
-            "%s: going back to step %d and on with the data after step %d (rollback %d of %d)",
+            "%s: rolling back to step %d and continuing with the data after step %d (rollback %d of %d)",
             trouble.what, target.step, trouble.resume_after, done + 1, self._guards.rollbacks
         )  # fmt: skip
         offset = trouble.resume_after + self._store.input_offset - target.step

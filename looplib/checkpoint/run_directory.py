@@ -33,15 +33,15 @@ def resolve(model_dir: str | os.PathLike[str]) -> str:
       model_dir: the directory; "file://" before it is left out.
 
     Raises:
-      UsageError: for a name that TensorFlow would take for a pattern.
+      UsageError: for a name that TensorFlow would interpret as a pattern.
     """
     path = os.fspath(model_dir)
     path = path.removeprefix("file://") if path.startswith("file:///") else path
     path = path if files.is_remote(path) else os.path.abspath(path)
     if found := sorted(_PATTERN & set(path)):
         raise UsageError(
-            f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow takes for a pattern of file "
-            "names; name a directory without"
+            f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow interprets as a file "
+            "pattern; use a directory name without it"
         )
     return path
 
@@ -64,16 +64,16 @@ def check_inside(model_dir: str, writes: bool) -> None:
         if os.path.islink(path):
             raise UsageError(
                 f"{path} is a symbolic link, and looplib writes and deletes nothing outside of a run directory; put a "
-                "directory there, or let model_dir itself be the link"
+                "directory there, or make model_dir itself the link"
             )
         if os.path.lexists(path) and not os.path.isdir(path):
-            raise UsageError(f"{path} is not a directory, as a run directory has there; move it away")
+            raise UsageError(f"{path} must be a directory in a run directory; move the file away")
     for name in _FILES if writes else ():
         path = os.path.join(model_dir, name)
         if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
             place = files.free_name(f"{path}.aside")
             os.rename(path, place)
-            logging.warning("%s is not a file; it was moved to %s", path, place)
+            logging.warning("%s is not a file; moved to %s", path, place)
 
 
 class RunDirectory:
@@ -135,7 +135,7 @@ class RunDirectory:
     def need(self, what: str) -> None:
         """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
         if not self.checkpoints:
-            raise UsageError(f"{what} needs a model_dir, and this controller has none; give Controller(model_dir=...)")
+            raise UsageError(f"{what} needs a model_dir, but this controller has none; give Controller(model_dir=...)")
 
     def check_lock(self) -> None:
         """Raises `UsageError` if the run directory is not this controller's any more."""
@@ -154,7 +154,7 @@ class RunDirectory:
           saved_step: the newest step that the run is known to have saved, or None.
 
         Raises:
-          UsageError: if there was one, and none is whole.
+          UsageError: if there was one, and none is intact.
         """
         if self.start or not self.writes or not self.checkpoints or self._policy.start_anew:
             return
@@ -163,8 +163,8 @@ class RunDirectory:
             return
         what = f"of step {saved_step} and before" if saved_step else f"in {', '.join(aside)}"
         raise UsageError(
-            f"no checkpoint in {self.checkpoints} is whole, and the run had some ({what}); bring one back, or let the "
-            "run start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
+            f"no checkpoint in {self.checkpoints} is intact, although the run had checkpoints ({what}); recover "
+            "one, or start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
         )
 
     def peek(self) -> tuple[int, RunRecord]:
@@ -191,7 +191,7 @@ class RunDirectory:
     def newest_intact(self) -> Commit | None:
         """Returns the newest checkpoint that reads as it was written, or None; workers wait for each other.
 
-        A training sets newer ones that do not count aside.
+        A training sets newer, invalid ones aside.
         """
         done = None
         if self._workers.is_chief:
@@ -208,20 +208,20 @@ class RunDirectory:
         rule = self._policy.best
         if rule is None:
             raise UsageError(
-                "there is no best checkpoint, because the policy does not say by what; give "
+                "there is no best checkpoint, because the policy names no metric; give "
                 'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))'
             )
         kept = commits.committed(self.checkpoints) if self.checkpoints else []
         return next((done.path for done in rule.select(kept)), None)
 
     def check_intact(self, path: str) -> None:
-        """Reads a checkpoint through before TensorFlow is given it, which may end the process on a damaged one.
+        """Reads all of a checkpoint before TensorFlow does, because TensorFlow may crash on a damaged one.
 
         Raises:
-          UsageError: if it is damaged, or has no whole marker.
+          UsageError: if it is damaged, or has no intact marker.
         """
         if path == self._verified or not self._workers.is_chief:
-            self._verified = None  # once: it may be changed by the next time
+            self._verified = None  # once, because it may change later
             return
         try:
             reason = commits.verify(marker.read(path))
@@ -242,7 +242,7 @@ class RunDirectory:
 
         Args:
           than: the path that is known; None for any.
-          timeout: seconds to wait; None waits for ever.
+          timeout: seconds to wait; None waits forever.
 
         Returns:
           The path, or None if none came in time.
@@ -263,7 +263,7 @@ class RunDirectory:
                     if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
                         logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
                         damaged = done
-                except commits.CannotReadError as error:  # it may be readable at the next look
+                except commits.CannotReadError as error:  # it may be readable at the next attempt
                     logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
             waited = time.monotonic() - started
             if timeout is not None and waited >= timeout:
@@ -299,5 +299,5 @@ class RunDirectory:
                 return done
         raise UsageError(
             f"worker {self._workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "
-            "which the chief goes on; let model_dir be on a file system that all workers share"
+            "which the chief resumes; use a model_dir on a file system that all workers share"
         )

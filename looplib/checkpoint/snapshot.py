@@ -28,8 +28,8 @@ class Snapshots:
       path: a checkpoint that it has written, from which the keys are learned.
 
     Raises:
-      NotImplementedError: if it holds something that is neither a variable nor a `PythonState`, such as a table; it can
-        be saved by TensorFlow only, while the training waits.
+      NotImplementedError: if it holds something that is neither a variable nor a `PythonState`, such as a table; only
+        TensorFlow can save it, while training waits.
     """
 
     def __init__(self, checkpoint: tf.train.Checkpoint, path: str) -> None:
@@ -48,7 +48,7 @@ class Snapshots:
         """Returns a dict from checkpoint key to a tensor in host memory.
 
         It costs no copy on a CPU: TensorFlow copies a variable's buffer when the variable is next updated while
-        somebody still holds its value.
+        another reference holds its value.
         """
         with tf.device(host_device()):
             return {

@@ -1,4 +1,4 @@
-"""The store of a run: its whole state, saved in the checkpoints of its directory and restored from them."""
+"""The store of a run: its complete state, saved in the checkpoints of its directory and restored from them."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ class Rollback:
 
 
 class Store:
-    """The whole state of a run: the objects of its trainer and evaluators, the global step, and the run record.
+    """The complete state of a run: the objects of its trainer and evaluators, the global step, and the run record.
 
     Args:
       directory: `RunDirectory`.
@@ -74,7 +74,7 @@ class Store:
         if directory.writes:
             own |= {"input_state": self.input_state, "replica_state": replica_state}
         for name in objects.keys() & {*own, "save_counter"}:
-            raise UsageError(f"the attribute {name!r} has the name of something else in a checkpoint; rename it")
+            raise UsageError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
         if directory.checkpoints:
             self._checkpoints = Checkpoints(
                 directory.checkpoints,
@@ -86,7 +86,7 @@ class Store:
             )
 
     def __bool__(self) -> bool:
-        """Whether anything is kept on disk."""
+        """Returns whether anything is kept on disk."""
         return self._checkpoints is not None
 
     @property
@@ -132,7 +132,7 @@ class Store:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is being written in the background."""
+        """Returns whether a save is being written in the background."""
         return self._checkpoints is not None and self._checkpoints.saving
 
     def wait(self) -> None:
@@ -198,7 +198,7 @@ class Store:
         if theirs != names and not self._policy.partial:
             raise UsageError(
                 f"the checkpoint {path} was made by another optimizer ({', '.join(theirs)}) than this run's "
-                f"({', '.join(names)}); give this run a model_dir of its own (and start from these weights with "
+                f"({', '.join(names)}); use a separate model_dir (and start from these weights with "
                 "--warm_start), or build the optimizer that the checkpoint was made with"
             )
 
@@ -213,7 +213,7 @@ class Store:
             theirs = getattr(self.record, name)
             if theirs is not None and theirs != ours:
                 logging.warning(
-                    "the checkpoint was made with %s %s and this run has %s: from step %d on %s an uninterrupted run",
+                    "%s was %s in the checkpoint and is %s in this run: from step %d, %s from an uninterrupted run",
                     name, theirs, ours, step,
-                    "the last bits may differ from" if name == "loop" else "the examples come in another order than in",
+                    "the last bits may differ" if name == "loop" else "the order of examples differs",
                 )  # fmt: skip

@@ -93,7 +93,7 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
       UsageError: if it cannot be read, has no `global_step`, or lacks a weight or a variable of an optimizer.
     """
     if tf.io.gfile.isdir(path) and not (path := tf.train.latest_checkpoint(folder := path)):
-        raise UsageError(f"there is no checkpoint in {folder} to continue from; name one, or leave continue_from out")
+        raise UsageError(f"there is no checkpoint in {folder} to continue from; specify one, or omit continue_from")
     path = path.removesuffix(".index")
     needed = {name: value for name, value in objects.items() if _keras.is_layer(value) or _keras.is_optimizer(value)}
     try:
@@ -101,15 +101,15 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
         _, others = assign_what_fits(tf.train.Checkpoint(global_step=global_step, **objects), path)
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
-            f"{path} cannot be continued from ({gist(error)}); expected a checkpoint with global_step"
+            f"the run cannot continue from {path} ({gist(error)}); expected a checkpoint with global_step"
         ) from error
     names = {name for name, _ in variables_of(needed)}
     missing = [name for name in others["only here"] if name in names]
     if missing or others["of another shape"]:
         differences = describe_differences({**others, "only here": missing})
         raise UsageError(
-            f"{path} cannot be continued from, as it is of another model or optimizer ({differences}); start from the "
-            "weights of it that fit with warm_start instead"
+            f"the run cannot continue from {path}, because its model or optimizer differs ({differences}); use "
+            "warm_start to load only the matching weights"
         )
     return path, int(global_step)
 

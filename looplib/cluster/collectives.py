@@ -35,7 +35,7 @@ class Workers:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes for all."""
+        """Returns whether this process writes for all."""
         return self.index == 0
 
     def gather(self, value: float | np.ndarray) -> np.ndarray:

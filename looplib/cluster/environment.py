@@ -56,19 +56,19 @@ class Cluster:
         twice = sorted({address for address in addresses if addresses.count(address) > 1})
         if twice:
             raise UsageError(
-                f"{self.source} gives the address {twice[0]} to two tasks; expected one of its own for each"
+                f"{self.source} lists the address {twice[0]} twice; expected a unique address for each task"
             )
         if not self.workers:
-            raise UsageError(f"{self.source} names no worker; expected at least one")
+            raise UsageError(f"{self.source} lists no worker; expected at least one")
         if self.task_type not in tasks:
             raise UsageError(
-                f"{self.source} says that this process is a {self.task_type!r}; expected one of {', '.join(tasks)}"
+                f"{self.source} declares this process as a {self.task_type!r}; expected one of {', '.join(tasks)}"
             )
         count = len(tasks[self.task_type])
         if self.task_index < 0 or (self.task_type != "evaluator" and self.task_index >= count):
             raise UsageError(
-                f"{self.source} says that this process is {self.task_type} {self.task_index}, and names {count} of them"
-                f"; expected an index from 0 to {count - 1}"
+                f"{self.source} declares this process as {self.task_type} {self.task_index}, but lists only {count}; "
+                f"expected an index from 0 to {count - 1}"
             )
 
     @property
@@ -78,7 +78,7 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process reports, writes and, with parameter servers, coordinates."""
+        """Returns whether this process reports, writes and, with parameter servers, coordinates."""
         return self.task_type == "chief" or self.index == 0
 
     @property
@@ -166,15 +166,15 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     kind, index = task["type"], int(task["index"])
     if len(chiefs) > 1 or (servers and not chiefs):
         raise UsageError(
-            f"TF_CONFIG names {len(chiefs)} chiefs; expected one, which coordinates where there are parameter servers "
+            f"TF_CONFIG lists {len(chiefs)} chiefs; expected one, which coordinates where there are parameter servers "
             "(ps), and is the first worker where there are none"
         )
     if kind == "chief" and not chiefs or kind == "ps" and not servers:
-        raise UsageError(f'TF_CONFIG says that this process is a {kind}, and its "cluster" names none')
+        raise UsageError(f'TF_CONFIG declares this process as a {kind}, but its "cluster" lists none')
     if not servers:  # then every process counts a chief as the first of the workers
         if kind == "worker" and index >= len(workers):
             raise UsageError(
-                f"TF_CONFIG says that this process is worker {index}, and names {len(workers)} of them; expected an "
+                f"TF_CONFIG declares this process as worker {index}, but lists only {len(workers)}; expected an "
                 f"index from 0 to {len(workers) - 1}"
             )
         index += kind == "worker" and len(chiefs)

@@ -97,7 +97,7 @@ def connect(address: str, timeout: float) -> Link:
     """
     connection = socket.create_connection(_split(address), timeout)
     if connection.getsockname() == connection.getpeername():
-        # Where nobody listens on a port of the range for outgoing connections, TCP can connect a socket with itself.
+        # If no process listens on a port of the range for outgoing connections, TCP can connect a socket with itself.
         connection.close()
         raise ConnectionRefusedError(0, "Connection refused")
     return Link(connection)

@@ -1,4 +1,4 @@
-"""Failures of other processes: when one dies, freezes or is cut off, all exit within a bound, each with one line why.
+"""Failures of other processes: when one dies, freezes or is cut off, all exit within a time limit, and say why.
 
 Each worker keeps a connection to the chief, and both sides send a beat each second from a thread. An end without a
 goodbye is a death; silence is a freeze or a cut link, which TCP alone does not notice for many minutes. The chief
@@ -20,7 +20,7 @@ from looplib.cluster.environment import Cluster
 from looplib.errors import EXIT_FAILED, EXIT_PREEMPTED
 
 _DRAIN = 2.0  # seconds that the last messages have to arrive
-_AGAIN = "run the same command on all workers again to go on from the newest checkpoint"
+_AGAIN = "run the same command on all workers to resume from the newest checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Peers:
     """
 
     def __init__(self, cluster: Cluster, *, join_limit: float = 60.0, silence_limit: float = 20.0) -> None:
-        """Connects to nobody yet.
+        """Makes no connection yet.
 
         Args:
           cluster: a `Cluster` in which this process has an `index`.
@@ -76,14 +76,14 @@ class Peers:
         self._beat = min(1.0, silence_limit / 5)
         self._links: dict[int, links.Link] = {}
         self._thread: threading.Thread | None = None
-        self._ending = ""  # the way in which this process ends by itself: "last words" or "goodbye"
+        self._ending = ""  # how this process ends: "last words" or "goodbye"
         self._done = threading.Event()  # the others have noted it, or none is left
         self._named = threading.Event()  # another worker has failed, and this process is about to exit
         self._orders: collections.deque[Callable[[], None]] = collections.deque()  # for the thread to call
 
     @property
     def joined(self) -> bool:
-        """Whether there are others, and this process has met them."""
+        """Returns whether there are others, and this process has met them."""
         return self._thread is not None
 
     def join(self) -> None:
@@ -107,12 +107,12 @@ class Peers:
           seconds: how long to wait; a frozen worker, or one that is cut off, is known after `silence_limit`.
         """
         if self._thread:
-            self._thread.join(seconds)  # it ends when nobody is left to watch
+            self._thread.join(seconds)  # it ends when no other worker is left
             if self._named.is_set():
                 self._thread.join()  # it ends the process
 
     def last_words(self, code: int, sentence: str) -> None:
-        """Tells the others that this process ends by itself; they exit with its code, and a line that says so.
+        """Tells the others that this process ends; they exit with its code, and a line that says so.
 
         Returns once the chief has noted it. If the chief has another cause already, this process exits with that one.
 
@@ -149,7 +149,7 @@ class Peers:
         self._orders.append(function)
         try:
             self._mouth.send(b".")
-        except OSError:  # nobody is left, and the thread has ended
+        except OSError:  # no other worker is left, and the thread has ended
             pass
 
     # In the thread.
@@ -200,9 +200,9 @@ class Peers:
             if link.over:
                 self._done.set()
         elif link.over:
-            self._give_up(link, "died; its own log may say why")
+            self._give_up(link, "died; see its log")
         elif link.silence > self.silence_limit:
-            self._give_up(link, f"was not heard of for {self.silence_limit:g} s: it is frozen, or cut off")
+            self._give_up(link, f"sent nothing for {self.silence_limit:g} s: it is frozen or disconnected")
 
     def _give_up(self, link: links.Link, what: str) -> None:
         cause = _Cause(link.index, EXIT_FAILED, f"{what}; {_AGAIN}")

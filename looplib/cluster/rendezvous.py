@@ -91,13 +91,13 @@ class _Meeting:
             if message.get("run") != self._run:
                 refusal = (
                     f"worker {index} has another list of workers, or belongs to another job, than the chief at "
-                    f"{self._chief}; give all workers of a run the same list, and a run its own addresses"
+                    f"{self._chief}; give all workers of a run the same list, and each run separate addresses"
                 )
             elif index == 0 or other:
                 who = other.who if other else _who()
                 refusal = (
-                    f"two processes say that they are worker {index}: {who} was first, and this is {message.get('who')}"
-                    "; give each an index of its own"
+                    f"two processes claim to be worker {index}: {who} was first, and this is {message.get('who')}; "
+                    "give each a unique index"
                 )
             else:
                 link.index, link.who = index, message.get("who", "")
@@ -109,8 +109,8 @@ class _Meeting:
 
     def _lacking(self, missing: list[int], present: dict[int, links.Link]) -> UsageError:
         error = UsageError(
-            f"{self._names(missing)} did not come within {self._limit:g} s; start the same command on all workers, and "
-            "look into the logs of those"
+            f"{self._names(missing)} did not join within {self._limit:g} s; start the same command on all workers, and "
+            "check their logs"
         )
         for link in present.values():
             link.send({"refused": str(error)})
@@ -145,7 +145,7 @@ class _Meeting:
             if time.monotonic() >= self._deadline:
                 raise UsageError(
                     f"worker 0 ({self._chief}), the chief, did not answer worker {self._cluster.index} within "
-                    f"{self._limit:g} s ({said}); start the same command on all workers, and look into its log"
+                    f"{self._limit:g} s ({said}); start the same command on all workers, and check its log"
                 )
             time.sleep(0.2)
 
@@ -176,7 +176,7 @@ class _Meeting:
         finally:
             if link:
                 link.close()
-        return None, "something listens there, but no chief that waits: has an earlier run not ended yet?"
+        return None, "another process listens there; an earlier run may still be ending"
 
 
 def _who() -> str:

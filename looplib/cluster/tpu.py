@@ -32,7 +32,7 @@ def named() -> str | None:
 
 
 def is_here() -> bool:
-    """Whether the environment names a TPU, or this machine has one."""
+    """Returns whether the environment names a TPU, or this machine has one."""
     return bool(named() or os.environ.get("TPU_CONFIG") or tf.config.list_physical_devices("TPU"))
 
 
@@ -142,7 +142,7 @@ def split_over_cores(tensor: tf.Tensor, parts: Sequence[int]) -> tf.Tensor:
 
 
 def replicate_over_cores(tensor: tf.Tensor) -> tf.Tensor:
-    """Gives every core of a replica the whole tensor; in `step_fn`. Without a TPU it changes nothing."""
+    """Gives every core of a replica the complete tensor; in `step_fn`. Without a TPU it changes nothing."""
     strategy = _tpu_strategy()
     return strategy.experimental_replicate_to_logical_devices(tensor) if strategy else tensor
 
@@ -154,7 +154,7 @@ def assign_to_core(tensor: tf.Tensor, core: int) -> tf.Tensor:
 
 
 def is_lost(strategy: tf.distribute.Strategy, error: BaseException) -> bool:
-    """Whether an error means that the TPU of a strategy is gone, for example after preemption or maintenance."""
+    """Returns whether an error means that the TPU of a strategy is lost, for example after preemption."""
     return isinstance(strategy, tf.distribute.TPUStrategy) and isinstance(error, _LOST)
 
 
@@ -174,11 +174,11 @@ def start_again(step: int) -> NoReturn:
     count = int(count) + 1 if count and int(before) == step else 1
     if count > _MOST_RESTARTS:
         raise UsageError(
-            f"the TPU was lost {count} times without a new checkpoint between; look after it, save more often "
+            f"the TPU was lost {count} times without a new checkpoint between; check the TPU, save more often "
             "(--checkpoint_interval), and run the same command again"
         )
     os.environ[RESTARTS] = f"{count}:{step}"
-    logging.warning("the TPU was lost: starting again (%d), to go on from step %d", count, step)
+    logging.warning("the TPU was lost: restarting (%d) to resume from step %d", count, step)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -205,7 +205,7 @@ def _initialise(
 
 
 def _knock(resolver: tf.distribute.cluster_resolver.TPUClusterResolver) -> None:
-    """Raises `OSError` where nobody listens; TensorFlow would wait there without end."""
+    """Raises `OSError` if no process listens; TensorFlow would wait forever."""
     cluster = resolver.cluster_spec()
     for address in cluster.job_tasks("worker")[:1] if "worker" in cluster.jobs else ():
         host, _, port = address.rpartition(":")

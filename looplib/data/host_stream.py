@@ -70,16 +70,16 @@ class HostStream(Stream):
             if self._is_restored(iterator, position):
                 ms = 1000 * (time.perf_counter() - start)
                 size = len(position)
-                self._note(f"goes on after step {self.start_step} by its saved state ({size} bytes, {ms:.0f} ms)")
+                self._note(f"resumes after step {self.start_step} from its saved state ({size} bytes, {ms:.0f} ms)")
                 return iterator
             iterator = self._iter()
         if self.skipped:
             self._warn_of_what_skipping_cannot_repeat()
             self._skip(iterator)
             seconds = time.perf_counter() - start
-            self._note(f"goes on after step {self.start_step} by skipping {self.skipped} batches ({seconds:.1f} s)")
+            self._note(f"resumes after step {self.start_step} by skipping {self.skipped} batches ({seconds:.1f} s)")
         elif self.start_step:
-            self._note(f"goes on after step {self.start_step} by its position")
+            self._note(f"resumes after step {self.start_step} from its position")
         return iterator
 
     def end(self, iterator: tf.data.Iterator) -> None:
@@ -184,22 +184,22 @@ class HostStream(Stream):
         """Saves and restores iterators of pipelines made for this; raises `UnsavableError` if that is not exact."""
         first, second = self.renew(), self.renew()
         named = ", ".join(stages)
-        if first is self.dataset:  # whose shuffles would go on with the order of a next epoch
+        if first is self.dataset:  # whose shuffles would continue with the order of the next epoch
             raise iterator_state.UnsavableError(f"it is not known whether TensorFlow restores {named} exactly")
         if not iterator_state.restores_exactly(first, second, self._local_replicas):
             raise iterator_state.UnsavableError(f"in a trial, TensorFlow did not restore {named} exactly")
 
     def _give_up(self, why: str) -> None:
-        """Says so once, and does not try again, as each try may take seconds."""
+        """Logs this once, and does not try again, because each try may take seconds."""
         self._savable, self._unsavable = False, why
-        self._note(f"has no position that can be saved, and a resumed run will skip what it has seen: {why}")
+        self._note(f"has no position that can be saved; a resumed run will skip the data already used: {why}")
 
     def _is_restored(self, iterator: tf.data.Iterator, position: bytes) -> bool:
         """Brings a new iterator to a position; returns whether it is one of this pipeline, and warns if it is not."""
         try:
             size = len(self._digest)
             if position[:size] != self._digest:
-                raise ValueError("its stages, buffers, elements, batch size or length changed")
+                raise ValueError("its stages, buffers, elements, batch size or length have changed")
             iterator_state.restore(iterator, position[size:])
             return True
         except (tf.errors.OpError, ValueError) as error:
@@ -213,19 +213,19 @@ class HostStream(Stream):
             return False
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
-        """Warns where batches that are read again may be others, as far as TensorFlow names what keeps state."""
+        """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
         op = self._unsavable.partition(" ")[0]
         if op.startswith(_PYTHON):
-            doubt = "Python code in it must give what it gave before: nothing may depend on time or on earlier runs"
+            doubt = "its Python code depends on its arguments only, not on time or on earlier runs"
         elif op.startswith(_RANDOM):
-            doubt = "random ops in it must have seeds and run one after another, without num_parallel_calls"
+            doubt = "its random ops have seeds and run without num_parallel_calls"
         elif any(name in op for name in _RESOURCES):
-            doubt = "a variable or tf.random.Generator in it must have the value that it had when the run started"
+            doubt = "its variables and tf.random.Generators have the values from the start of the run"
         else:
             return
         logging.warning(
-            "%s.dataset has no position that can be saved (%s), so what was seen is read again and skipped; for the "
-            "rest of the data to be exact, %s",
+            "%s.dataset has no position that can be saved (%s), so the data already used is read again and skipped; "
+            "this is exact only if %s",
             self.who,
             self._unsavable,
             doubt,
@@ -233,7 +233,7 @@ class HostStream(Stream):
 
 
 def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
-    """Whether each process's replicas are its CPUs. The default strategy, which places each op itself, counts too."""
+    """Returns whether each process's replicas are its CPUs, as under the default strategy, which places ops itself."""
     with strategy.scope():
         if not tf.distribute.has_strategy():
             return True
@@ -262,5 +262,5 @@ def _no_rows(who: str, spec: tf.TypeSpec) -> tf.Tensor | tf.SparseTensor:
         return tf.zeros([0, *(size or 0 for size in spec.shape.as_list()[1:])] if spec.shape.rank else [], spec.dtype)
     raise UsageError(
         f"{who}.dataset has elements {spec}; several workers can evaluate dense tensors of known rank and sparse ones, "
-        "as a worker whose share has ended goes on with batches without examples"
+        "because a worker whose share has ended continues with empty batches"
     )

@@ -73,7 +73,7 @@ def stages(iterator: tf.data.Iterator) -> set[str]:
 
 
 def restore(iterator: tf.data.Iterator, packed: bytes) -> None:
-    """Brings an iterator to a place.
+    """Brings an iterator to a saved position.
 
     Args:
       iterator: new, of a pipeline like the one that was saved.
@@ -119,7 +119,7 @@ def _read(iterator: tf.data.Iterator, count: int) -> list[list[bytes]]:
 
 
 def _state(iterator: tf.data.Iterator) -> tf.Tensor:
-    """The state of an iterator, variant `[n]`, one for each stage and each buffered element."""
+    """Returns the state of an iterator, variant `[n]`, one for each stage and each buffered element."""
     try:
         return tf.raw_ops.SerializeIterator(resource_handle=handle(iterator), external_state_policy=_FAIL)
     except tf.errors.OpError as error:
@@ -127,7 +127,7 @@ def _state(iterator: tf.data.Iterator) -> tf.Tensor:
 
 
 def _texts(state: tf.Tensor) -> list[bytes]:
-    """Each part of a state as text: the keys of its values, then the values; of tensors, the first few numbers."""
+    """Returns the parts of a state as text: the keys of its values, then the values (of tensors, the first numbers)."""
     return tf.strings.as_string(state).numpy().tolist()
 
 

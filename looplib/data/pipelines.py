@@ -1,4 +1,4 @@
-"""Pipelines: a task's data set built for each worker, checked, and brought to its place."""
+"""Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
 import functools
 from collections.abc import Callable
@@ -127,7 +127,7 @@ class _Pipelines:
         context, dataset = self._build(tf_context, self._start_step)
         if self._workers.count > 1 and not context.asked_for_its_part:
             raise UsageError(
-                f"{self.who}.dataset gives each of {self._workers.count} workers the same data, as it does not look at "
+                f"{self.who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
             )
@@ -165,7 +165,7 @@ class _Pipelines:
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
         if start_step and not context.positioned and context.asked_for_its_start:
-            # The pipeline of a new run, which is then brought to its place. One that is the same anyway is not built
+            # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return self._build(tf_context, 0)
         return context, dataset
@@ -186,7 +186,7 @@ class _Pipelines:
 
 
 def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:
-    """Refuses batches of another size, such as the global one, as every mean and gradient would be scaled wrongly.
+    """Refuses batches of another size, such as the global one: every mean and gradient would be scaled wrongly.
 
     Returns:
       Whether the size is known before there is a batch.
@@ -206,8 +206,8 @@ def _check_resident(who: str, context: InputContext, dataset: tf.data.Dataset) -
     spec = dataset.element_spec
     if context.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
         raise UsageError(
-            f"{who}.dataset changed what context.resident returned to elements of {spec}; return it as it is, and do "
-            "in step_fn what is to be done with a batch"
+            f"{who}.dataset changed what context.resident returned to elements of {spec}; return it unchanged, "
+            "and process batches in step_fn"
         )
 
 

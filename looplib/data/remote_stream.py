@@ -19,7 +19,7 @@ class MakesPipeline(Protocol):
 
 @dataclasses.dataclass
 class Place:
-    """A place in the data of a `RemoteStream`, which the loop moves.
+    """A position in the data of a `RemoteStream`, which the loop advances.
 
     Attributes:
       step: number of steps before it.
@@ -44,7 +44,7 @@ class RemoteStream(Stream):
 
     @property
     def training(self) -> bool:
-        """Whether this is training data."""
+        """Returns whether this is training data."""
         return self.renew is not None
 
     @property
@@ -56,10 +56,10 @@ class RemoteStream(Stream):
     def iterate(self, position: bytes | None = None) -> Place:
         """See `Stream`."""
         if self.start_step:
-            others = "a new pipeline on each worker, which skips its share of the batches"
-            self._note(f"goes on after step {self.start_step} by {'its position' if self.by_number else others}")
+            others = "by a new pipeline on each worker, which skips its share of the batches"
+            self._note(f"resumes after step {self.start_step} {'from its position' if self.by_number else others}")
         return Place(self.start_step)
 
     def next_as_optional(self, iterator: Place) -> tf.experimental.Optional:
-        """Returns the first batch, always: the coordinator only looks whether there is one."""
+        """Returns the first batch, always: the coordinator only checks whether there is one."""
         return iter(self.dataset).get_next_as_optional()

@@ -1,4 +1,4 @@
-"""How batches come to the replicas step by step, and how a place in the data is saved and found again."""
+"""How batches reach the replicas step by step, and how a position in the data is saved and restored."""
 
 import dataclasses
 from collections.abc import Callable
@@ -72,8 +72,8 @@ class Stream:
           An iterator for the other methods.
         """
         if self.start_step:
-            how = "its position" if self.positioned else f"skipping {self.skipped} batches"
-            self._note(f"goes on after step {self.start_step} by {how}")
+            how = "from its position" if self.positioned else f"by skipping {self.skipped} batches"
+            self._note(f"resumes after step {self.start_step} {how}")
         return self._iter()
 
     def _iter(self) -> Any:
@@ -83,7 +83,7 @@ class Stream:
         return iter(self.dataset)
 
     def end(self, iterator: Any) -> None:
-        """Releases an iterator that nobody will read again."""
+        """Releases an iterator that is no longer read."""
 
     def next(self, iterator: Any) -> Any:
         """Returns the next step's batches of all replicas, for `strategy.run`; in a `tf.function` or not."""
@@ -105,14 +105,14 @@ class Stream:
         return optional.get_value()
 
     def position(self, iterator: Any) -> bytes | None:
-        """Returns the place after the last batch read, for `iterate`; None where that cannot be saved."""
+        """Returns the position after the last batch read, for `iterate`; None where that cannot be saved."""
         return None
 
     def left_out(self, read: int) -> str:
-        """Describes the batches that nobody trains on as the shares of several workers differ; waits for the others.
+        """Describes the batches that are not used because the workers' shares differ; waits for the other workers.
 
         Args:
-          read: how many batches this worker's share gave, those that were skipped among them.
+          read: how many batches this worker's share gave, including those that were skipped.
 
         Returns:
           A clause, equal on all workers, once the data has ended; "" if no batch is left out, or it is not known.

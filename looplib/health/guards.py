@@ -54,7 +54,7 @@ class Guards:
 
     @property
     def may_roll_back(self) -> bool:
-        """Whether a guard may lead to a rollback, which needs a checkpoint from the start on."""
+        """Returns whether a guard may lead to a rollback, which needs a checkpoint from the start on."""
         looks = self.spike_score > 0 or self.loss_limit < math.inf
         return self.non_finite == "rollback" or (looks and self.on_spike == "rollback")
 

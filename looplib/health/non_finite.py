@@ -94,5 +94,5 @@ def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
     """
     if steps >= 10 and metrics.get("skipped_steps", 0) >= steps:
         raise Trouble(
-            f"all {steps} steps up to step {step} were not finite and were skipped", "halt", step - steps, step
+            f"all {steps} steps up to step {step} had non-finite values and were skipped", "halt", step - steps, step
         )

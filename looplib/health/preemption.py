@@ -28,7 +28,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 # means nothing new. A program may be started to ignore them, such as by nohup.
 _REPEATED = (signal.SIGHUP, signal.SIGXCPU)
 GRACE_SECONDS = 15.0
-_TICK = 0.2  # seconds between looks at a step that is to end
+_TICK = 0.2  # seconds between checks whether a step has ended
 
 
 class Notice:
@@ -59,7 +59,7 @@ class Notice:
     def flag(self) -> tf.Variable:
         """The boolean variable on the host that the loops read between steps; made at the first use."""
         if self._flag is None:
-            # In a thread of its own, because the scope of a strategy belongs to a thread and would distribute it.
+            # In a separate thread, because the scope of a strategy belongs to a thread and would distribute it.
             thread = threading.Thread(target=self._make_flag)
             thread.start()
             thread.join()
@@ -147,8 +147,8 @@ class Notice:
             raise KeyboardInterrupt
         self.requested = self.requested or signal.Signals(signum).name
         if not self._deferred:
-            what = f"ended by {self.requested} while it started or waited"
-            raise Preempted(f"{what}; nothing is lost, run the same command again", alone=True)
+            what = f"ended by {self.requested} during start-up or while waiting"
+            raise Preempted(f"{what}; no progress is lost; run the same command again", alone=True)
 
     def _in_a_session(self) -> bool:
         """Returns whether the process is a notebook or a console, whose state is worth more than the run."""
@@ -180,14 +180,14 @@ class Notice:
         raises = signum == signal.SIGINT and not self._owns_the_process
         if self._received > 1:
             if not raises:
-                _leave(128 + signum, f"a second signal ({name}) came: leaving without a save")
+                _leave(128 + signum, f"received a second signal ({name}): exiting without a save")
             return False
         self.requested = name
         self.flag.assign(True)
         logging.warning(
-            "%s came: the run ends once the current step is done (a second one %s)",
+            "received %s: the run ends after the current step (a second one %s)",
             name,
-            "raises KeyboardInterrupt" if raises else "changes nothing" if signum in _REPEATED else "ends it at once",
+            "raises KeyboardInterrupt" if raises else "has no effect" if signum in _REPEATED else "ends it immediately",
         )
         return True
 
@@ -202,8 +202,8 @@ class Notice:
         _leave(
             EXIT_PREEMPTED,
             "the current step did not end in time (its input may have stalled), so the run ends "
-            "without another save; the same command goes on from the newest checkpoint, and does "
-            "the steps since then again",
+            "without another save; run the same command to resume from the newest checkpoint and "
+            "repeat the steps since then",
         )
 
 

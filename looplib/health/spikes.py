@@ -45,7 +45,7 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
         return
     score = spike_score(losses, loss, guards)
     if score is not None:
-        what = f"{where} {score:.1f} robust standard deviations above the last {len(losses)}"
+        what = f"{where} {score:.1f} robust standard deviations above the median of the last {len(losses)} reports"
         raise Trouble(what, guards.on_spike, good_before, step)
     losses.append(loss)
     del losses[: -guards.spike_window]

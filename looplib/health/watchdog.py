@@ -39,7 +39,8 @@ class Watchdog:
       steps: function without arguments that returns the steps done in training and in evaluation, and anything else
         that changes with progress; called from another thread.
       checkpoint: function without arguments that returns the newest checkpoint's path, or None.
-      limit: seconds without progress in any phase, instead of what is learned; None learns, 0 never ends the process.
+      limit: seconds without progress in any phase, instead of what is learned; None adapts to the run, 0
+        disables the watchdog.
     """
 
     def __init__(
@@ -93,12 +94,12 @@ class Watchdog:
                 self._end(phase, progress[-1], paused)
 
     def _end(self, phase: str, steps: Sequence[Any], seconds: float) -> None:
-        console.last_line("\n".join(["looplib: where every thread is:", *_stacks()]))
+        console.last_line("\n".join(["looplib: stack traces of all threads:", *_stacks()]))
         kept = self._checkpoint()
-        advice = f"the same command goes on from {kept}" if kept else "nothing was saved before it"
+        advice = f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
         sentence = (
-            f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; the stacks above say "
-            f"where; {advice} (--stall_limit sets how long to wait)"
+            f"no progress for {seconds:.0f} s in the phase {phase!r} after {steps[0]} steps; see the stack traces "
+            f"above; {advice} (--stall_limit sets the limit)"
         )
         console.last_line(f"looplib: error: {sentence}")
         peers.current.last_words(EXIT_STALLED, sentence)
@@ -108,7 +109,7 @@ class Watchdog:
 def _stacks() -> list[str]:
     """Lines with the Python frames of every thread, the innermost first.
 
-    Not by `faulthandler`, which holds Python's lock while it writes, to a pipe that nobody may read.
+    Not by `faulthandler`, which holds Python's lock while it writes, possibly to a pipe without a reader.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     lines = []

@@ -101,9 +101,7 @@ class AutoLoop(InnerLoop):
     def trace(self, iterator: Iterator) -> None:
         """Prepares the loop of an earlier choice, or else the graph loop."""
         if not self._is_ready(self._chosen, iterator):
-            logging.warning(
-                "the engine that was chosen earlier (%s) cannot run here; graph takes its place", self._record
-            )
+            logging.warning("the previously selected engine (%s) is not available here; using graph", self._record)
             self._chosen = self._used = self._graph
             self._graph.trace(iterator)
 
@@ -172,7 +170,7 @@ class AutoLoop(InnerLoop):
         known = {str(plan): round(value, 9) for plan, value in seconds.items() if math.isfinite(value)}
         self._record = EngineChoice(best.loop, best.chunk, known)
         found = ", ".join(f"{plan} {1e3 * value:.3g}" for plan, value in seconds.items())
-        logging.info("the loop continues with the engine %s (milliseconds a step: %s)", best, found)
+        logging.info("selected engine: %s (milliseconds per step: %s)", best, found)
         return best
 
     def _measure(self, loop: GraphLoop) -> Generator[_Wanted, _Took, float]:
@@ -207,5 +205,5 @@ class AutoLoop(InnerLoop):
 
 
 def _convolves_on_a_cpu(step: Step) -> bool:
-    """Whether XLA would run convolutions on one thread, at a fraction of the graph loop's speed."""
+    """Returns whether XLA would run convolutions on one thread, at a fraction of the graph loop's speed."""
     return not tf.config.list_logical_devices("GPU") and any("Conv" in node.op for node in step.ops)

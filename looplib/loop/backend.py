@@ -80,7 +80,7 @@ class LocalReplicas(Backend):
         return engines.make(
             spec.engine,
             step,
-            # An evaluation is one call, whatever the training's are.
+            # An evaluation is one call, however many steps a training call does.
             steps_per_loop=spec.steps_per_loop if spec.training else max(1, min(stream.sure, 1000)),
             clock=spec.clock,
             tracing=spec.clock.of("compile") - before,

@@ -79,7 +79,7 @@ class InnerLoop(abc.ABC):
     Attributes:
       step: the traced step; None for a loop that traces none.
       traces: how often TensorFlow traced the loop.
-      ends_steps: whether a KeyboardInterrupt reaches Python only after a whole step.
+      ends_steps: whether a KeyboardInterrupt reaches Python only after a complete step.
     """
 
     step: Step | None = None
@@ -142,7 +142,7 @@ class Specification:
 
     @property
     def training(self) -> bool:
-        """Whether this is the loop of the trainer."""
+        """Returns whether this is the loop of the trainer."""
         return self.split == "train"
 
     @property
@@ -152,12 +152,12 @@ class Specification:
 
     @property
     def guarded(self) -> bool:
-        """Whether values that are not finite are looked for in each step."""
+        """Returns whether values that are not finite are looked for in each step."""
         return self.non_finite != "off"
 
     @property
     def skips(self) -> bool:
-        """Whether a step with a value that is not finite is undone."""
+        """Returns whether a step with a value that is not finite is undone."""
         return self.non_finite == "skip"
 
 
@@ -188,7 +188,7 @@ class Loop(abc.ABC):
     @property
     @abc.abstractmethod
     def endless(self) -> bool:
-        """Whether the data is known never to end."""
+        """Returns whether the data is known never to end."""
 
     @abc.abstractmethod
     def run(self, request: Request, phase: str) -> Ran:
@@ -226,11 +226,11 @@ class Loop(abc.ABC):
 
 
 class TrainingLoop(Loop):
-    """The loop of a trainer, whose place in the data is saved and restored."""
+    """The loop of a trainer, whose position in the data is saved and restored."""
 
     @abc.abstractmethod
     def position(self) -> bytes | None:
-        """Returns the place in the data after the last `run`, for `rewind`; None where the step alone tells it."""
+        """Returns the position in the data after the last `run`, for `rewind`; None if the step determines it."""
 
     @abc.abstractmethod
     def resume(self, step: int) -> None:

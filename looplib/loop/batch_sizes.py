@@ -1,4 +1,4 @@
-"""Batches of another size than a step is told, noticed where the pipeline does not say the size of its batches."""
+"""Detection of batches that do not have the expected size, where the pipeline does not state it."""
 
 import collections.abc
 
@@ -18,8 +18,8 @@ class BatchSizes:
 
     The size is that of the first value per example that the step returns, or of its input if it returns none. A smaller
     batch is right as the last one of the data or of an epoch, so that smaller ones are wrong only if they are more than
-    half of all. The two are subtracted from each other, as each op here is a part of every step, so that as many of one
-    as of the other are not noticed.
+    half of all. The two are subtracted from each other, because each op here is a part of every step; equal numbers of
+    both are not noticed.
 
     Args:
       who: the class name of the user's trainer, for messages.
@@ -75,13 +75,13 @@ class BatchSizes:
                 f"context.per_replica_batch_size, which is {self._expected}: the first {int(count)} have "
                 f"{self._expected + more / count:g} examples on average, so that means and gradients are scaled "
                 "wrongly; batch by that size, with drop_remainder=True to have it checked before the first step, or "
-                "set batch_size_varies of the trainer if the sizes are meant to vary"
+                "set batch_size_varies of the trainer if the batch size varies intentionally"
             )
 
 
 @tf.autograph.experimental.do_not_convert
 def _size(inputs: object, outputs: dict[str, object]) -> tf.Tensor | None:
-    """The examples of a batch, float64 scalar; None where nothing tells."""
+    """Returns the examples of a batch, float64 scalar; None if unknown."""
     for _, value in sorted(outputs.items(), key=lambda item: str(item[0])):
         if isinstance(value, tf.Tensor) and value.shape.rank == 1:
             # The ops of packing a mean, which TensorFlow then runs once.

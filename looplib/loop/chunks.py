@@ -101,7 +101,7 @@ def why_not_xla(step: Step) -> str | None:
     """Returns why no chunk of the step can be an XLA program that computes the same; None if no reason is known."""
     for spec in tf.nest.flatten(step.stream.full_spec):
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
-            return f"a batch has {spec}, and only tensors whose shape is known, but for the batch size, can be stacked"
+            return f"a batch has {spec}; only tensors with a static shape (except for the batch size) can be stacked"
     for node in step.ops:
         if node.op == "TensorListResize" or node.attr["resize_if_index_out_of_bounds"].b:
             return f"{node.name} makes a tf.TensorArray grow, which XLA does not; give it its size"
@@ -109,7 +109,7 @@ def why_not_xla(step: Step) -> str | None:
 
 
 def _alike(batches: list) -> tf.Tensor | None:
-    """Whether batches have the same shapes, boolean scalar tensor; None if the shapes are static."""
+    """Returns whether batches have the same shapes, boolean scalar tensor; None if the shapes are static."""
     alike = []
     for parts in zip(*(tf.nest.flatten(batch) for batch in batches)):
         if not parts[0].shape.is_fully_defined():

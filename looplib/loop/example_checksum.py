@@ -14,7 +14,7 @@ _BITS = 24  # so that float64 sums them exactly over 2**29 examples, more than a
 
 
 def enabled() -> bool:
-    """Whether the environment asks for checksums."""
+    """Returns whether the environment asks for checksums."""
     return os.environ.get(VARIABLE) == "1"
 
 
@@ -68,7 +68,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _fingerprints(leaf: Any) -> tf.Tensor:
-    """A hash of the content of each row alone, whatever the number and length of the other rows: int64 `[rows]`."""
+    """Returns a hash of the content of each row, independent of the number and length of other rows: int64 `[rows]`."""
     if isinstance(leaf, tf.RaggedTensor):
         row = leaf.value_rowids()
         position = tf.range(tf.size(row, row.dtype), dtype=row.dtype) - tf.gather(leaf.row_starts(), row)

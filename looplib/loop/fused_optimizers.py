@@ -23,7 +23,7 @@ def update_step(optimizer: Any) -> Callable[[Callable], Callable] | None:
     """Finds the fused update of a Keras optimizer: of Adam, AdamW and SGD of both families.
 
     There is none for their subclasses, AMSGrad, sparse gradients and other types than float32. Clipping, decay,
-    averages, schedules and the names of all variables stay as they are.
+    averages, schedules and the names of all variables are unchanged.
 
     Args:
       optimizer: the optimizer.
@@ -93,7 +93,7 @@ def _slot(optimizer: Any, slots: list, variable: Any) -> tf.Tensor:
 
 def _handle(variable: Any) -> tf.Tensor:
     variable = _tf_variable(variable)
-    variable.read_value()  # unused, but it tells the trace that the variable is one of the step's; a handle does not
+    variable.read_value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
     return variable.handle
 
 

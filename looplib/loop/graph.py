@@ -18,7 +18,7 @@ from looplib.loop.step import Step
 from looplib.loop.timing import now, timed
 
 _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
-# Seconds that the device may run without a look at the stop flag: a look after each of many small steps costs 3%, and
+# Seconds that the device may run without reading the stop flag: a read after each of many small steps costs 3%, and
 # several workers have to ask each other.
 _STRIDE_SECONDS, _STRIDE_SECONDS_OF_WORKERS, _LONGEST_STRIDE = 0.02, 0.1, 1000
 
@@ -47,7 +47,7 @@ class _Status(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What the loop on the device returns, scalar tensors besides `totals`.
+    """What the loop on the device returns, scalar tensors except `totals`.
 
     Attributes:
       done: int64, steps.
@@ -130,8 +130,8 @@ class GraphLoop(InnerLoop):
         self, do: Callable[[Iterator], tf.Tensor], iterator: Iterator, rounds: tf.Tensor, stride: tf.Tensor,
         status: _Status,
     ) -> tuple[tf.Tensor, tf.Tensor, _Status]:  # fmt: skip
-        """The inner loop: `do` calls `strategy.run`. After each stride of rounds it looks whether to stop."""
-        # One place in the program for the step: where it draws random numbers, each place has a state of its own.
+        """The inner loop: `do` calls `strategy.run`. After each stride of rounds it checks whether to stop."""
+        # The step appears once in the program: if it draws random numbers, each copy would have its own state.
         rounds = tf.where(status.finite and not status.stopped, rounds, 0)
         done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
         for _ in tf.range(_strides(rounds, stride)):
@@ -203,7 +203,7 @@ class GraphLoop(InnerLoop):
         first = self.round_size if self._stream.infinite or self.chunk is None else self.round_size + 1
         if self._ran or steps < first or (self.chunk is not None and request.sure < self.round_size):
             return self._run_for(iterator, request)
-        # TensorFlow optimizes and compiles a loop as it first runs, which is no time of training.
+        # TensorFlow optimizes and compiles a loop in its first run; this time is not training.
         self._ran = True
         started = time.perf_counter()
         ran = self._run_for(iterator, request.first(first))
@@ -216,7 +216,7 @@ class GraphLoop(InnerLoop):
     def _run_for(self, iterator: Iterator, request: Request) -> Ran:
         steps, chunks = request.steps, 0
         if self.chunk is not None:
-            # Where the data ends, one step at least is left to the part of the loop that looks whether it does.
+            # Where the data ends, one step at least is left to the part of the loop that checks for it.
             chunks = min(steps if self._stream.infinite else steps - 1, request.sure) // self.round_size
         alone = self._workers.count == 1
         stride_seconds = _STRIDE_SECONDS if alone else _STRIDE_SECONDS_OF_WORKERS
@@ -268,5 +268,5 @@ class GraphLoop(InnerLoop):
 
 
 def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
-    """The number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
+    """Returns the number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
     return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)

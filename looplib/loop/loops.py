@@ -204,7 +204,7 @@ class Loops:
         if int(self.global_step) != step:
             raise UsageError(
                 f"the global step is {int(self.global_step)} after step {step}: {self.training.who}.step_fn, its "
-                "loop_end or an action assigns global_step, which the controller counts itself; leave that out"
+                "loop_end or an action assigns global_step, which only the controller may change; remove the assignment"
             )
 
     def progress(self) -> tuple[int, int, list[float]]:

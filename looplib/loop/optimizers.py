@@ -88,7 +88,7 @@ class TrainingOptimizers:
             if self._sums and type(optimizer).__module__ == _NADAM:
                 raise UsageError(
                     "tf_keras.optimizers.Nadam counts its updates while TensorFlow traces them, once for each replica, "
-                    "and comes to other weights on several; use tf_keras.optimizers.legacy.Nadam, or Keras 3"
+                    "and computes different weights on several; use tf_keras.optimizers.legacy.Nadam, or Keras 3"
                 )
             if noted or self._sums:
                 make = functools.partial(self._applying_pairs, optimizer, noted)
@@ -199,7 +199,7 @@ class TrainingOptimizers:
     # The sum.
 
     def _summed(self, optimizer: Any, gradients: list[Gradient]) -> list[Gradient]:
-        """The sum of each gradient over replicas; in replica context.
+        """Returns the sum of each gradient over replicas; in replica context.
 
         All in one reduction, as Keras does it. Sparse gradients whose number of rows is not known when the step is
         traced are put one after the other instead, which is their sum too: TensorFlow's reduction of these fails in a
@@ -277,7 +277,7 @@ class _Replacement:
 
 
 def _adapter(optimizer: Any) -> type:
-    """The class by which Keras 3 adapts an optimizer to tf.distribute.
+    """Returns the class by which Keras 3 adapts an optimizer to tf.distribute.
 
     Raises:
       UsageError: if it is not as looplib knows it.
@@ -301,14 +301,14 @@ def _noting(apply: Callable) -> Callable:
 
 
 def _replica() -> int | None:
-    """The replica that is traced or run, where they take turns in Python; None where one trace is for all."""
+    """Returns the replica that is traced or run, where they take turns in Python; None where one trace is for all."""
     context = tf.distribute.get_replica_context()
     number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
     return None if number is None else int(number)
 
 
 def _varies(gradient: Gradient) -> bool:
-    """Whether the number of rows of a sparse gradient is not known when the step is traced."""
+    """Returns whether the number of rows of a sparse gradient is not known when the step is traced."""
     return isinstance(gradient, tf.IndexedSlices) and gradient.indices.shape[0] is None
 
 

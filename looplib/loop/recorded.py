@@ -40,12 +40,12 @@ class RecordedParts:
         record.seed, record.global_batch_size, record.loop = settings.seed, settings.global_batch_size, settings.loop
 
     def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
-        """Brings all parts to where a restored checkpoint has them.
+        """Restores all parts from the record of a checkpoint.
 
         Args:
           record: the record of the checkpoint.
           step: the global step of the checkpoint.
-          position: the position in the data; None where the step alone tells it.
+          position: the position in the data; None if the step determines it.
         """
         self._learning_rates.after_restore(record.learning_rates, step)
         self._actions.load(record.actions)

@@ -22,7 +22,7 @@ State = RunningTotals | dict[str, float]  # the second is that of an Orbit train
 
 
 class Accumulator(abc.ABC):
-    """What the steps since the last report have added up, as a checkpoint saves it and a guard looks at it."""
+    """The sums over the steps since the last report, for checkpoints and guards."""
 
     @abc.abstractmethod
     def state(self) -> State:
@@ -137,7 +137,7 @@ class Reducer(Accumulator):
 
     @property
     def created(self) -> bool:
-        """Whether the structure is known and the variable exists."""
+        """Returns whether the structure is known and the variable exists."""
         return self._totals is not None
 
     def create(self) -> None:
@@ -253,7 +253,7 @@ class Reducer(Accumulator):
 
     @property
     def has_keras_metrics(self) -> bool:
-        """Whether Keras metric objects are among the outputs, which `take` does not read."""
+        """Returns whether Keras metric objects are among the outputs, which `take` does not read."""
         return bool(self.packer.keras)
 
     @tf.autograph.experimental.do_not_convert

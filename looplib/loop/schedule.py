@@ -54,7 +54,7 @@ class Schedule:
             )
 
     def evaluates_at(self, step: int) -> bool:
-        """Whether an evaluation is due at a step on the way to the end."""
+        """Returns whether an evaluation is due at a step on the way to the end."""
         return bool(self.evaluate_every and step and step % self.evaluate_every == 0 and step != self.end)
 
     def horizon(self, boundary: Boundary) -> int:

@@ -56,7 +56,7 @@ class Step:
 
         @tf.function(input_signature=[stream.element_spec])
         def step(inputs: Any) -> Any:
-            # A copy of dicts and lists, as a step may take entries out of them.
+            # A copy of dicts and lists, because a step may remove entries from them.
             return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
 
         try:

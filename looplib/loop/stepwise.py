@@ -17,7 +17,7 @@ Collect = Callable[[list], None] | None  # `Evaluator.collect`; None for a train
 
 
 class HostLoop(InnerLoop):
-    """A Python loop over the steps, which looks after each of them whether to continue.
+    """A Python loop over the steps, which checks after each of them whether to continue.
 
     Args:
       strategy: `tf.distribute.Strategy`.

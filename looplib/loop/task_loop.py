@@ -63,7 +63,7 @@ class TaskLoop(TrainingLoop):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
-        """Everything that is added to the user's step, innermost first."""
+        """Returns everything that is added to the user's step, innermost first."""
         decorators: list[Decorator] = []
         if self._spec.training and example_checksum.enabled():
             decorators.append(lambda step_fn: example_checksum.add_to(step_fn, lambda: self.task.global_step))
@@ -143,8 +143,8 @@ class TaskLoop(TrainingLoop):
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
                 raise UsageError(
-                    f"the data of {self.who}.dataset ended, though it says it never does; check for repeat() of an "
-                    "empty data set, or of files without examples"
+                    f"the data of {self.who}.dataset ended although its cardinality is infinite; check for repeat() of "
+                    "an empty data set, or of files without examples"
                 ) from error
 
     def _iterate(self) -> None:
@@ -195,7 +195,7 @@ class TaskLoop(TrainingLoop):
             self.rewind(step)
 
     def close(self) -> None:
-        """See `Loop`; the optimizers are as they were before this loop was built."""
+        """See `Loop`; restores the optimizers' original methods."""
         self._end_data()
         if self._optimizers is not None:
             self._optimizers.close()
@@ -251,14 +251,14 @@ class TaskLoop(TrainingLoop):
         names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
         if names:
             logging.warning(
-                "%s.step_fn uses variables that no attribute of the trainer holds, so that they are not saved and a "
-                "resumed run starts them from their initial values: %s",
+                "%s.step_fn uses variables that are not attributes of the trainer; they are not saved, and a resumed "
+                "run starts them from their initial values: %s",
                 self.who,
                 ", ".join(sorted(names)[:10]),
             )
         if random := self._inner.step.random_ops:
             logging.warning(
-                "%s.step_fn draws random numbers whose state nobody can save (%s), so that a resumed run draws others; "
+                "%s.step_fn draws random numbers whose state cannot be saved (%s); a resumed run draws different ones; "
                 "use tf.random.stateless_* with seed=self.step_seed(), a tf.random.Generator attribute, or layers of "
                 "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
                 "layers",
@@ -335,5 +335,5 @@ def _gathering(step_fn: StepFn, tables: Any) -> Callable[[tf.Tensor], object]:
 
 
 def _identity(variable: object) -> int:
-    """A number that is equal for one variable and its wrappers, such as those of variables on parameter servers."""
+    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
     return id(getattr(variable, "handle", variable))

@@ -10,7 +10,7 @@ _Batch = TypeVar("_Batch")
 
 @tf.autograph.experimental.do_not_convert
 def now() -> tf.Tensor:
-    """The time in seconds, float64 scalar tensor; 0 if ops have to be deterministic.
+    """Returns the time in seconds, float64 scalar tensor; 0 if ops have to be deterministic.
 
     With `tf.config.experimental.enable_op_determinism` TensorFlow refuses to run a clock.
     """

@@ -14,7 +14,7 @@ class Window:
       training: the loop that runs them.
       clock: has their time as "train" and "input".
       guards: what to check the metrics for.
-      steps_per_loop: steps of a whole window.
+      steps_per_loop: steps of a complete window.
 
     Attributes:
       start: the step of the last report, or the one that the training continued from. The first is part of the state of

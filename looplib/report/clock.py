@@ -10,14 +10,14 @@ _SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a milli
 # The advice for the phase that takes most of the time.
 _AGAINST = {
     "train": "try --loop=auto, a lower precision, or more devices",
-    "input": "try map(..., tf.data.AUTOTUNE) on whole batches, cache(), prefetch(), or context.resident for arrays",
+    "input": "try map(..., tf.data.AUTOTUNE) on batches, cache(), prefetch(), or context.resident for arrays",
     "evaluate": "evaluate less often, or beside the training with --mode=continuous_eval",
     "report": "raise steps_per_loop",
     "save": "save less often",
-    "save before evaluations": "evaluate less often, as each evaluation saves first (and save no more often than that)",
-    "compile": "train longer at a time",
-    "start": "train longer at a time",
-    "restore": "train longer at a time",
+    "save before evaluations": "evaluate less often, because each evaluation saves first; save no more often",
+    "compile": "run more steps per start",
+    "start": "run more steps per start",
+    "restore": "run more steps per start",
 }
 
 
@@ -110,9 +110,7 @@ class Clock:
         most, overhead = max(others, key=others.get), sum(others.values()) / wall
         if overhead > 0.5:
             forced = most == "save" and self._before_evaluations > 0.5 * seconds["save"]
-            advice = _AGAINST.get(
-                "save before evaluations" if forced else most, "look at what the program does besides"
-            )
+            advice = _AGAINST.get("save before evaluations" if forced else most, "check what else the program does")
             return f"overhead-bound: {overhead:.0%} of the time is overhead, most of it {most}; {advice}"
         if evaluated > training:
             return f"evaluation-bound: {evaluated / wall:.0%} of the time is evaluation; {_AGAINST['evaluate']}"

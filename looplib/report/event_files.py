@@ -1,4 +1,4 @@
-"""Event files, which TensorBoard reads: appended to, read up to a damaged event, and rewritten whole."""
+"""Event files, which TensorBoard reads: appended to, read up to a damaged event, and rewritten completely."""
 
 import os
 import platform
@@ -43,7 +43,7 @@ class EventFile:
         self._length = tf.io.gfile.stat(self.path).length
 
     def intact(self) -> bool:
-        """Whether no other job rewrote or removed the file, which would lose what is appended, and no append failed."""
+        """Returns whether no append failed and no other job rewrote or removed the file, losing new events."""
         return tf.io.gfile.exists(self.path) and tf.io.gfile.stat(self.path).length == self._length
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ def event_of(step: int, metrics: Mapping[str, float]) -> Event:
 
 
 def same_record(event: Event, other: Event) -> bool:
-    """Whether both are of one step with a metric in common; a user's own summaries of that step have other tags."""
+    """Returns whether both are of one step and share a metric; a user's own summaries of that step have other tags."""
     tags = {value.tag for value in other.summary.value}
     return event.step == other.step and any(value.tag in tags for value in event.summary.value)
 
@@ -74,16 +74,16 @@ def read_events(path: str) -> tuple[list[Event], bool]:
         for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
             events.append(Event.FromString(record))
     except (tf.errors.DataLossError, DecodeError):
-        logging.warning("%s: event %d is damaged and is left out, with what follows it", path, len(events) + 1)
+        logging.warning("%s: event %d is damaged; it and all later events are dropped", path, len(events) + 1)
         return events, False
     except tf.errors.OpError as error:
-        logging.warning("%s cannot be read (%s), and stays as it is", path, gist(error))
+        logging.warning("%s cannot be read (%s) and is left unchanged", path, gist(error))
         return [], True
     return events, True
 
 
 def names_in(folder: str) -> list[str]:
-    """Returns the names in a folder; [] where there is none."""
+    """Returns the names in a folder; [] if the folder does not exist."""
     return tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
 
 

@@ -37,9 +37,9 @@ def served(gone: CoordinatorGone, status: str) -> Outcome:
     """Returns the outcome of a worker or parameter server, from the status that its run ended with."""
     status = "killed" if status == "running" else status
     code = {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(status, EXIT_FAILED)
-    advice = "" if code == EXIT_DONE else "; start all processes again to go on"
-    line = f"looplib: {gone}; how the run ended: {status}{advice}"
-    return Outcome(code, status, line, at_once=True)  # a server has no end of its own
+    advice = "" if code == EXIT_DONE else "; restart all processes to resume"
+    line = f"looplib: {gone}; status of the run: {status}{advice}"
+    return Outcome(code, status, line, at_once=True)  # a server never ends otherwise
 
 
 def preempted(error: Preempted) -> Outcome:
@@ -60,14 +60,14 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
     Args:
       error: any but a `UsageError`, whose sentence is enough for `failed`.
       place: the user's line that it comes from; "" if it is not known.
-      advice: where the same command continues.
+      advice: how to resume the run, as a clause.
     """
     if is_quit(error):
-        return failed(f"the debugger was quit, which ends the run and is no error of the program; {advice}")
+        return failed(f"the run was ended by quitting the debugger; {advice}")
     because = f" (because of {read(error.__cause__)})" if error.__cause__ else ""
-    return failed(f"{read(error)}{because}; mend {place or 'what the trace above names'}, and {advice}")
+    return failed(f"{read(error)}{because}; fix {place or 'the line that the trace above names'}; {advice}")
 
 
 def is_quit(error: Exception) -> bool:
-    """Whether an error is how a debugger ends the program that it has stopped."""
+    """Returns whether an error is how a debugger ends the program that it has stopped."""
     return read(error).kind == "BdbQuit"

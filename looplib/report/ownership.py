@@ -1,7 +1,7 @@
 """Which event files of a run directory are the run's own, and so may be rewritten.
 
-The run's own are those of looplib's writer, told by the form of their names, and those that a process of the run made
-itself, such as by `tf.summary`: the run record (`run.json`, and `run_eval.json` of an evaluation job) names the
+The run's own are those of looplib's writer, recognized by the form of their names, and those that a process of the run
+made itself, such as by `tf.summary`: the run record (`run.json`, and `run_eval.json` of an evaluation job) names the
 processes, and TensorFlow puts host, process id and time into a file's name. All others are another program's.
 """
 

@@ -27,7 +27,7 @@ def divided(records: Iterable[_T], condition: Callable[[_T], bool]) -> tuple[lis
 
 
 def cut_short(path: str) -> bool:
-    """Whether a crash left the last line without its end, so that the next one would be lost with it."""
+    """Returns whether a crash left the last line without its end, so that the next one would be lost with it."""
     if not tf.io.gfile.exists(path):
         return False
     with tf.io.gfile.GFile(path, "rb") as file:

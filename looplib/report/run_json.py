@@ -49,7 +49,7 @@ class Standing:
 
 @dataclasses.dataclass
 class RunReport:
-    """The report of a run directory, replaced whole whenever its status changes.
+    """The report of a run directory, replaced atomically whenever its status changes.
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
     all starts. `starts` lists them, each with `started`, `command`, `process`, `versions`, `restored_from`, `status`,
@@ -119,8 +119,8 @@ class RunReport:
                 for name, (old, new) in sorted(changed.items())
             ]
             logging.warning(
-                "this start has other settings than the last one: %s; the new values hold from step %d on. Weights, "
-                "optimizer state, step and place in the data come from the checkpoint, whatever the settings are",
+                "settings changed since the last start: %s; the new values apply from step %d. Weights, optimizer "
+                "state, step and position in the data always come from the checkpoint",
                 ", ".join(texts),
                 self.standing().step,
             )
@@ -183,7 +183,7 @@ def path_of(model_dir: str, trains: bool) -> str:
 
 
 def read(path: str) -> dict[str, Any]:
-    """Returns the content of a report; {} where there is none that can be read."""
+    """Returns the content of a report; {} if none can be read."""
     try:
         return dict(parse_json(read_text(path)))
     except (tf.errors.OpError, OSError, ValueError, TypeError):
@@ -191,7 +191,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _starts(earlier: dict[str, Any]) -> list[dict[str, Any]]:
-    """The starts before this one; those of a report that has no list of them are one."""
+    """Returns the starts before this one; those of a report that has no list of them are one."""
     starts = earlier.get("starts", [earlier] if "started" in earlier else [])
     starts = [start for start in starts if isinstance(start, dict) and "started" in start]
     return [{**start, "status": "killed"} if start.get("status") == "running" else start for start in starts]
@@ -227,7 +227,7 @@ def _added_up(starts: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _strict(value: Any) -> Any:
-    """The value as strict JSON has it: without NaN and infinity, which become None, and other objects as text."""
+    """Returns a value for strict JSON: NaN and infinity become None, and other objects text."""
     if isinstance(value, dict):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -90,7 +90,7 @@ class TensorBoardWriter(Writer):
         return [path for path in paths if files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))]
 
     def _keep(self, split: str, condition: Callable[[Event], bool]) -> None:
-        """Takes the other events out of the split's files; files without any stay as they are."""
+        """Removes the other events from the split's files; files without any are unchanged."""
         steps: set[int] = set()
         for path in self._paths(split):
             events, whole = read_events(path)

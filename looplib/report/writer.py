@@ -31,7 +31,7 @@ class Writer(abc.ABC):
         Args:
           step: the global step that the training continues from.
           reported: dict from split to the last step whose record holds: for "train" the last one that was reported
-            when the checkpoint of `step` was saved, because the next window of steps is not whole yet. Later records of
+            when the checkpoint of `step` was saved, because the next window of steps is incomplete. Later records of
             these splits are void, and records after `step` of any other.
         """
 

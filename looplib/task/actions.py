@@ -82,7 +82,7 @@ class Action(abc.ABC):
 
 
 def _plain(value: object) -> object:
-    """A numpy number or array as JSON can hold it."""
+    """Returns a numpy number or array as a value that JSON can hold."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no number, string, list or dict")

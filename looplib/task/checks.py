@@ -30,7 +30,7 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
     """
     evaluators = evaluator if isinstance(evaluator, dict) else {"eval": evaluator} if evaluator is not None else {}
     if trainer is None and not evaluators:
-        raise UsageError("a controller needs a trainer, an evaluator or both; it was given neither")
+        raise UsageError("a controller needs a trainer, an evaluator or both; it got neither")
     if trainer is not None and not isinstance(trainer, Trainer):
         raise UsageError(
             f"trainer is a {type(trainer).__name__}; expected an instance of a looplib.Trainer subclass (one of "
@@ -85,8 +85,8 @@ def check_together(
     _keras.check_one_family(held)
     if engine == "eager" and isinstance(strategy, tf.distribute.TPUStrategy):
         raise UsageError(
-            "a TPU runs compiled programs only, and the eager loop none; debug on the host, with --strategy=one_device "
-            "--loop=eager"
+            "a TPU runs only compiled programs, and the eager loop does not compile; debug on the host, with "
+            "--strategy=one_device --loop=eager"
         )
     may_wait = {id(value) for task in tasks if isinstance(task, OwnLoop) for value in vars(task).values()}
     for what, value in held.items():
@@ -103,13 +103,13 @@ def check_together(
             if getattr(owner, name) is not value and _keras.is_layer(value) and value.built and value.variables:
                 raise UsageError(
                     f"{type(task).__name__}.{name} is not the object that {type(owner).__name__} holds under that "
-                    "name, and a checkpoint has one place for it; give an evaluator the trainer's own model, or "
+                    "name, but a checkpoint stores one object per name; give an evaluator the trainer's own model, or "
                     "another name"
                 )
 
 
 def collect_state(trainer: Trainer | None, evaluators: Mapping[str, Evaluator]) -> dict[str, Any]:
-    """Finds the whole state of a run; after tracing, when all variables exist.
+    """Finds the complete state of a run; after tracing, when all variables exist.
 
     Returns:
       dict from attribute name to trackable object: the trainer's attributes, and the evaluators' without metrics.

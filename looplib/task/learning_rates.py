@@ -32,7 +32,7 @@ class LearningRates:
         self.built = {number: rate for number, rate in rates.items() if rate is not None}
 
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
-        """Sets the learning rates that this start was built with where they are new, and says what holds.
+        """Sets the learning rates that this start was built with where they are new, and logs the result.
 
         Args:
           recorded: the `built` of the start that saved the restored checkpoint.
@@ -47,19 +47,19 @@ class LearningRates:
             if recorded.get(number, rate) != rate:
                 optimizer.learning_rate = rate
                 logging.warning(
-                    "the learning rate of %s is %g from step %d on, as this start sets it; the checkpoint has %g",
+                    "the learning rate of %s is %g from step %d, as set by this program; the checkpoint has %g",
                     name, rate, step, restored,
                 )  # fmt: skip
             else:
                 logging.warning(
-                    "the learning rate of %s is %g, from the checkpoint of step %d, where the program changed it; it "
-                    "was built with %g",
+                    "the learning rate of %s is %g, from the checkpoint of step %d, where the program had changed "
+                    "it; it was built with %g",
                     name, restored, step, rate,
                 )  # fmt: skip
 
 
 def _constant_rate(optimizer: object) -> float | None:
-    """The learning rate of a Keras optimizer; None for a schedule, or where its configuration has none."""
+    """Returns the learning rate of a Keras optimizer; None for a schedule, or where its configuration has none."""
     try:
         rate = optimizer.get_config().get("learning_rate")
     except (AttributeError, NotImplementedError, TypeError):  # an optimizer of one's own without a configuration

@@ -8,7 +8,7 @@ Loop = TypeVar("Loop")
 
 
 class OwnLoop(abc.ABC, Generic[Specification, Loop]):
-    """A trainer or evaluator whose steps run in a loop that looplib calls as a whole.
+    """A trainer or evaluator whose steps run in its own loop, which looplib calls.
 
     Its type parameters are classes of `loop.base`, a room above this one.
     """

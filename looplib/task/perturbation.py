@@ -15,7 +15,7 @@ _BITS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 52}  # of t
 
 
 def requested() -> bool:
-    """Whether the environment asks for a nudge."""
+    """Returns whether the environment asks for a nudge."""
     return bool(os.environ.get(VARIABLE))
 
 

@@ -1,6 +1,6 @@
-"""The run record: the state of a run besides that of its trainer and evaluators, handed from one start to the next.
+"""The run record: the state of a run, apart from its trainer and evaluators, that the next start needs.
 
-Every checkpoint holds it as one JSON object, written whole. A field that this version does not know is kept and written
+Every checkpoint holds it as one JSON object. A field that this version does not know is kept and written
 again, so that an older looplib loses nothing that a newer one has added. A change that an older looplib would
 misunderstand raises `FORMAT`; a higher format is refused by name, and a record without one has format 1. A checkpoint
 may come from somebody else, so that the type of every field is checked.

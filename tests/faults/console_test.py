@@ -112,7 +112,7 @@ def test_a_run_ends_as_on_a_good_console(kind, ending, ends):
     if ending == "error":
         assert report["status"] == "failed" and saved_step(folder) == 12 and "broken" in report["error"]
     if ending in ("done", "SIGTERM", "SIGINT", "error"):
-        lost = {"full": "No space left", "reader dies": "Broken pipe", "reader stops": "nobody read it for 5 s"}
+        lost = {"full": "No space left", "reader dies": "Broken pipe", "reader stops": "no reader for 5 s"}
         assert lost[kind] in report["console"] if kind in lost else "console" not in report
     if kind == "ascii":
         assert output.isascii() and ("\\u03bb" in output) == (ending != "watchdog")
@@ -159,7 +159,7 @@ def test_a_reader_that_comes_back_gets_what_follows_and_a_line_about_what_it_mis
     lines = (first + output).splitlines()
     assert lines[0] == "line 0 of those that were printed" and len(first) >= 60_000
     assert lines[-4:] == [
-        "(looplib: text is missing here, as nobody read it)", "printed once the reader was back", "after True",
-        "<stdout> cannot be written (nobody read it for 0.2 s); some of what was printed is lost",
+        "(looplib: text is missing here: there was no reader)", "printed once the reader was back", "after True",
+        "<stdout> cannot be written (no reader for 0.2 s); some of what was printed is lost",
     ]  # fmt: skip
     assert "what others" not in output and errors == "logged\n" and process.returncode == 0

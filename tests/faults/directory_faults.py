@@ -14,7 +14,7 @@ from sandbox import Sandbox
 from tampering import MAKE, make_bytes, mutate_fields, mutated, rewrite_marker, rewrite_run_state, sign
 
 ADVICE = ("--start_anew",)
-GONE = r"no checkpoint in .* is whole, and the run had some .*; bring one back, or let the run start .* --start_anew"
+GONE = r"no checkpoint in .* is intact, although the run had checkpoints .*; recover one, or start .* --start_anew"
 SIDE_FILES = (
     "lock",
     "run.json",
@@ -170,9 +170,7 @@ def _unreadable(place: Sandbox) -> None:
     place.order["user"] = NOBODY
 
 
-CANNOT_READ = (
-    r"cannot be read now \(.*\), which does not say that it is damaged; mend its permissions or the file system"
-)
+CANNOT_READ = r"cannot be read \(.*\), which does not prove that it is damaged; fix its permissions or the file system"
 FAULTS = [
     *(_replaced(name, make) for name in SIDE_FILES for make in MAKE),
     *(_event_file(make) for make in MAKE),

@@ -151,7 +151,7 @@ def test_a_save_that_fails_is_told_soon_and_the_run_goes_on_exactly_once_it_is_m
             writable(run, False)
 
     _, controller = start(run, [action])
-    with pytest.raises(UsageError, match=f"ckpt-{fails_at} could not be saved .*free space or mend the permissions"):
+    with pytest.raises(UsageError, match=f"ckpt-{fails_at} could not be saved .*free space or fix the permissions"):
         controller.train(30)
     assert fails_at <= controller.global_step <= fails_at + 4  # before the next save at the latest
     writable(run, True)

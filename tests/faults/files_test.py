@@ -143,11 +143,15 @@ def check_it_goes_on(folder, whole, caplog, expected_step, damaged=()):
     for step in damaged:
         place = folder / "checkpoints" / "set_aside" / f"ckpt-{step}"
         if looplibs(before[step], step):
-            told = [message for message in messages if f"the checkpoint of step {step} does not count: " in message]
-            assert len(told) == 1 and "\n" not in told[0] and told[0].endswith(f"it was moved to {place}")
+            told = [message for message in messages if f"the checkpoint of step {step} is invalid: " in message]
+            assert len(told) == 1 and "\n" not in told[0] and told[0].endswith(f"; moved to {place}")
         else:
-            told = [message for message in messages if f"ckpt-{step} in {folder}/checkpoints have no marker" in message]
-            moved = f"files of ckpt-{step} without looplib's marker were in the way of a save; now in {place}"
+            told = [
+                message
+                for message in messages
+                if f"ckpt-{step} in {folder}/checkpoints have no looplib marker" in message
+            ]
+            moved = f"files of ckpt-{step} without looplib's marker blocked a save; moved to {place}"
             assert len(told) == 1 and moved in warnings(caplog)
         assert names(place) == [name for name in before[step] if not name.endswith(".unfinished")]
     assert len(messages) == len(damaged), messages
@@ -189,9 +193,7 @@ def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder,
         controller.train(LAST)
     aside = folder / "checkpoints" / "set_aside"
     if damage is replace_by_directory:
-        assert len(told) == 1 and told[0].endswith(
-            f"is a directory instead of a file; it was moved to {aside}/checkpoint"
-        )
+        assert len(told) == 1 and told[0].endswith(f"is a directory instead of a file; moved to {aside}/checkpoint")
         assert names(aside / "checkpoint") == ["something"]
     else:
         assert not told and not aside.exists()
@@ -238,7 +240,7 @@ def test_all_damaged_is_refused_and_starts_from_the_beginning_if_asked_and_ends_
         damage(file_of(folder, chance.choice(list(FILES)), step), how)
     before = {step: names_of(folder, step) for step in KEPT}
     for _ in range(2):  # what was set aside by the first start is known to the second
-        with pytest.raises(UsageError, match=r"is whole, and the run had some \(.*--start_anew"):
+        with pytest.raises(UsageError, match=r"is intact, although the run had checkpoints \(.*--start_anew"):
             start(folder)
     for step in KEPT:
         if looplibs(before[step], step):
@@ -254,7 +256,7 @@ def test_all_damaged_is_refused_and_starts_from_the_beginning_if_asked_and_ends_
 def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_records_are_kept(folder, whole):
     records = (folder / "metrics.jsonl").read_text()
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(UsageError, match=f"the run had some .of step {NEWEST} and before"):
+    with pytest.raises(UsageError, match=f"although the run had checkpoints .of step {NEWEST} and before"):
         start(folder)
     assert (folder / "metrics.jsonl").read_text() == records
     with start(folder, start_anew=True) as controller:
@@ -389,6 +391,6 @@ def test_a_file_that_this_user_may_not_read_is_no_damage_and_nothing_is_moved(fo
     if "Permission denied" in result.stderr and "files_test" in result.stderr and result.returncode:
         pytest.skip("another user cannot read the sources or packages here")
     assert result.returncode == 1, result.stderr
-    assert "ckpt-9.data-00000-of-00001 cannot be read now" in result.stderr
-    assert "which does not say that it is damaged; mend its permissions" in result.stderr
+    assert "ckpt-9.data-00000-of-00001 cannot be read (" in result.stderr
+    assert "which does not prove that it is damaged; fix its permissions" in result.stderr
     assert not (folder / "checkpoints" / "set_aside").exists()

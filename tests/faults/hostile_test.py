@@ -90,7 +90,7 @@ def test_a_marker_names_files_of_its_own_checkpoint_only(name, step, folder, vic
     rewrite_marker(path, files={**listed, name.format(victim=victim): {"bytes": 1, "sha256": "0"}})
     controller = train(folder, 12, keep=1)
     assert controller.global_step == 12
-    assert f"the checkpoint of step {step} does not count: its marker cannot be read" in caplog.text
+    assert f"the checkpoint of step {step} is invalid: its marker cannot be read" in caplog.text
     assert [saved.step for saved in looplib.checkpoints(folder)] == [12]
 
 
@@ -225,7 +225,7 @@ def test_a_checkpoint_is_read_through_before_tensorflow_is_given_it(folder):
         content[len(content) // 2] ^= 1
         data.write_bytes(content)
         with pytest.raises(
-            UsageError, match="is not a checkpoint that looplib can read: .* has other content than was saved"
+            UsageError, match="is not a checkpoint that looplib can read: .* differs from the saved content"
         ):
             controller.restore_checkpoint(path)
         path.with_name("ckpt-4.commit").unlink()
@@ -282,9 +282,7 @@ def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
     for _ in range(2):
         with start(folder) as controller:
             assert controller.restored_from.endswith("ckpt-6")
-            text = (
-                f"ckpt-3, ckpt-8, ckpt-50 in {checkpoints} have no marker of looplib, so they do not count; they stay"
-            )
+            text = f"ckpt-3, ckpt-8, ckpt-50 in {checkpoints} have no looplib marker; they are ignored"
             assert text in caplog.text
     expected = contents(left)
     assert expected.items() <= contents(folder).items()
@@ -295,9 +293,7 @@ def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
     assert [saved.step for saved in looplib.checkpoints(folder)] == [10, 8]
     aside = {name: content for name, content in contents(checkpoints / "set_aside" / "ckpt-8").items()}
     assert aside == {name.split("/")[1]: expected.pop(name) for name in list(expected) if "/ckpt-8." in name}
-    assert (
-        len(aside) == 2 and "files of ckpt-8 without looplib's marker were in the way of a save; now in" in caplog.text
-    )
+    assert len(aside) == 2 and "files of ckpt-8 without looplib's marker blocked a save; moved to" in caplog.text
     assert expected.items() <= contents(folder).items()
     steps = [r["step"] for r in read_jsonl(str(folder / "metrics.jsonl")) if r["split"] == "train"]
     assert steps == [*range(1, 11)]
@@ -389,7 +385,7 @@ def test_a_directory_that_is_not_its_own_any_more_ends_a_training(what, tmp_path
     policy = looplib.CheckpointPolicy(every_steps=2)
     settings = dict(model_dir=folder, checkpoints=policy, writers=None, actions=[fault(what, folder)])
     with toy.controller(make_strategy("default"), trainer, **settings) as controller:
-        with pytest.raises(UsageError, match="was moved or removed|is not this run's lock any more"):
+        with pytest.raises(UsageError, match="was moved or removed|was removed or replaced"):
             controller.train(40)
         assert controller.global_step <= 4
     assert folder.exists() == (what not in ("moved", "removed"))
@@ -413,7 +409,7 @@ def test_another_spelling_of_a_directory_is_the_same_directory(tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", ["[a]", "a[", "b\\c", "d*e", "f?g"])
 def test_a_name_that_tensorflow_takes_for_a_pattern_is_refused_at_the_start(name, tmp_path):
-    with pytest.raises(UsageError, match="in its name, which TensorFlow takes for a pattern"):
+    with pytest.raises(UsageError, match="in its name, which TensorFlow interprets as a file pattern"):
         start(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["victim"]
 

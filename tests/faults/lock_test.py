@@ -33,7 +33,7 @@ def test_a_second_training_is_refused_by_name_and_a_killed_one_blocks_nobody(nur
     second = nursery.life(run)
     assert second.code() == 1
     assert last_line(second).startswith(f"looplib: error: the run directory {run} is in use by process {first.pid} on ")
-    assert "wait until it ends or stop it, or give this run a model_dir of its own" in last_line(second)
+    assert "wait until it ends or stop it, or use a separate model_dir" in last_line(second)
     reached = saved_step(run)
     wait_for_step(first, run, reached + 4)  # the first is not disturbed
     first.kill()

@@ -66,7 +66,7 @@ def _by_link(place: Sandbox) -> None:
     place.model_dir = str(place.scratch / "link")
 
 
-PATTERN = "in its name, which TensorFlow takes for a pattern of file names; name a directory without"
+PATTERN = "in its name, which TensorFlow interprets as a file pattern; use a directory name without it"
 NAMES = [
     Fault("file://", "name", prepare=_named("file://{run}")),
     Fault("relative model_dir", "name", prepare=_named("../run")),
@@ -170,10 +170,10 @@ def _small_disk(place: Sandbox) -> None:
 
 
 FULL = r"(could not be saved|No space left|File too large|cannot be written to).*"
-OTHERS = "(was moved or removed|is not this run's lock any more).*; (put it back|stop that one)|, so .*; (put|stop)"
+OTHERS = "(was moved or removed|was removed or replaced).*; (restore it|stop the other)|, so .*; (restore|stop)"
 MOMENTS = [
     *(
-        Fault(signum.name, "moment", (0, 75), r"ended by SIG\w+ .*(goes on from there|run the same command again)",
+        Fault(signum.name, "moment", (0, 75), r"ended by SIG\w+ .*run the same command (to resume from it|again)",
               strike=_signal(signum))
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
     ),
@@ -184,9 +184,9 @@ MOMENTS = [
     Fault("directory renamed", "moment", (0, 1), OTHERS, strike=_to_the_directory(_move)),
     Fault("directory removed", "moment", (0, 1), OTHERS, strike=_to_the_directory(_remove)),
     Fault("directory made again", "moment", (0, 1), OTHERS, strike=_to_the_directory(_make_again)),
-    Fault("error in a step", "moment", (0, 1), "this example is broken; mend .*(goes on from|nothing was saved)",
+    Fault("error in a step", "moment", (0, 1), "this example is broken; fix .*(resume from|no checkpoint was saved)",
           _flag("--config.fail_at={step}")),
-    Fault("NaN in a batch", "moment", (0, 1), "not finite.*look at the data", _flag("--config.nan_at={step}")),
+    Fault("NaN in a batch", "moment", (0, 1), "not finite.*check the data", _flag("--config.nan_at={step}")),
     Fault("a second training", "moment", strike=_second_training),
     Fault("an evaluation beside", "moment", strike=_evaluation("--mode=eval")),
     Fault("continuous_eval beside", "moment", strike=_evaluation("--mode=continuous_eval", "--eval_timeout=3")),

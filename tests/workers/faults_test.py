@@ -158,7 +158,7 @@ def test_workers_roll_back_together(nursery, tmp_path):
     arguments = [*ARGUMENTS, "--config.nan_at=30", "--non_finite=rollback"]
     processes = nursery.workers(2, tmp_path / "run", *arguments)
     assert codes(processes, time.monotonic() + 120) == [0, 0], "".join(process.output() for process in processes)
-    assert "going back to step 28 and on with the data after step 30" in processes[0].output()
+    assert "rolling back to step 28 and continuing with the data after step 30" in processes[0].output()
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 120
 
 

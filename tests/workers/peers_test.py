@@ -13,7 +13,7 @@ from cluster_harness import ROOT, Loopback, Namespaces, Workers
 from looplib.cluster.environment import Cluster
 from looplib.cluster.peers import Peers
 
-AGAIN = "; run the same command on all workers again to go on from the newest checkpoint"
+AGAIN = "; run the same command on all workers to resume from the newest checkpoint"
 WORKER = str(ROOT / "tests" / "workers" / "pulse_worker.py")
 SILENCE = 2.0
 
@@ -50,7 +50,7 @@ def assert_all_leave(workers, line, indices, code=1, seconds=15.0):
 def test_when_a_worker_is_killed_the_others_leave_at_once(victim, workers, network):
     killed = workers.kill(victim)
     others = [i for i in range(3) if i != victim]
-    line = f"looplib: error: {name(network, victim)} died; its own log may say why{AGAIN}"
+    line = f"looplib: error: {name(network, victim)} died; see its log{AGAIN}"
     assert_all_leave(workers, line, others)
     assert max(workers.ended[i] for i in others) - killed < SILENCE + 5
 
@@ -60,7 +60,7 @@ def test_when_a_worker_freezes_the_others_leave_and_it_leaves_too_once_it_wakes(
     frozen = workers.signal(victim, signal.SIGSTOP)
     others = [i for i in range(3) if i != victim]
     line = (
-        f"looplib: error: {name(network, victim)} was not heard of for {SILENCE:g} s: it is frozen, or cut off{AGAIN}"
+        f"looplib: error: {name(network, victim)} sent nothing for {SILENCE:g} s: it is frozen or disconnected{AGAIN}"
     )
     assert_all_leave(workers, line, others)
     assert min(workers.ended[i] for i in others) - frozen > SILENCE / 2  # a short pause is no reason
@@ -92,7 +92,7 @@ def test_an_error_that_another_ones_death_brought_about_is_not_reported(workers,
     workers.tell(2, "fail 20")  # as a collective that fails before the pulse says why
     time.sleep(0.3)
     workers.signal(1, signal.SIGSTOP)
-    line = f"looplib: error: {name(network, 1)} was not heard of for {SILENCE:g} s: it is frozen, or cut off{AGAIN}"
+    line = f"looplib: error: {name(network, 1)} sent nothing for {SILENCE:g} s: it is frozen or disconnected{AGAIN}"
     assert_all_leave(workers, line, [0, 2])
 
 
@@ -118,14 +118,14 @@ def test_a_worker_whose_main_thread_hangs_leaves_too(workers, network):
     workers.tell(1, "hang")
     workers.wait_for(1, "hangs")
     workers.kill(2)
-    assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; its own log may say why{AGAIN}", [0, 1])
+    assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; see its log{AGAIN}", [0, 1])
 
 
 def test_a_child_that_outlives_its_worker_does_not_hide_the_death(workers, network):
     workers.tell(1, "fork 30")
     workers.wait_for(1, "forked")
     workers.kill(1)
-    assert_all_leave(workers, f"looplib: error: {name(network, 1)} died; its own log may say why{AGAIN}", [0, 2])
+    assert_all_leave(workers, f"looplib: error: {name(network, 1)} died; see its log{AGAIN}", [0, 2])
 
 
 def test_goodbyes_alarm_nobody_and_all_leave_together(workers):
@@ -145,7 +145,7 @@ def test_a_failure_in_the_last_moments_is_seen_by_those_that_have_finished(worke
     workers.tell(1, "leave 20")
     time.sleep(0.3)
     workers.kill(2)
-    assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; its own log may say why{AGAIN}", [0, 1])
+    assert_all_leave(workers, f"looplib: error: {name(network, 2)} died; see its log{AGAIN}", [0, 1])
 
 
 @pytest.mark.parametrize("slow", [0, 2])
@@ -204,7 +204,7 @@ def test_a_second_process_with_the_same_index_is_refused_in_words(index, network
         workers.start(index)
         assert workers.codes(20, [index]) == [1]
         (line,) = workers.err(index).splitlines()
-        assert f"two processes say that they are worker {index}: process {first.pid} on" in line
+        assert f"two processes claim to be worker {index}: process {first.pid} on" in line
         assert f"this is process {workers.processes[index].pid} on" in line
         assert first.poll() is None  # it still waits, and all can meet
         workers.start(2)
@@ -257,7 +257,7 @@ def test_a_port_in_use_is_named(network, tmp_path):
         with Workers(command(join_limit=1.0), network, tmp_path) as workers:
             assert workers.codes(40) == [1, 1, 1]
             assert f"the chief cannot listen on its address {host}:{port} (Address already in use" in workers.err(0)
-            assert "something listens there, but no chief that waits" in workers.err(1)
+            assert "another process listens there" in workers.err(1)
 
 
 def test_one_worker_alone_needs_nobody():
@@ -288,7 +288,7 @@ def test_a_cut_link_is_told_from_a_death_by_silence_and_ends_both_sides(victim, 
         cut = time.monotonic()
         assert workers.codes(20) == [1, 1, 1]
         assert min(workers.ended.values()) - cut > SILENCE / 2
-        silent = f"was not heard of for {SILENCE:g} s: it is frozen, or cut off{AGAIN}"
+        silent = f"sent nothing for {SILENCE:g} s: it is frozen or disconnected{AGAIN}"
         for i in range(3):
             # The one that is cut off sees the chief fall silent; a cut chief sees that of one of the others.
             seen = [1, 2] if i == victim == 0 else [0] if i == victim else [victim]

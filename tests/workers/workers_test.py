@@ -115,7 +115,7 @@ def test_an_evaluation_of_a_training_by_workers_runs_on_workers_too(nursery, run
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("data=unsharded", "Faulty.dataset gives each of 2 workers the same data"),
+        ("data=unsharded", "Faulty.dataset gives all 2 workers the same data"),
         ("data=ragged", "FaultyEvaluator.dataset has elements RaggedTensorSpec"),  # before any step
         ("sparse=True", "SGD is given a sparse gradient (of an embedding, say) whose number of rows varies"),
     ],

@@ -71,7 +71,7 @@ class _Adapter(OwnLoop[Specification, Loop]):
 
 
 class OrbitTrainer(_Adapter, Trainer):
-    """An `orbit.AbstractTrainer` or `orbit.StandardTrainer`, to be trained by a `Controller` as it is.
+    """An `orbit.AbstractTrainer` or `orbit.StandardTrainer`, to be trained by a `Controller` unchanged.
 
     Each loop of the controller is one call of `trainer.train(num_steps)`, and what that returns is reported. See
     docs/from_orbit.md for what the controller cannot see from outside of it. Override `loop_end` to rename or leave out
@@ -102,7 +102,7 @@ class OrbitTrainer(_Adapter, Trainer):
 
 
 class OrbitEvaluator(_Adapter, Evaluator):
-    """An `orbit.AbstractEvaluator` or `orbit.StandardEvaluator`, to be run by a `Controller` as it is.
+    """An `orbit.AbstractEvaluator` or `orbit.StandardEvaluator`, to be run by a `Controller` unchanged.
 
     An evaluation is one call of `evaluator.evaluate(num_steps)`, with -1 for all data as in Orbit.
 
@@ -131,7 +131,7 @@ class OrbitEvaluator(_Adapter, Evaluator):
 
 
 class _OrbitLoop(Loop):
-    """The loop of an object with a loop of its own: each `run` is one call of its method.
+    """The loop of an object with its own loop: each `run` is one call of its method.
 
     Args:
       spec: the adapter, and how to run it.
@@ -151,10 +151,10 @@ class _OrbitLoop(Loop):
         self._counter = spec.counter
         self._running = False
         if spec.engine != "graph":
-            raise UsageError(f"loop is {spec.engine}, and {self.who} has a loop of its own; use loop=graph with it")
+            raise UsageError(f"loop is {spec.engine}, and {self.who} has its own loop; use loop=graph with it")
         if Workers(spec.strategy).count > 1 or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError(
-                f"{self.who} has a loop of its own, in which looplib cannot let several workers agree; run it in one "
+                f"{self.who} has its own loop, which looplib cannot synchronize across workers; run it in one "
                 "process, or write it as a looplib.Trainer or Evaluator (docs/from_orbit.md)"
             )
         self._datasets = datasets_of(data)
@@ -168,7 +168,7 @@ class _OrbitLoop(Loop):
     @property
     def step(self) -> Step:
         """Raises `UsageError`: there is no step that looplib traces."""
-        raise UsageError(f"{self.who} has a loop of its own, which looplib cannot look into; check a looplib.Trainer")
+        raise UsageError(f"{self.who} has its own loop, which looplib cannot inspect; check a looplib.Trainer")
 
     def progress(self) -> float:
         """Returns the time while a call runs, as if it always made progress: nothing else is known."""
@@ -235,8 +235,8 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         super().__init__(spec, trainer, trainer.train, getattr(trainer, "train_dataset", None))
         if spec.skips:
             raise UsageError(
-                f"the policy skip undoes a step, and {self.who} has a loop of its own, of which looplib sees the end "
-                "only; use halt, rollback or off (--non_finite)"
+                f"the policy skip undoes a step, but {self.who} has its own loop, of which looplib sees only the end; "
+                "use halt, rollback or off (--non_finite)"
             )
         self._guarded = spec.guarded
         self._step = spec.strategy.experimental_local_results(step)[0] if step is not None else None
@@ -254,7 +254,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         return int(self._step) if self._step is not None else super().progress()
 
     def close(self) -> None:
-        """Restores the optimizers as they were; the data belongs to Orbit's object."""
+        """Restores the original optimizers; the data belongs to Orbit's object."""
         self._optimizers.close()
 
     def warn_of_what_is_not_saved(self, objects: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         self._objects, self._known = objects, {id(variable) for _, variable in variables_of(objects)}
 
     def position(self) -> bytes | None:
-        """See `TrainingLoop`; None where the place is not known."""
+        """See `TrainingLoop`; None if the position is unknown."""
         if self._ran and self._known is not None:
             late = [name for name, variable in variables_of(self._objects) if id(variable) not in self._known]
             if late:
@@ -274,20 +274,20 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         return self._data.position()
 
     def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
-        """Continues after `start_step` steps, as far as the place in the data is known.
+        """Continues after `start_step` steps, if the position in the data is known.
 
         After a rollback, which has no position, the data continues after the bad steps.
         """
         if position is None and self._ran:
-            logging.info("the data of %s goes on where it is", self.who)
+            logging.info("the data of %s continues from its current position", self.who)
         else:
             self._data.begin(start_step, position)
 
     def resume(self, step: int) -> None:
-        """Does nothing: where a call failed, nobody knows how much of the data it has read."""
+        """Does nothing: how much of the data a failed call has read is unknown."""
 
     def left_whole(self, error: BaseException) -> bool:
-        """Returns False: nobody can tell whether the variables are those of a whole step."""
+        """Returns False: it is unknown whether the variables are those of a complete step."""
         return False
 
     def run(self, request: Request, phase: str) -> Ran:
@@ -326,12 +326,12 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         """See `TrainingLoop`; the trainer did fewer steps than were requested."""
         if not step:
             raise UsageError(
-                f"{self.who}.train has returned, and its global step is where it was: its data is empty, or it counts "
+                f"{self.who}.train has returned, but its global step is unchanged: its data is empty, or it counts "
                 "its steps elsewhere; give OrbitTrainer(global_step=...) the variable that it adds 1 to once a step"
             )
         if target != -1:
             logging.warning(
-                "%s has trained to step %d, not to %d, as its data ended (or it did not count all of its steps)",
+                "%s has trained to step %d, not to %d, because its data ended (or it did not count all of its steps)",
                 self.who, step, target,
             )  # fmt: skip
 
@@ -389,14 +389,14 @@ def _adopt(task: Trainer | Evaluator, holder: Any, seen: tuple = ()) -> None:
             continue  # TensorFlow's own
         new = name.lstrip("_")
         if new == "global_step":
-            continue  # it has a place of its own
+            continue  # it has its own entry
         if new in dir(task) or not new:
             new = f"{new}_"
         vars(task)[new] = value
 
 
 def _has_a_loop(value: Any) -> bool:
-    """Whether a value is another trainer or evaluator of Orbit's kind."""
+    """Returns whether a value is another trainer or evaluator of Orbit's kind."""
     has = [callable(getattr(value, name, None)) for name in ("train", "evaluate")]
     return any(has) and isinstance(value, tf.Module) and not _keras.is_layer(value)
 

@@ -1,4 +1,4 @@
-"""The place in the data of trainers with loops of their own."""
+"""The position in the data of trainers with their own loops."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ def datasets_of(structure: Any) -> list[Any]:
 
 
 class Data:
-    """The place in the data of an Orbit `StandardTrainer`, whose `train_dataset` others may replace.
+    """The position in the data of an Orbit `StandardTrainer`, whose `train_dataset` others may replace.
 
-    The replacements make equal iterators, and know them. Where the data is something else than plain `tf.data`
-    pipelines, nothing is replaced and no place is known.
+    The replacements make equal iterators, and know them. If the data is not made of plain `tf.data`
+    pipelines, nothing is replaced and no position is known.
 
     Args:
       trainer: Orbit's trainer.
@@ -59,7 +59,7 @@ class Data:
             self._put()
 
     def position(self) -> bytes | None:
-        """Returns the places of all iterators as bytes for `begin`, or None."""
+        """Returns the positions of all iterators as bytes for `begin`, or None."""
         if [id(data) for data in tf.nest.flatten(getattr(self._trainer, "train_dataset", None))] != [
             id(source) for source in self._sources
         ]:
@@ -80,7 +80,11 @@ class Data:
             places = [None] * len(self._sources)
         known = [source.begin(step, place) for source, place in zip(self._sources, places)]
         if step and not any(known):
-            logging.info("the place in the data of %s is not known; from step %d on it starts anew", self._who, step)
+            logging.info(
+                "the position in the data of %s is unknown; after step %d its data starts from the beginning",
+                self._who,
+                step,
+            )
         if self._sources:
             self._put()
 
@@ -107,14 +111,14 @@ class _Source:
         if self.empty:
             return iter(self.dataset.take(0))  # which does not even start the data set's shuffles
         self._iterator, self._place = self._stream.iterate(self._place), None
-        self._stream.start_step = self._stream.skipped = 0  # a next one begins at the beginning
+        self._stream.start_step = self._stream.skipped = 0  # the next one starts at the beginning
         return self._iterator
 
     def place(self) -> bytes | None:
         return self._stream.position(self._iterator) if self._iterator is not None else self._place
 
     def begin(self, step: int, place: bytes | None) -> bool:
-        """Makes the next iterator begin at a place; returns whether it can."""
+        """Makes the next iterator begin at a position; returns whether it can."""
         self._iterator, self._place = None, place
         known = self._alone or place is not None
         self._stream.start_step, self._stream.skipped = step if known else 0, step if self._alone else 0

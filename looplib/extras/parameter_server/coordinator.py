@@ -44,13 +44,13 @@ class ParameterServers(Backend):
         spec = self._spec
         if spec.engine in ("xla", "eager"):
             raise UsageError(
-                f"loop is {spec.engine}, and with the strategy parameter_server steps run on workers that variables "
-                "are not on; use loop=graph"
+                f"loop is {spec.engine}, but with the strategy parameter_server steps run on workers, and the "
+                "variables are on parameter servers; use loop=graph"
             )
         if spec.skips:
             raise UsageError(
-                "the policy skip undoes a step, and with the strategy parameter_server others have gone on from it; "
-                "use halt, rollback or off (--non_finite)"
+                "the policy skip undoes a step, but with the strategy parameter_server other workers have already "
+                "continued from it; use halt, rollback or off (--non_finite)"
             )
         if spec.strategy.num_replicas_in_sync > 1:
             raise UsageError(
@@ -82,9 +82,8 @@ class ParameterServers(Backend):
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter)
         if reducer.collects:
             raise UsageError(
-                f"{spec.who}.step_fn returns looplib.each, which the workers of a parameter server strategy "
-                "have no way to hand over; evaluate in a job of its own, with --mode=continuous_eval and "
-                "another strategy"
+                f"{spec.who}.step_fn returns looplib.each, which parameter server workers cannot send back; "
+                "evaluate in a separate job, with --mode=continuous_eval and another strategy"
             )
         return RemoteLoop(spec.strategy, step, spec.who, spec.counter)
 
@@ -315,7 +314,7 @@ class RemoteLoop(InnerLoop):
         return _packed(done, started, tf.constant(0, tf.float64), totals)
 
     def _draw_by_number(self) -> tf.data.Dataset:
-        """The pipeline of batches by number: takes the numbers from one queue, and each batch's from the other."""
+        """Builds the pipeline of batches by number: numbers come from one queue, and each batch's from the other."""
         numbers, echo = (
             tf.data.Dataset.counter().map(lambda _, queue=queue: _dequeue(queue)) for queue in self._open_queues()
         )
@@ -327,7 +326,7 @@ class RemoteLoop(InnerLoop):
         return [make(component_types=[tf.int64], shapes=[[]], shared_name=name) for name in self._queues]
 
     def _draw_own_share(self, skipped: int) -> tf.data.Dataset:
-        """The pipeline of a worker whose batches are no function of a number: its own part of the data."""
+        """Builds the pipeline of a worker whose batches are no function of a number: its own part of the data."""
         # Counts up in one op, because workers do it at the same time.
         drawn = tf.raw_ops.ResourceCountUpTo(resource=self._ticket.handle, limit=2**62, T=tf.int64)
         return self._stream.make(drawn % self._workers, self._workers).skip(skipped)
@@ -371,14 +370,14 @@ class RemoteLoop(InnerLoop):
             return result
         except UsageError:
             raise
-        except Exception as error:  # TensorFlow's coordinator has types of its own that are no OpError
+        except Exception as error:  # TensorFlow's coordinator raises types that are no OpError
             raise self._failure(self._first_error(error)) from None
 
     def _first_error(self, error: Exception) -> BaseException:
         """Waits for all calls, and returns the error that came first, for which others were cancelled."""
         try:
             self._coordinator.join()
-        except Exception as first:  # TensorFlow wraps some in types of its own that are no OpError
+        except Exception as first:  # TensorFlow wraps some in types that are no OpError
             return _tf.wrapped_by_coordinator(first)
         return error
 
@@ -395,12 +394,12 @@ def _check_training_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for training data that workers cannot read by themselves."""
     if stream.positioned and not stream.by_number:
         raise UsageError(
-            f"{stream.who}.dataset makes other batches of those of context.indices (by filter or take, say); with the "
-            "strategy parameter_server it must make one of each, as map does"
+            f"{stream.who}.dataset changes the number of batches of context.indices (for example with filter or take); "
+            "with the strategy parameter_server it must produce one batch per batch, as map does"
         )
     if not stream.infinite and not stream.unknown:
         raise UsageError(
-            f"{stream.who}.dataset ends, and each worker reads by itself; with the strategy parameter_server training "
+            f"{stream.who}.dataset ends, but each worker reads by itself; with the strategy parameter_server training "
             "data must not end: repeat() it, and give a number of steps"
         )
 

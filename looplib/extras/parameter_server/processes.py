@@ -46,22 +46,22 @@ def counts() -> tuple[int, int]:
 
 
 def connected() -> bool:
-    """Whether this process is a coordinator that has connected to its servers."""
+    """Returns whether this process is a coordinator that has connected to its servers."""
     return _connected
 
 
 def _cluster() -> environment.Cluster:
     found = environment.resolve()
     if found is None or not found.parameter_servers:
-        names = "nothing in the environment names any" if found is None else f"{found.source} names none"
+        names = "the environment defines no cluster" if found is None else f"{found.source} lists no parameter servers"
         raise UsageError(
-            f"the strategy is parameter_server, and {names}; expected TF_CONFIG with a chief, workers and ps, as "
+            f"the strategy is parameter_server, but {names}; expected TF_CONFIG with a chief, workers and ps, as "
             "`python -m looplib launch --workers=2 --parameter_servers=1 -- COMMAND` sets it"
         )
     if found.task_type == "evaluator":
         raise UsageError(
-            f"{found.source} says that this process is an evaluator, which no chief of a parameter_server training "
-            "coordinates; start it with --strategy=one_device --mode=continuous_eval"
+            f"{found.source} declares this process as an evaluator, which a parameter_server training does not "
+            "coordinate; start it with --strategy=one_device --mode=continuous_eval"
         )
     return found
 
@@ -93,8 +93,8 @@ def _serve(found: environment.Cluster) -> NoReturn:
         server = tf.distribute.Server(spec, job_name=job, task_index=index, protocol="grpc", config=config)
     except tf.errors.OpError as error:
         raise UsageError(
-            f"{job} {index} cannot serve at {spec.task_address(job, index)} ({gist(error)}); see what else uses that "
-            "address, or name another in TF_CONFIG"
+            f"{job} {index} cannot serve at {spec.task_address(job, index)} ({gist(error)}); end the process that uses "
+            "that address, or set another one in TF_CONFIG"
         ) from error
     coordinator = found.chief
     logging.info("%s %d serves at %s until the coordinator at %s is gone", job, index, server.target, coordinator)
@@ -103,7 +103,7 @@ def _serve(found: environment.Cluster) -> NoReturn:
             _wait_until_gone(coordinator)
     except Preempted:
         raise Preempted(
-            f"ended by {notice.requested}: {job} {index} serves no more; run the same command again"
+            f"ended by {notice.requested}: {job} {index} has stopped serving; run the same command again"
         ) from None
     raise CoordinatorGone(f"{job} {index} served until the coordinator at {coordinator} was gone")
 

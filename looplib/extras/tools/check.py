@@ -1,6 +1,6 @@
-"""Checks of a whole binary: does a killed run end as an uninterrupted one, and a run on more replicas as on one?
+"""Checks of a complete binary: does a killed run end like an uninterrupted one, and a run on several replicas like one?
 
-Each check runs the user's command in run directories of its own and compares what these hold at the end.
+Each check runs the user's command in separate run directories and compares what these hold at the end.
 """
 
 import json
@@ -32,26 +32,26 @@ _NO_DEVICES = {
 }
 
 _DATA_HINT = (
-    "the data comes first, as other examples were trained on (--steps_per_loop=1 tells at which step). In `dataset`, "
-    "build on context.indices, or seed each shuffle with context.seed; draw augmentation from tf.random.stateless_* "
-    "with the example's id in the seed, not from tf.random.uniform or numpy"
+    "check the data first: different examples were used (--steps_per_loop=1 shows at which step). In `dataset`, "
+    "build on context.indices, or seed each shuffle with context.seed; use tf.random.stateless_* for augmentation, "
+    "with the example's id in the seed, not tf.random.uniform or numpy"
 )
 _RESUME_HINT = (
-    "the examples are the same, so the step uses something that a checkpoint does not hold: tf.random.normal, tf_keras "
+    "the examples are equal, so the step uses something that a checkpoint does not hold: tf.random.normal, tf_keras "
     "dropout, a Python counter, an array in an attribute (docs/guide.md: What is state, Randomness). --baseline=2 "
-    "tells whether two uninterrupted runs agree at all"
+    "shows whether two uninterrupted runs agree at all"
 )
 _REPORT_HINT = (
-    "what both have is the same, so the training is right and its report is not: a loop_end or step_fn that names "
-    "metrics by chance, or else a fault of looplib's own, to report"
+    "all values that both runs have are equal, so the training is right and only the report differs: a loop_end or "
+    "step_fn names metrics by chance, or looplib has a bug; please report it"
 )
 _BASELINE_HINT = (
-    "no kill is needed to make a difference, so begin there: add --deterministic to the command, and seed whatever is "
-    "random from its --seed"
+    "uninterrupted runs differ too, so start there: add --deterministic to the command, and seed everything random "
+    "from its --seed"
 )
 _REPLICAS_HINT = (
-    "the examples are the same, and the difference is larger than rounding makes it, so the step depends on how they "
-    "are divided: the loss must be divided by the global batch (self.global_mean), regularization by "
+    "the examples are equal, and the difference is larger than rounding explains, so the step depends on how they are "
+    "divided: the loss must be divided by the global batch (self.global_mean), regularization by "
     "tf.nn.scale_regularization_loss; dropout and batch normalization differ by nature"
 )
 
@@ -71,7 +71,7 @@ def resume(
       command: a looplib binary and its flags without `--model_dir`.
       directory: where to keep the run directories; default a temporary one, which stays if they differ.
       kills: how often the second run is killed.
-      seed: decides the moments.
+      seed: seed for the moments of the kills.
       baseline: how many uninterrupted runs to make, and compare with each other first.
       timeout: seconds that one start of the command may take.
 
@@ -97,9 +97,9 @@ def resume(
         say("two uninterrupted runs are equal")
     killed = os.path.join(folder, "killed")
     steps = run_killed(command, killed, lives[0], kills, random.Random(seed), timeout)
-    say(f"killed: the starts after a kill went on from the steps {', '.join(map(str, sorted(set(steps))))}")
+    say(f"killed: restarts resumed from the steps {', '.join(map(str, sorted(set(steps))))}")
     if not any(0 < step < lives[0].saved for step in steps):
-        say("no start went on from the midst of the run, so little was checked; give it more steps, and saves between")
+        say("no restart resumed from the middle of the run, so the check covers little; use more steps and more saves")
     name = f"after {len(steps)} kill{'s' if len(steps) > 1 else ''}"
     return _verdict(compare(whole[0], killed), _RESUME_HINT, "uninterrupted", name, folder, bool(directory))
 
@@ -215,7 +215,7 @@ def fits(
     if faults:
         say(f"NOT READY for a {platform}: {faults} fault{'s' if faults > 1 else ''}")
         return EXIT_DIFFERENT
-    say(f"READY for a {platform}, as far as can be told without one")
+    say(f"READY for a {platform}, as far as can be checked without one")
     return EXIT_DONE
 
 
@@ -270,7 +270,7 @@ def _verdict(comparison: Comparison, hint: str, one: str, other: str, folder: st
         hint = _REPORT_HINT
     elif hint is not _BASELINE_HINT and any(where.endswith(example_checksum.METRIC) for where in both):
         hint = _DATA_HINT
-    say(f"what to look at: {hint}; all is in {folder}")
+    say(f"possible cause: {hint}; all files are in {folder}")
     return EXIT_DIFFERENT
 
 
@@ -280,9 +280,9 @@ def _prepare(directory: str | None) -> str:
     try:
         os.makedirs(directory, exist_ok=True)
         if os.listdir(directory):
-            raise UsageError(f"--dir {directory} is not empty; name a directory for these runs alone")
+            raise UsageError(f"--dir {directory} is not empty; use an empty directory")
     except OSError as error:
-        raise UsageError(f"--dir {directory} cannot be made ({error.strerror}); name one that can") from error
+        raise UsageError(f"--dir {directory} cannot be made ({error.strerror}); use another directory") from error
     return os.path.abspath(directory)
 
 
@@ -292,6 +292,4 @@ def _refuse_flags(command: Sequence[str], *names: str) -> None:
     for argument in command:
         name = argument.lstrip("-").split("=")[0] if argument.startswith("-") else ""
         if name in names:
-            raise UsageError(
-                f"the command {shlex.join(command)} has --{name}, which the check sets itself; leave it out"
-            )
+            raise UsageError(f"the command {shlex.join(command)} has --{name}, which the check sets itself; remove it")

@@ -96,7 +96,7 @@ def compare(
     result.examples = all(any(where.endswith(example_checksum.METRIC) for _, where in run) for run in (ones, others))
     readers = [tf.train.load_checkpoint(final_checkpoint(folder)) for folder in (first, second)]
     keys = [reader.get_variable_to_shape_map().keys() - set(_NOT_COMPARED) for reader in readers]
-    for key in sorted(keys[0] | keys[1]):  # one at a time, as a model may fill half of the memory
+    for key in sorted(keys[0] | keys[1]):  # one at a time, because a model may fill half of the memory
         one, other = (reader.get_tensor(key) if key in own else None for reader, own in zip(readers, keys))
         whole = np.asarray(one).dtype.kind in "iub"  # counters and seeds
         name = key.replace("/.ATTRIBUTES/VARIABLE_VALUE", "")
@@ -112,7 +112,7 @@ def compare(
 def _slack(
     folder: str | os.PathLike[str], numbers: dict[tuple[str, str], Any], rounding: dict[str, float]
 ) -> dict[str, float]:
-    """Returns the absolute difference that each number may have besides the tolerances, by where it is."""
+    """Returns the absolute difference allowed for each number in addition to the tolerances, by location."""
     slack = {where: _TIMES_ROUNDING * gap for where, gap in rounding.items()}
     counting = _counting(folder)
     so_far: dict[tuple[str, str], float] = {}  # where rounding is small once, it may grow again

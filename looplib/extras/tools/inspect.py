@@ -27,7 +27,7 @@ def inspect(directory: str, verify: bool = False) -> int:
     for found in commits.listing(folder):
         step, done = found.step, found.commit
         if done is None:
-            rows.append((str(step), "", "", f"does not count: {found.reason}", ""))
+            rows.append((str(step), "", "", f"invalid: {found.reason}", ""))
             continue
         reason = commits.verify(done, thorough=verify)
         damaged, good = damaged + bool(reason), good + (not reason)

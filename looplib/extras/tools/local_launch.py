@@ -36,8 +36,8 @@ def launch(
 ) -> int:
     """Runs a command as several processes that find each other by TF_CONFIG, and waits for them.
 
-    Without parameter servers, all processes end when one has failed, and all are started again. With them there is a
-    chief too: when it ends all end, while a worker or parameter server that fails is started again alone.
+    Without parameter servers, all processes end when one has failed, and all are restarted. With them there is a
+    chief too: when it ends all end, while a worker or parameter server that fails is restarted alone.
 
     Args:
       command: the program and its arguments.
@@ -70,7 +70,7 @@ def launch(
         for attempt in range(restarts + 1):
             if attempt:
                 pause = min(_LONGEST_PAUSE, backoff * 2 ** (attempt - 1))
-                _say(f"starts again in {pause:g} s, from the newest checkpoint ({attempt} of {restarts} restarts)")
+                _say(f"restarting in {pause:g} s from the newest checkpoint (restart {attempt} of {restarts})")
                 if signals.wait(pause):
                     return EXIT_PREEMPTED
             tasks = run.attempt(restarts if parameter_servers else 0, backoff)
@@ -85,7 +85,7 @@ def launch(
 def hold_ports(count: int) -> Iterator[list[int]]:
     """Reserves free ports of the loopback interface: no other process gets one by chance while the block runs.
 
-    They are bound but nobody listens on them, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
+    They are bound but not listened on, so servers that set SO_REUSEADDR can use them, and TensorFlow's do.
     """
     with contextlib.ExitStack() as stack:
         ports = []
@@ -176,11 +176,11 @@ class _Run:
         ways = collections.defaultdict(list)
         for task in sorted(tasks, key=lambda task: (task.killed, task.code > 0)):
             if task.killed:
-                ways[f"did not end within {self._grace:g} s and had to be killed"].append(task.name)
+                ways[f"did not exit within {self._grace:g} s and had to be killed"].append(task.name)
             elif task.code < 0:
                 ways[f"was ended by {signal.Signals(-task.code).name}"].append(task.name)
             elif task.code:
-                ways[f"ended with code {task.code}"].append(task.name)
+                ways[f"exited with code {task.code}"].append(task.name)
         return "; ".join(f"{', '.join(names)} {way}" for way, names in ways.items())
 
     def _start(self, task: _Task) -> None:
@@ -243,8 +243,8 @@ class _Run:
             pause = min(_LONGEST_PAUSE, backoff * 2**task.restarts)
             task.restarts += 1
             task.due = now + pause
-            _say(f"{task.name} ended with code {task.code} and starts again in {pause:g} s ({task.restarts} of "
-                 f"{single_restarts} restarts)")  # fmt: skip
+            _say(f"{task.name} exited with code {task.code}; restarting in {pause:g} s (restart {task.restarts} of "
+                 f"{single_restarts})")  # fmt: skip
 
     def _end(self, tasks: list[_Task]) -> None:
         for task in tasks:

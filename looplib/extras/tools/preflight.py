@@ -2,7 +2,7 @@
 
 `python -m looplib check tpu -- COMMAND` starts a binary with `LOOPLIB_PREFLIGHT` in its environment. The binary builds
 its trainer, evaluators and controller as always, on this machine's CPU, and passes their steps to `answer` instead of
-running them. An environment variable and not a flag asks for it, because the command is checked as it is typed, and
+running them. An environment variable and not a flag asks for it, because the command is checked unchanged, and
 only the process that has built a step has access to it.
 
 XLA lowers for a TPU where the package `tensorflow-tpu` is installed. TensorFlow's ordinary package knows no TPU and
@@ -55,7 +55,7 @@ class Finding:
       kind: "unsupported op", "dynamic shape", "batch size" or "slow dtype".
       text: the fault and what to do, without a full stop.
       line: the user's source line as "file:line: text", or "".
-      fault: whether it must be mended; if not, it is advice.
+      fault: whether it must be fixed; if not, it is advice.
     """
 
     split: str
@@ -66,7 +66,7 @@ class Finding:
 
 
 def requested() -> bool:
-    """Whether this process was started for a preflight."""
+    """Returns whether this process was started for a preflight."""
     return VARIABLE in os.environ
 
 
@@ -348,7 +348,7 @@ def _bytes(tensor: tf.Tensor | tf.TensorSpec | tf.Variable) -> int:
 def _temporary_bytes(function: tf.types.experimental.PolymorphicFunction, spec: Any) -> int | None:
     """Returns the bytes that XLA, compiling for a CPU, reserves for values inside of the step; None if it cannot say.
 
-    It is the plan of a real compiler for this program and batch, but for another device: a TPU fuses other ops
+    It is the plan of a real compiler for this program and batch, on another device: a TPU fuses other ops
     together, and pads the last two dimensions to multiples of 8 and 128.
     """
     compiled = tf.function(function.python_function, jit_compile=True)

@@ -1,4 +1,4 @@
-"""The command under check: started in run directories of its own, to its end or until it is killed."""
+"""The command under check: run in separate run directories, to its end or until it is killed."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from looplib.errors import UsageError
 from looplib.extras.tools.compare import final_checkpoint
 from looplib.loop import example_checksum
 
-# What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is struck.
+# What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is hit.
 _KILLS = ("after a save", "while it started", "while it ran")
 
 
@@ -89,7 +89,7 @@ def run(
         code = process.wait()
     newest = latest_checkpoint(os.path.join(folder, "checkpoints"))  # a kill may leave a later one unfinished
     life.saved = int(newest.rsplit("-", 1)[1]) if newest else 0
-    life.killed = struck and code == -signal.SIGKILL  # otherwise it ended by itself before the kill
+    life.killed = struck and code == -signal.SIGKILL  # otherwise it ended before the kill
     if code and not life.killed:
         how = f"did not end within {timeout:g} s (--timeout)" if life.now > timeout else f"failed with code {code}"
         with open(f"{folder}.log", errors="replace") as log:
@@ -106,7 +106,7 @@ def _start(command: Sequence[str], folder: str, environment: Mapping[str, str]) 
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a process group of its own, to kill it whole
+                start_new_session=True,  # a separate process group, to kill it with its children
                 env={**os.environ, **environment},
             )
         except OSError as error:
@@ -161,13 +161,13 @@ def run_killed(
             when = f"{kind}, {life.now:.2f} s after its start"
             say(f"killed: {when}, kill {len(steps)} of {kills}; it had saved step {life.saved}")
         elif steps:
-            ended = True  # the remaining kills strike starts that find nothing left to do
-            say(f"killed: ended, after {life.now:.2f} s, before a kill could come")
+            ended = True  # the remaining kills hit starts that find nothing left to do
+            say(f"killed: ended after {life.now:.2f} s, before the kill")
         else:
-            say(f"killed: ended, after {life.now:.2f} s, before a kill could come; it starts again from step 0")
+            say(f"killed: ended after {life.now:.2f} s, before the kill; restarting from step 0")
             shutil.rmtree(folder)
     if not steps:
-        raise UsageError("no kill came before the command had ended; give it more steps to run")
+        raise UsageError("the command ended before the first kill; use more steps")
     run_to_the_end(command, folder, timeout)
     return steps
 

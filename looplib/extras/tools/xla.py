@@ -12,12 +12,12 @@ import tensorflow as tf
 
 
 def lacks_a_kernel(error: BaseException) -> bool:
-    """Whether XLA refused a program for an op that it has no kernel for on the device."""
+    """Returns whether XLA refused a program for an op that it has no kernel for on the device."""
     return "unsupported operations" in str(error)
 
 
 def needs_a_constant(error: BaseException) -> bool:
-    """Whether XLA refused a program for a size that depends on values."""
+    """Returns whether XLA refused a program for a size that depends on values."""
     return bool(re.search(r"compile-time constant|static(ally)? (input )?shape|dynamic|bounded", str(error)))
 
 
