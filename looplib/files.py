@@ -211,13 +211,14 @@ def check_writable(directory: str) -> None:
       UsageError: if it cannot be written to; names the reason.
     """
     try:
-        tf.io.gfile.makedirs(directory)
         if is_remote(directory):
+            tf.io.gfile.makedirs(directory)
             probe = f"{directory}/.looplib-{os.getpid()}-{time.time_ns()}"
             with tf.io.gfile.GFile(probe, "w") as file:
                 file.write("")
             tf.io.gfile.remove(probe)
         else:
+            os.makedirs(os.path.realpath(directory), exist_ok=True)  # it may be a link to one that is not there yet
             tempfile.TemporaryFile(dir=directory).close()
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(

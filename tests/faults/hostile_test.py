@@ -145,6 +145,12 @@ LINKS = [
 ]
 
 
+def test_a_model_dir_may_be_a_link_to_a_directory_that_is_not_there_yet(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert train(tmp_path / "link", 2).global_step == 2
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
 @pytest.mark.parametrize(
     "names", [LINKS, *more([name] for name in LINKS)], ids=lambda names: names[0] if len(names) == 1 else "all"
 )
