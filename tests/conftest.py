@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import signal
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -36,6 +37,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts commands in the background with these ignored
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     global _all
     _all = config.getoption("all")
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
