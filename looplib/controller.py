@@ -1,7 +1,6 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -142,7 +141,7 @@ class Controller:
     @property
     def engines(self) -> dict[str, dict[str, Any]]:
         """The choices of `loop="auto"` so far: dict from split to `loop`, `chunk` and `seconds_per_step`."""
-        return {split: dataclasses.asdict(choice) for split, choice in self._run.loops.engines.items()}
+        return self._run.loops.choices
 
     @property
     def loops(self) -> dict[str, Loop]:

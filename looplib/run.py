@@ -303,7 +303,7 @@ class Run:
             step=self.step,
             metrics={**({"train": trained} if trained else {}), **self.last_evaluation},
             rollbacks=self.store.record.rollbacks,
-            engines={split: dataclasses.asdict(choice) for split, choice in self.loops.engines.items()},
+            engines=self.loops.choices,
             saved_step=int(latest.rsplit("-", 1)[1]) if (latest := self.directory.latest) else None,
         )
 

@@ -145,7 +145,7 @@ def listing(directory: str) -> list[Found]:
 
 
 def _by_step(directory: str) -> dict[int, list[str]]:
-    """Returns the names of the files of each step, whoever made them."""
+    """Returns the names of the files of each step, also those of other programs."""
     found: dict[int, list[str]] = {}
     for name in _names(directory):
         match = _NAME.match(name)

@@ -119,4 +119,4 @@ def _exported_variables(path: str) -> int:
     try:
         return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(path))
     except (ValueError, tf.errors.OpError):
-        return 0  # whoever reads it next raises the error
+        return 0  # the next reader raises the error

@@ -160,6 +160,11 @@ class Loops:
         """The choices of `loop="auto"` so far, by split."""
         return {split: loop.chosen for split, loop in self.by_name.items() if loop.chosen}
 
+    @property
+    def choices(self) -> dict[str, dict[str, Any]]:
+        """The `engines` as plain dicts, for a user and for `run.json`."""
+        return {split: dataclasses.asdict(choice) for split, choice in self.engines.items()}
+
     def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
         """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.
 
