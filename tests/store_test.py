@@ -277,8 +277,8 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path, c
 def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
     trainer, evaluator = toy.build(make_strategy("default"))
     for metric, message in (
-        ("test/accuracy", "no evaluator 'test'; there is eval"),
-        ("eval/acc", "gives eval/accuracy"),
+        ("test/accuracy", "needs the evaluator 'test', which does not exist; the evaluators are: eval"),
+        ("eval/acc", "it returns eval/accuracy"),
     ):
         policy = looplib.CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest(metric)))
         with pytest.raises(UsageError, match=message):
@@ -305,7 +305,7 @@ def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
         if known:
             toy.controller(make_strategy("default"), trainer, Metrics(trainer.model), **settings).close()
             continue
-        with pytest.raises(UsageError, match="gives eval/accuracy, eval/examples, eval/norm, eval/top; name one"):
+        with pytest.raises(UsageError, match="it returns eval/accuracy, eval/examples, eval/norm, eval/top; name one"):
             toy.controller(make_strategy("default"), trainer, Metrics(trainer.model), **settings)
 
 
