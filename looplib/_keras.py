@@ -111,6 +111,15 @@ def scales_loss(optimizer: Any) -> bool:
     return getattr(optimizer, "inner_optimizer", None) is not None
 
 
+def changes_when_called(layer: Any) -> bool:
+    """Returns whether a call of a layer may change a state in it: of random numbers, or moving statistics."""
+    if layer.non_trainable_variables or untracked_variables(layer):
+        return True
+    # tf_keras draws from TensorFlow's own state by default, of which there is no variable.
+    parts = (layer, *layer.submodules) if family(layer) == "tf_keras" else ()
+    return any(getattr(part, "_random_generator", None) is not None for part in parts)
+
+
 def computes_in_float16(model: Any) -> bool:
     """Returns whether a model, or a layer directly in it, computes in float16."""
     layers = [model, *(model.layers if is_model(model) else ())]

@@ -9,7 +9,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib import UsageError
+from looplib import UsageError, _keras
 from looplib.__main__ import main as looplib_main
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
@@ -395,6 +395,50 @@ def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
+def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
+    """Their activations are not kept: the step multiplies matrices more often, and the weights are the same."""
+    strategy, keras = make_strategy(name), FAMILIES[family]
+
+    class Deep(Tagger):
+        def __init__(self, **settings):
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.InputLayer((TOKENS, FEATURES))]
+            block = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(8, "tanh")]
+            layers += [keras.Sequential(block, name="block"), keras.layers.Dense(CLASSES)]
+            optimizer = keras.optimizers.SGD(RATE)
+            looplib.GradientTrainer.__init__(self, keras.Sequential(layers), optimizer, **settings)
+            self._weighted, self._blow_up_at = True, None
+
+    weights, products = [], []
+    for settings in ({}, {"rematerialize": "block"}):
+        with strategy.scope():
+            trainer = Deep(**settings)
+        settings = dict(strategy=strategy, global_batch_size=BATCH, writers=[])
+        with looplib.Controller(trainer=trainer, **settings) as controller:
+            controller.train(3)
+            weights.append(trainer.model.get_weights())
+        kernel = tf.function(lambda trainer=trainer: _gradient(trainer)).get_concrete_function()
+        products.append(sum(op.type in ("MatMul", "BatchMatMulV2") for op in kernel.graph.get_operations()))
+    for a, b in zip(*weights):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert products[1] >= products[0] + 1
+
+
+def _gradient(trainer):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(trainer.model(X, training=True))
+    variables = [_keras.tf_variable(v) for v in trainer.model.trainable_variables]
+    return tape.gradient(loss, variables)
+
+
+class Dropped(Tagger):
+    def __init__(self, keras):
+        layers = [keras.layers.InputLayer((TOKENS, FEATURES)), keras.layers.Dropout(0.5, name="drop")]
+        model = keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+        looplib.GradientTrainer.__init__(self, model, keras.optimizers.SGD(RATE), rematerialize="drop")
+
+
 class Scalar(Tagger):
     def loss_fn(self, inputs):
         return tf.reduce_mean(super().loss_fn(inputs)[0].value)
@@ -408,6 +452,9 @@ class Scalar(Tagger):
         (lambda: Tagger(micro_batches=0), "micro_batches is 0; expected a whole number of at least 1"),
         (lambda: Tagger(freeze="encoder"), "freeze has 'encoder', which matches no variable .*dense/kernel"),
         (lambda: Tagger(freeze=""), "matches all variables"),
+        (lambda: Dropped(keras3), "matches drop, and computing it twice gives two results"),
+        (lambda: Dropped(tf_keras), "matches drop, and computing it twice gives two results"),
+        (lambda: Tagger(rematerialize="block"), "rematerialize has 'block', which matches no layer"),
         (lambda: Tagger(no_decay="("), "no regular expression"),
         (lambda: Tagger(no_decay="bias"), "no optimizer has a weight_decay"),
         (lambda: Tagger(optimizer={"bias": keras3.optimizers.SGD(0.1)}), "no pattern of optimizer matches .*kernel"),
@@ -492,7 +539,7 @@ def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path,
         found = controller.evaluate()["eval"]
     assert found["kernel"] == pytest.approx(np.mean([weights[0][0, 0] for weights in seen[1:]]), rel=1e-6)
     assert found["bias"] == pytest.approx(np.mean([weights[1][0] for weights in seen[1:]]), rel=1e-6)
-    assert looplib_main(["average", str(run), str(mean), "--last=3"]) == 1
+    assert looplib_main(["average", str(run), str(mean), "--last=3"]) == 2
     assert "is not empty" in capsys.readouterr().err
-    assert looplib_main(["average", str(run), str(tmp_path / "more"), "--last=4"]) == 1
+    assert looplib_main(["average", str(run), str(tmp_path / "more"), "--last=4"]) == 2
     assert "has 3 intact checkpoints, and --last is 4" in capsys.readouterr().err

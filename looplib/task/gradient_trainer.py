@@ -58,6 +58,8 @@ class GradientTrainer(Trainer):
       loss_scale: "auto" scales the loss dynamically if the model computes in float16; "dynamic" always; None never. A
         step with an overflow updates nothing, on any replica, and counts as a step; the total `overflows` reports it.
       freeze: regular expressions; variables whose names match are not trained. See `parts.freeze`.
+      rematerialize: regular expressions; layers whose names match compute their activations twice, in less memory. See
+        `parts.rematerialize`.
       no_decay: regular expressions; the optimizer's weight decay leaves out variables whose names match, such as
         ("bias", "gamma", "beta").
       report: metrics to add, each the last step's: "learning_rate", "gradient_norm" (before clipping), "weight_norm"
@@ -94,6 +96,7 @@ class GradientTrainer(Trainer):
         average_decay: float | None = None,
         loss_scale: str | None = "auto",
         freeze: Sequence[str] | str = (),
+        rematerialize: Sequence[str] | str = (),
         no_decay: Sequence[str] | str = (),
         report: Sequence[str] = (),
     ) -> None:
@@ -103,6 +106,7 @@ class GradientTrainer(Trainer):
         self._report = _checked_reports(report)
         _check_model(model)
         self._trained = parts.freeze(model, freeze)
+        parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
         self._parts = parts.divided(optimizers, self._trained)
         _leave_out_of_decay(self._parts, no_decay)

@@ -1,8 +1,11 @@
 """Parts of a model, chosen by regular expressions on the names of its variables."""
 
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError, join_names
@@ -82,6 +85,43 @@ def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tup
         names = join_names([_keras.variable_path(variable) for variable in left])
         raise UsageError(f'no pattern of optimizer matches {names}; add a last one for the rest, "": optimizer')
     return parts
+
+
+def rematerialize(model: Any, patterns: Sequence[str] | str) -> None:
+    """Lets the matching layers compute their activations again in the backward pass, by `tf.recompute_grad`.
+
+    Only what goes into such a layer is kept for the gradient, so that a block of a deep model is a good choice.
+
+    Args:
+      model: a Keras model of either family, changed.
+      patterns: regular expressions, for `re.search` in the names of its layers and those of models in it.
+
+    Raises:
+      UsageError: for a pattern that matches nothing, or a layer whose second computation would differ.
+    """
+    layers = {id(layer): layer for layer in _layers(model)}.values()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        found = [layer for layer in layers if re.search(pattern, layer.name)]
+        if not found:
+            names = join_names([layer.name for layer in layers])
+            raise UsageError(
+                f"rematerialize has {pattern!r}, which matches no layer of the model; its layers are: {names}"
+            )
+        for layer in found:
+            if _keras.changes_when_called(layer):
+                raise UsageError(
+                    f"rematerialize has {pattern!r}, which matches {layer.name}, and computing it twice gives two "
+                    "results (dropout, batch normalization or another state in it); match layers without state"
+                )
+            layer.call = _recomputed(layer.call)
+
+
+def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
+
+    return recomputed
 
 
 def _layers(model: Any) -> Iterator[Any]:
