@@ -274,7 +274,7 @@ def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
         trainer = Tagger(keras, optimizers, report=("learning_rate",))
     metrics = train(trainer, 3, strategy, model_dir=tmp_path)
     assert_weights(trainer, numpy_weights(3, lambda g, p: [g[0], g[1] * 0.1 / RATE]))
-    assert metrics["learning_rate/bias"] == pytest.approx(0.1) and metrics["learning_rate/"] == pytest.approx(RATE)
+    assert metrics["learning_rate/bias"] == pytest.approx(0.1) and metrics["learning_rate/rest"] == pytest.approx(RATE)
 
 
 def test_no_decay_leaves_out_the_variables_that_match(keras):

@@ -276,7 +276,7 @@ class GradientTrainer(Trainer):
         if "learning_rate" in self._report:
             for pattern, optimizer, _ in self._parts:
                 rate = optimizer.learning_rate
-                name = f"learning_rate/{pattern}" if len(self._parts) > 1 else "learning_rate"
+                name = f"learning_rate/{pattern or 'rest'}" if len(self._parts) > 1 else "learning_rate"
                 metrics[name] = reductions.last(rate(optimizer.iterations) if callable(rate) else rate)
         return metrics
 
