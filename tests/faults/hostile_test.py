@@ -104,7 +104,6 @@ def test_a_marker_names_files_of_its_own_checkpoint_only(step, name, folder, vic
         {"files": []},
         {"files": {"ckpt-6.index": 3}},
         {"files": {"ckpt-6.index": {"bytes": -1, "sha256": "0"}}},
-        {"files": {"ckpt-6.index": {"bytes": 10**30, "sha256": "0"}}},
         {"scores": {"eval/accuracy": "best"}},
         {"scores": {"eval/accuracy": [[]]}},
         {"scores": 7},
@@ -121,6 +120,15 @@ def test_a_marker_of_other_types_or_names_is_damage(changes, folder, victim):
         listed = json.loads(path.read_text())["files"]
         changes = {"files": listed | {name.format(victim=victim): value for name, value in changes["files"].items()}}
     rewrite_marker(path, **changes)
+    newest = commits.listing(str(folder / "checkpoints"))[0]
+    assert newest.step == 6 and newest.reason.startswith("its marker cannot be read")
+    check_damage(folder)
+
+
+def test_a_size_that_no_file_has_is_damage(folder):
+    path = folder / "checkpoints" / "ckpt-6.commit"
+    listed = json.loads(path.read_text())["files"]
+    rewrite_marker(path, files={**listed, "ckpt-6.index": {"bytes": 10**30, "sha256": "0"}})
     check_damage(folder)
 
 
