@@ -285,7 +285,7 @@ def test_a_lookup_table_is_found():
     assert any(kind == "unsupported op" and "# in the step" in line for kind, line in kinds(look(step)))
 
 
-def test_where_tensorflow_has_hidden_what_is_not_public_less_is_told(monkeypatch):
+def test_where_tensorflow_has_hidden_what_is_not_public_less_is_reported(monkeypatch):
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
     assert _tf._graph_of(object(), "f") is None
     monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)
