@@ -12,7 +12,8 @@ from looplib.cluster import gradient_sum
 from looplib.errors import UsageError, whole_number
 from looplib.task import gradients as gradient_math
 from looplib.task import loss_scale as scaling
-from looplib.task import micro_batches, parts, reductions
+from looplib.task import micro_batches as splitting
+from looplib.task import parts, reductions
 from looplib.task.averages import WeightAverages
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Trainer
@@ -66,6 +67,11 @@ class GradientTrainer(Trainer):
       report: metrics to add, each the last step's: "learning_rate", "gradient_norm" (before clipping), "weight_norm"
         (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
 
+    Attributes:
+      micro_batches: the number of parts; None until "auto" is decided, when the step is traced.
+      averages: `WeightAverages`, or None.
+      loss_scale: `DynamicLossScale`, or None.
+
     Raises:
       UsageError: for bad input, as a sentence.
 
@@ -103,7 +109,7 @@ class GradientTrainer(Trainer):
     ) -> None:
         self.model, self.optimizer = model, optimizer
         auto = micro_batches == "auto"
-        self._micro_batches = None if auto else whole_number("micro_batches", micro_batches)
+        self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
         self._clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         self._report = _checked_reports(report)
         _check_model(model)
@@ -134,9 +140,9 @@ class GradientTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
-        if self._micro_batches is None:
-            self._micro_batches = micro_batches.fitting(self._probe, inputs)
-        if self._micro_batches == 1:
+        if self.micro_batches is None:
+            self.micro_batches = splitting.fitting(self._probe, inputs)
+        if self.micro_batches == 1:
             backward = self._backward(inputs)
         else:
             backward = self._accumulated(inputs)
@@ -169,7 +175,7 @@ class GradientTrainer(Trainer):
                 weight = tf.cast(tf.shape(losses)[0], target.dtype)
         auxiliary = None
         if own := list(self.model.losses) if _keras.is_layer(self.model) else []:
-            shares = tf.distribute.get_strategy().num_replicas_in_sync * self._micro_batches
+            shares = tf.distribute.get_strategy().num_replicas_in_sync * self.micro_batches
             auxiliary = tf.add_n([tf.cast(loss, target.dtype) for loss in own]) / shares
             if weight is None:
                 target, auxiliary = target + auxiliary, None
@@ -177,29 +183,29 @@ class GradientTrainer(Trainer):
         return _times(target, scale), weight, _times(auxiliary, scale)
 
     def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
-        """Computes the gradients in `count` parts, for `micro_batches.fitting`."""
-        self._micro_batches = count
+        """Computes the gradients in `count` parts, for `fitting`."""
+        self.micro_batches = count
         try:
             backward = self._backward(inputs) if count == 1 else self._accumulated(inputs)
         finally:
-            self._micro_batches = None
+            self.micro_batches = None
         return _flattened(backward, self._trained)
 
     def _accumulated(self, inputs: Any) -> _Backward:
         """Computes micro-batch after micro-batch; its gradients are dense."""
-        metric_sums, structure = micro_batches.MetricSums(), {}
+        metric_sums, structure = splitting.MetricSums(), {}
 
         def compute(part: Any) -> list[tf.Tensor]:
             backward = self._backward(part)
             structure.update(auxiliary=len(backward.auxiliary), weighted=backward.weight is not None)
             return _flattened(backward, self._trained) + metric_sums.pack(backward.metrics)
 
-        sums = micro_batches.summed(compute, inputs, self._micro_batches)
+        sums = splitting.summed(compute, inputs, self.micro_batches)
         count = len(self._trained)
         data, sums = sums[:count], sums[count:]
         auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
         weight, sums = (sums[0], sums[1:]) if structure["weighted"] else (None, sums)
-        return _Backward(data, auxiliary, weight, metric_sums.unpack(sums, self._micro_batches))
+        return _Backward(data, auxiliary, weight, metric_sums.unpack(sums, self.micro_batches))
 
     # The update.
 

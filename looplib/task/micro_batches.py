@@ -1,5 +1,6 @@
 """Gradient accumulation: a batch is computed in parts, one after the other, in the memory of one part."""
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
@@ -69,23 +70,30 @@ def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
             "tensor; give a number"
         )
     size = leaves[0].shape[0]
+    specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
     for count in (number for number in range(1, size + 1) if size % number == 0):
-        with tf.init_scope():
-            traced = tf.function(lambda *batch, count=count: compute(tf.nest.pack_sequence_as(inputs, batch), count))
-            traced = traced.get_concrete_function(*(tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves))
-            before = [variable.read_value() for variable in traced.variables]
-            try:
-                traced(*(tf.zeros(leaf.shape, leaf.dtype) for leaf in leaves))
-            except tf.errors.ResourceExhaustedError:
-                continue
-            finally:
-                for variable, value in zip(traced.variables, before):
-                    variable.assign(value)
-        logging.info("micro_batches=auto: a per-replica batch of %d fits into memory in %d parts", size, count)
-        return count
+        function = tf.function(lambda *batch, count=count: compute(tf.nest.pack_sequence_as(inputs, batch), count))
+        # In a thread that is not tracing; tf.init_scope would leave the graph too, but stops all gradient tapes.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            if thread.submit(_fits, function, specs).result():
+                logging.info("micro_batches=auto: a per-replica batch of %d fits into memory in %d parts", size, count)
+                return count
     raise UsageError(
         "the memory does not suffice for the gradients of one example; use a smaller model, or rematerialize"
     )
+
+
+def _fits(function: tf.types.experimental.PolymorphicFunction, specs: list[tf.TensorSpec]) -> bool:
+    """Runs a function on zeros; returns whether the memory suffices. Restores the variables."""
+    traced = function.get_concrete_function(*specs)
+    before = [variable.read_value() for variable in traced.variables]
+    try:
+        return traced(*(tf.zeros(spec.shape, spec.dtype) for spec in specs)) is not None
+    except tf.errors.ResourceExhaustedError:
+        return False
+    finally:
+        for variable, value in zip(traced.variables, before):
+            variable.assign(value)
 
 
 def _divided(inputs: Any, count: int) -> Callable[[tf.Tensor], Any]:
