@@ -1,6 +1,5 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +8,11 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import console
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, whole_number
+from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
-from looplib.health.preemption import notice
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
@@ -100,6 +98,7 @@ class Controller:
             actions=self._actions,
             config=config,
         )
+        self._evaluations = Evaluations(self._run, self._publish)
         self.clock, self.report = self._run.clock, self._run.report
 
     # What a user calls.
@@ -193,20 +192,7 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        run, loops = self._run, self._run.loops
-        steps = task_loop.check_evaluation(loops.evaluations, steps)
-        run.refuse_without_state()
-        with contextlib.nullcontext() if loops.training else run.report.of_a_start(run.restored_from):
-            results, step = {}, run.step
-            with console.guarded(), notice.listening(), run.watchdog.watching():
-                for name in loops.evaluations:
-                    metrics = loops.evaluate(name, steps)
-                    if metrics is None:
-                        run.leave(step)
-                    results[name] = metrics
-                    self._publish(name, step, metrics)
-            run.note_evaluation(step, results)
-            return results
+        return self._evaluations.at_this_step(steps)
 
     def evaluate_continuously(
         self, steps: int = -1, until_step: int | None = None, timeout: float | None = None
@@ -224,23 +210,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no checkpoint came in time.
         """
-        steps = task_loop.check_evaluation(self._run.loops.evaluations, steps)
-        if until_step is not None:
-            until_step = whole_number("until_step", until_step, least=0)
-        results, directory = None, self._run.directory
-        directory.need("evaluate_continuously")
-        self._run.refuse_while_training("evaluate_continuously")
-        with console.guarded(), notice.listening():
-            for _ in self._run.follow(timeout):
-                results = self.evaluate(steps)
-                if until_step is not None and self.global_step >= until_step:
-                    break
-        if results is None:
-            raise UsageError(
-                f"no checkpoint came in {directory.checkpoints} within {timeout} s; check that the training writes "
-                "there"
-            )
-        return results
+        return self._evaluations.of_each_checkpoint(steps, until_step, timeout)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.
@@ -364,7 +334,7 @@ class Controller:
         elif schedule.end is None or step < schedule.end:
             run.drop_what_comes_after(schedule.evaluate_every)
         self._stopped, run.last_evaluation = False, {}
-        if schedule.evaluates_at(step) and run.lacks_an_evaluation():
+        if schedule.evaluates_at(step) and self._evaluations.lack():
             self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
         run.loops.training.resume(step + run.store.input_offset)
         run.window.measure_from(step)
@@ -381,7 +351,7 @@ class Controller:
         run.recovery.check(step)
         if step > run.store.record.reported.get("train", 0):
             self._report(step)
-        if schedule.evaluate_every and run.lacks_an_evaluation():
+        if schedule.evaluate_every and self._evaluations.lack():
             with run.saved():
                 self.evaluate(eval_steps)
         run.writers.flush()

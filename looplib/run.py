@@ -164,23 +164,6 @@ class Run:
                     raise
                 path = newer
 
-    def follow(self, timeout: float | None) -> Iterator[None]:
-        """Restores each new checkpoint of another job.
-
-        Args:
-          timeout: seconds to wait for one; None waits forever.
-        """
-        known = None
-        while path := self.directory.wait_for_newer(known, timeout):
-            try:
-                self.restore(path)
-            except UsageError:
-                if tf.io.gfile.exists(path + ".commit") or self.workers.count > 1:
-                    raise
-                continue  # the training has meanwhile deleted it, and has newer ones
-            yield
-            known = self.restored_from
-
     # What a controller does between loops.
 
     @property
@@ -259,11 +242,6 @@ class Run:
         self.store.record.reported[split] = step
         if split == "train":
             self.store.record.train = metrics
-
-    def lacks_an_evaluation(self) -> bool:
-        """Returns whether an evaluator has not reported at the current step."""
-        reported, step = self.store.record.reported, self.step
-        return any(reported.get(name) != step for name in self.loops.evaluations)
 
     def note_evaluation(self, step: int, results: dict[str, Metrics]) -> None:
         """Keeps the metrics of all evaluators, also with the checkpoint of their step."""
