@@ -8,7 +8,7 @@ from absl import flags
 
 from looplib import runtime
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-from looplib.errors import UsageError
+from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
@@ -26,6 +26,7 @@ FLAGS = (
     ("model_dir", flags.DEFINE_string, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
     ("mode", flags.DEFINE_enum, "train_and_eval", "Job to run.", MODES),
     ("train_steps", flags.DEFINE_integer, 1000, "The global step to train to; -1 trains to the end of the data."),
+    ("max_time", flags.DEFINE_string, None, "Saves and ends with code 75 after this time: 90 (seconds), 45m, 1h30m."),
     ("global_batch_size", flags.DEFINE_integer, 64, "Examples of one step over all replicas."),
     ("strategy", flags.DEFINE_enum, "auto", "Devices; auto: a TPU, else all GPUs, else the CPU.", runtime.STRATEGIES),
     ("tpu", flags.DEFINE_string, None, "Name or address of a TPU."),
@@ -35,6 +36,8 @@ FLAGS = (
     ("num_virtual_devices", flags.DEFINE_integer, 1, "Number of replicas on one CPU."),
     ("steps_per_loop", flags.DEFINE_integer, 100, "Steps per call to the device, and per report."),
     ("loop", flags.DEFINE_enum, "graph", "Loop engine; auto selects the fastest; eager is for debugging.", ENGINES),
+    ("overfit_batch", flags.DEFINE_boolean, False, "Trains on the first batch of the data in each step."),
+    ("dry_run", flags.DEFINE_boolean, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
     ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
@@ -101,6 +104,8 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
         raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
+    if duration("--max_time", values["max_time"]) and "train" not in values["mode"]:
+        raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
     for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size"):
         if values[name] < 1:
             raise UsageError(f"--{name} is {values[name]}; expected at least 1")

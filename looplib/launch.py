@@ -17,6 +17,7 @@ A binary describes its experiment in one function and hands it over:
 import dataclasses
 import gc
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -62,8 +63,8 @@ def run(
 ) -> NoReturn:
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
-    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM, SIGINT, SIGHUP or SIGXCPU and saved, to be run again; 76 ended by
-    the watchdog. A failure's last line on standard error says what to do.
+    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM, SIGINT, SIGHUP, SIGXCPU or --max_time and saved, to be run
+    again; 76 ended by the watchdog. A failure's last line on standard error says what to do.
 
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
@@ -127,12 +128,16 @@ class _Session:
       strategy: None until it is made.
       controller: None until it is built.
       earlier: `run.json` as it was before this process.
+      temporary: the run directory of a dry run, which is removed at the end.
+      tried: the last line of a dry run that went well.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: tf.distribute.Strategy | None = None
     controller: Controller | None = None
     earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+    temporary: str = ""
+    tried: str = ""
 
     def __enter__(self) -> None: ...
 
@@ -177,9 +182,13 @@ def _run_experiment(
     actions: Sequence[Act],
     argv: Sequence[str],
 ) -> None:
-    from looplib.extras.tools import preflight
+    from looplib.extras.tools import dry_run, preflight
 
     values = session.values
+    if values["dry_run"]:
+        redirected = dry_run.redirect(values["strategy"], values["mode"])
+        session.temporary = redirected["model_dir"]
+        values.update(redirected)
     config, others = settings()
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings())
@@ -197,7 +206,10 @@ def _run_experiment(
     controller.clock.add_start()
     if started:
         started(config, controller)
-    _run_mode(controller, values)
+    if values["dry_run"]:
+        session.tried = dry_run.try_out(controller)
+    else:
+        _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
     controller.report.write("done")
 
@@ -227,12 +239,16 @@ def _make_controller(
         checkpoints=command_line.policy(values),
         actions=actions,
         config=config,
+        max_time=values["max_time"],
+        overfit_batch=values["overfit_batch"],
     )
     controller.report.flags = values
     return controller
 
 
 def _done(session: _Session, _: None) -> Outcome:
+    if session.tried:
+        return outcome.done(session.tried)
     line = f"done at step {session.controller.global_step}; the run directory is {session.values['model_dir']}"
     return outcome.done(line if session.controller.is_chief else "")
 
@@ -279,6 +295,8 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     failed, controller = how.code == EXIT_FAILED, session.controller
     if how.code != EXIT_DONE:
         session.close(how.status, how.sentence if failed else "")
+    if session.temporary:
+        shutil.rmtree(session.temporary, ignore_errors=True)
     if controller and controller.is_chief and not failed:
         print(*controller.clock.summary(), sep="\n")
     sys.stdout.flush()
