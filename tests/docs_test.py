@@ -53,7 +53,7 @@ def page(name):
 PAGES = {
     "readme": readme,
     "guide": guide,
-    **{name: page(name) for name in ("tpu_guide", "tpu_strategy", "tpu_course", "from_orbit")},
+    **{name: page(name) for name in ("tpu_guide", "tpu_strategy", "tpu_course", "from_orbit", "recipes")},
 }
 
 
