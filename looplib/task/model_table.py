@@ -98,8 +98,7 @@ def _variables(trainer: Trainer) -> Iterator[tuple[str, Any, bool]]:
         if _keras.is_layer(value):
             trained = {id(variable) for variable in value.trainable_weights} if value.built else set()
             for variable in value.weights if value.built else ():
-                own = variable.path if _keras.is_variable(variable) else variable.name.removesuffix(":0")
-                yield own, variable, id(variable) in trained
+                yield _keras.variable_path(variable), variable, id(variable) in trained
         elif not _keras.is_optimizer(value) and not _keras.is_metrics(getattr(trainer, name, None)):
             for own, variable in variables_of({name: value}):
                 if isinstance(variable, tf.Variable) and variable.dtype.is_floating:
