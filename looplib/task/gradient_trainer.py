@@ -50,7 +50,8 @@ class GradientTrainer(Trainer):
       optimizer: Keras optimizer of the model's family. Or a dict from regular expression to optimizer: a variable is
         updated by the optimizer of the first expression that `re.search` finds in its name; "" matches all.
       micro_batches: int, number of parts of the per-replica batch that are computed one after the other, in the memory
-        of one part. The update is that of the whole batch, also for parts of unequal weight.
+        of one part. The update is that of the whole batch, also for parts of unequal weight. "auto" tries the divisors
+        of the per-replica batch, from 1 upwards, on a batch of zeros, and takes the first whose memory suffices.
       clip_value, clip_norm, clip_global_norm, clip_adaptive: floats, limits for the gradient of the global batch; see
         `Clipping`. They are applied in this order.
       average_decay: float, keeps exponential moving averages of the trained weights with this decay, as the attribute
@@ -88,7 +89,7 @@ class GradientTrainer(Trainer):
         model: Any,
         optimizer: Any,
         *,
-        micro_batches: int = 1,
+        micro_batches: int | str = 1,
         clip_value: float | None = None,
         clip_norm: float | None = None,
         clip_global_norm: float | None = None,
@@ -101,7 +102,8 @@ class GradientTrainer(Trainer):
         report: Sequence[str] = (),
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self._micro_batches = whole_number("micro_batches", micro_batches)
+        auto = micro_batches == "auto"
+        self._micro_batches = None if auto else whole_number("micro_batches", micro_batches)
         self._clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         self._report = _checked_reports(report)
         _check_model(model)
@@ -132,6 +134,8 @@ class GradientTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
+        if self._micro_batches is None:
+            self._micro_batches = micro_batches.fitting(self._probe, inputs)
         if self._micro_batches == 1:
             backward = self._backward(inputs)
         else:
@@ -171,6 +175,15 @@ class GradientTrainer(Trainer):
                 target, auxiliary = target + auxiliary, None
         scale = None if self.loss_scale is None else self.loss_scale.scale
         return _times(target, scale), weight, _times(auxiliary, scale)
+
+    def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
+        """Computes the gradients in `count` parts, for `micro_batches.fitting`."""
+        self._micro_batches = count
+        try:
+            backward = self._backward(inputs) if count == 1 else self._accumulated(inputs)
+        finally:
+            self._micro_batches = None
+        return _flattened(backward, self._trained)
 
     def _accumulated(self, inputs: Any) -> _Backward:
         """Computes micro-batch after micro-batch; its gradients are dense."""
