@@ -25,7 +25,8 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
-    {"run"},
+    {"run", "command_line"},
+    {"evaluations"},
     {"controller"},
     {"launch"},
 ]
