@@ -8,6 +8,7 @@ Workloads:
   W8: how long the training stands still for a checkpoint.
   W9: memory over 1,000 rounds of training and evaluation.
   W10: all guards on against off, in the runs of W1 to W4.
+  K1 to K3: the compiled models of W1 to W3 in KerasTrainer, beside fit.
   choice: what a run of a minute gains or loses by `loop="auto"` against "graph", for W1 to W5.
 """
 
@@ -23,6 +24,7 @@ from benchmarks import picture, records
 _COMMANDS = {
     **{name: ["benchmarks.speed", f"--workload={name}"] for name in ("W1", "W2", "W3", "W4", "W5", "W6")},
     **{name: ["benchmarks.speed", f"--workload={name}"] for name in ("W7-1", "W7-10")},
+    **{name: ["benchmarks.speed", f"--workload={name}"] for name in ("K1", "K2", "K3")},
     "W8": ["benchmarks.checkpoint_stall"],
     "W9": ["benchmarks.memory"],
     "choice": ["benchmarks.choice"],

@@ -24,10 +24,15 @@ _ALL_ON = looplib.Guards("halt", spike_score=1e15, on_spike="halt")  # so high t
 _ALL_OFF = looplib.Guards("off", stall_limit=0)
 
 
-def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, actions=()):
+def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, actions=(), compiled=False):
     """Builds looplib's controller, which finds the end of the data by itself."""
+    if compiled:
+        _compile(task)
+        own = looplib.KerasTrainer(task.model, task.dataset)
+    else:
+        own = _LooplibTask(task, own_input)
     return looplib.Controller(
-        **{"trainer" if task.training else "evaluator": _LooplibTask(task, own_input)},
+        **{"trainer" if task.training else "evaluator": own},
         global_batch_size=task.workload.batch,
         steps_per_loop=task.steps_per_loop,
         loop=engine,
@@ -37,15 +42,15 @@ def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, action
     )
 
 
-def looplib_loop(task, engine=ENGINE, own_input=False, guards=_ALL_ON):
-    """Builds looplib's loop."""
+def looplib_loop(task, engine=ENGINE, own_input=False, guards=_ALL_ON, compiled=False):
+    """Builds looplib's loop, of a trainer of its own or of a compiled model."""
     settling = []
 
     def stop_when_chosen(event):
         if settling and event.controller.engines:
             event.controller.stop()
 
-    controller = make_controller(task, engine, own_input, guards, [stop_when_chosen])
+    controller = make_controller(task, engine, own_input, guards, [stop_when_chosen], compiled)
 
     def settle():
         """Lets auto choose, as it would in the first seconds of a long run."""
@@ -146,13 +151,7 @@ class _OrbitTask(orbit.StandardTrainer, orbit.StandardEvaluator):
 
 def keras_loop(task, jit_compile=False):
     """Builds Keras's fit or evaluate, timed in the steady state: a fit's second epoch, an evaluation's steps."""
-    task.model.compile(
-        task.optimizer,
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-        jit_compile=jit_compile,
-        steps_per_execution=task.steps_per_loop,
-    )
+    _compile(task, jit_compile=jit_compile, steps_per_execution=task.steps_per_loop)
     dataset, stopwatch = task.dataset(), _Stopwatch()
     options = {"verbose": 0, "callbacks": [stopwatch]}
 
@@ -169,6 +168,11 @@ def keras_loop(task, jit_compile=False):
         return seconds, metrics
 
     return Contestant(fit if task.training else evaluate, task.loss)
+
+
+def _compile(task, **options):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    task.model.compile(task.optimizer, loss, metrics=["accuracy"], **options)
 
 
 class _Stopwatch(keras.callbacks.Callback):
@@ -207,6 +211,8 @@ CONTESTANTS = {
     "looplib, graph": functools.partial(looplib_loop, engine="graph"),
     "looplib, own input": functools.partial(looplib_loop, own_input=True),
     "looplib, unguarded": functools.partial(looplib_loop, guards=_ALL_OFF),
+    "looplib, KerasTrainer": functools.partial(looplib_loop, compiled=True),
+    "looplib, KerasTrainer, graph": functools.partial(looplib_loop, engine="graph", compiled=True),
     "bare": by_hand,
     "orbit": orbit_loop,
     "orbit, to the end": functools.partial(orbit_loop, to_the_end=True),

@@ -28,6 +28,9 @@ TARGETS = {  # of the ratio, at least; a framework's holds against each of its r
         for name in ("resnet", "vision_transformer", "masked_lm", "text_classification")
         for what in ("train", "evaluate")
     },
+    "K1": {"keras": 1.3},
+    "K2": {"keras": 1.3},
+    **{f"{name}, graph": {"keras": 1.0} for name in ("K1", "K2", "K3")},
     **{f"choice, {name}": {"looplib": 0.97} for name in ("W1", "W2", "W3", "W4", "W5")},
     **{f"W10, {name}": {"looplib": 0.98} for name in ("W1", "W2", "W3", "W4")},
     **{f"{name}, graph": {"orbit": 1.0} for name in ("W1", "W2", "W3", "W4", "W5", "W6", "W7-1", "W7-10")},

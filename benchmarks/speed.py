@@ -110,7 +110,8 @@ def measure(workload, rounds, seconds, warm_up):
 def compare(name, speeds):
     """Returns the records of a workload: of each of looplib's rows against each peer, and of its guards."""
     ours = {"looplib": name, "looplib, graph": f"{name}, graph", "looplib, own input": f"{name}, own input"}
-    if contestants.ENGINE == "graph":  # then it is the default
+    ours |= {"looplib, KerasTrainer": name, "looplib, KerasTrainer, graph": f"{name}, graph"}
+    if contestants.ENGINE == "graph" and "looplib" in speeds:  # then it is the default
         speeds = {**speeds, "looplib, graph": speeds["looplib"]}
     found = [
         records.record(title, peer, speeds[row] / speeds[peer])

@@ -123,6 +123,7 @@ def sentences(examples=2000, length=32, vocabulary=1000):
 _PEERS = ("bare", "orbit", "keras", "keras, XLA", "step a call")
 _ALL = ("looplib", "looplib, graph", "looplib, own input", "looplib, unguarded", *_PEERS)
 _FEW = ("looplib", "looplib, graph", "bare", "orbit", "keras", "keras, XLA")
+_COMPILED = ("looplib, KerasTrainer", "looplib, KerasTrainer, graph", "bare", "keras", "keras, XLA")
 _SMALL = dict(model=mlp(64, 64, 10), arrays=classified(10_000, 64), batch=32)
 
 WORKLOADS = {
@@ -147,6 +148,11 @@ WORKLOADS = {
     ),
     "W7-1": Workload("trains an MLP of 64-64-10, 1 step a loop", loop=1, contestants=_FEW, **_SMALL),
     "W7-10": Workload("trains an MLP of 64-64-10, 10 steps a loop", loop=10, contestants=_FEW, **_SMALL),
+    "K1": Workload(
+        "trains W1's MLP, compiled", mlp(784, 128, 128, 10), classified(10_000, 784), 128, 100, _COMPILED
+    ),
+    "K2": Workload("trains W2's MLP, compiled", loop=100, contestants=_COMPILED, **_SMALL),
+    "K3": Workload("trains W3's CNN, compiled", cnn, classified(4000, 28, 28, 1), 64, 100, _COMPILED),
 }  # fmt: skip
 
 

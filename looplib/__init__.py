@@ -29,6 +29,7 @@ _HOMES = {
     "KeepBest": "checkpoint.policy",
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
+    "KerasTrainer": "task.keras_trainer",
     "OrbitEvaluator": "extras.orbit.adapters",
     "OrbitTrainer": "extras.orbit.adapters",
     "Preempted": "errors",

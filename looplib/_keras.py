@@ -77,6 +77,16 @@ def is_optimizer(value: Any) -> bool:
     return _is_a(value, "optimizers", "Optimizer") or _is_a(value, "optimizers", "legacy", "Optimizer")
 
 
+def float_type(model: Any) -> str:
+    """Returns the name of the type of floating-point numbers that the family of a model computes with by default."""
+    return sys.modules[family(model)].backend.floatx()
+
+
+def callback_base(model: Any) -> type:
+    """Returns the class of callbacks of a model's family."""
+    return sys.modules[family(model)].callbacks.Callback
+
+
 def optimizers(task: Any) -> list[Any]:
     """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models."""
     return _optimizers_in(task)

@@ -44,7 +44,8 @@ class Controller:
       evaluator: an `Evaluator`, whose metrics are reported as "eval", or a dict from name to `Evaluator`.
       strategy: `tf.distribute.Strategy` under whose scope the models were built; default the current one.
       model_dir: the run directory, made if missing; None keeps nothing on disk.
-      steps_per_loop: steps of one call into the device; training metrics are reported at its exact multiples.
+      steps_per_loop: steps of one call into the device; training metrics are reported at its exact multiples. Default
+        100, or an epoch for a `KerasTrainer`.
       loop: the engine: "graph"; "xla", chunks of steps as one program of XLA; "auto", the fastest of these for the
         model, found in the first loops; "eager", for debugging.
       seed: decides the order of the training data.
@@ -60,6 +61,9 @@ class Controller:
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
         and report; `clock.summary()` says what they mean.
+      steps_per_loop: the steps of one call into the device.
+      evaluation_due: whether an evaluation of the reported step follows; for actions.
+      ending: whether the reported step is the last of this training; for actions.
       model_dir: the run directory, or None.
       policy: the `CheckpointPolicy`.
       report: `RunReport`, which writes `run.json` when a training starts and ends (`run_eval.json` for a controller
@@ -77,7 +81,7 @@ class Controller:
         evaluator: Evaluator | Mapping[str, Evaluator] | None = None,
         strategy: tf.distribute.Strategy | None = None,
         model_dir: str | os.PathLike[str] | None = None,
-        steps_per_loop: int = 100,
+        steps_per_loop: int | None = None,
         loop: str = "graph",
         seed: int = 0,
         checkpoints: CheckpointPolicy = CheckpointPolicy(),
@@ -90,11 +94,14 @@ class Controller:
         strategy = strategy or tf.distribute.get_strategy()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
+        if steps_per_loop is None:
+            steps_per_loop = (trainer.own_steps_per_loop(global_batch_size) if trainer else None) or 100
         settings = LoopSettings(strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch)
         checks.check_together(trainer, evaluators, strategy, loop)
-        self._actions = list(actions)
+        self._actions = [*(trainer.own_actions if trainer else ()), *actions]
+        self.steps_per_loop = settings.steps_per_loop
         self._schedule = functools.partial(Schedule, settings.steps_per_loop, checkpoints.every_steps)
-        self._stopped = False
+        self._stopped = self.evaluation_due = self.ending = False
         self._run = Run(
             settings,
             trainer,
@@ -157,11 +164,17 @@ class Controller:
         """The inner loops: dict from "train" and the names of evaluators to `loop.base.Loop`."""
         return self._run.loops.by_name
 
-    def train(self, steps: int) -> Metrics:
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The steps in which the training data comes once; None where that is not known."""
+        return self._run.loops.steps_per_epoch
+
+    def train(self, steps: int | None = None, *, epochs: float | None = None) -> Metrics:
         """Trains.
 
         Args:
           steps: the global step to train to, counted from the start of the run; -1 for the end of the data.
+          epochs: in place of steps, how often the data is to come, counted from the start of the run.
 
         Returns:
           dict, the last reported training metrics, of an earlier start of the run if there was nothing left to do.
@@ -169,15 +182,23 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        return self._train(steps, None, -1)
+        return self._train(self._run.loops.steps_of(steps, epochs), None, -1)
 
-    def train_and_evaluate(self, train_steps: int, eval_interval: int, eval_steps: int = -1) -> dict[str, Metrics]:
+    def train_and_evaluate(
+        self,
+        train_steps: int | None = None,
+        eval_interval: int | None = None,
+        eval_steps: int = -1,
+        *,
+        epochs: float | None = None,
+    ) -> dict[str, Metrics]:
         """Trains, saving and evaluating at exact multiples of `eval_interval` and at the end.
 
         Args:
           train_steps: the global step to train to; -1 for the end of the data.
-          eval_interval: steps between evaluations.
+          eval_interval: steps between evaluations; default an epoch.
           eval_steps: steps of each evaluation; -1 for all data.
+          epochs: in place of train_steps, how often the data is to come.
 
         Returns:
           dict from evaluator name to metrics, of the last evaluation.
@@ -185,9 +206,11 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        eval_interval = whole_number("eval_interval", eval_interval)
-        eval_steps = task_loop.check_evaluation(self._run.loops.evaluations, eval_steps)
-        self._train(train_steps, eval_interval, eval_steps)
+        loops = self._run.loops
+        train_steps = loops.steps_of(train_steps, epochs)
+        interval = whole_number("eval_interval", loops.steps_of(eval_interval, 1 if eval_interval is None else None))
+        eval_steps = task_loop.check_evaluation(loops.evaluations, eval_steps)
+        self._train(train_steps, interval, eval_steps)
         return self._run.last_evaluation
 
     def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
@@ -296,8 +319,6 @@ class Controller:
 
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
         run, training = self._run, self._run.loops.training
-        if training is None:
-            raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
         run.refuse_if_closed_or_torn("train")
         run.refuse_while_training("train")
         end = whole_number("the number of training steps", end, or_all=True)
@@ -326,6 +347,8 @@ class Controller:
             ran = run.train_to(step, boundary, schedule.horizon(boundary))
             step += ran.done
             reached = step == boundary.step
+            self.evaluation_due = boundary.evaluate or (boundary.end and bool(schedule.evaluate_every))
+            self.ending = boundary.end
             if reached and boundary.report:
                 self._report(step)
             if reached and boundary.save and run.store:

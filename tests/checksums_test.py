@@ -104,4 +104,4 @@ def test_nothing_is_added_unasked(value, monkeypatch, tmp_path):
     if value:
         monkeypatch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", value)
     (record,) = run("default", tmp_path, 10)
-    assert record.keys() == {"step", "split", "loss", "steps_per_second"}
+    assert record.keys() == {"step", "split", "loss", "steps_per_second", "epoch"}

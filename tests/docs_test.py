@@ -52,7 +52,7 @@ def page(name):
 PAGES = {
     "readme": readme,
     "guide": guide,
-    **{name: page(name) for name in ("tpu_guide", "tpu_strategy", "tpu_course", "from_orbit", "recipes")},
+    **{name: page(name) for name in ("tpu_guide", "tpu_strategy", "tpu_course", "from_orbit", "from_keras", "recipes")},
 }
 
 
@@ -118,6 +118,17 @@ def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
     out = printed(results["from_orbit"])
     found = dict(re.findall(r"^(adapter|ported): ([\d.]+)$", out, re.MULTILINE))
     assert float(found["adapter"]) > 0.9 and float(found["ported"]) > 0.9
+
+
+def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
+    out = printed(results["from_keras"])
+    before, after = (
+        [float(number) for number in re.search(rf"^{name}: (.*)$", out, re.MULTILINE)[1].split()]
+        for name in ("fit", "KerasTrainer")
+    )
+    np.testing.assert_allclose(after, before, rtol=1e-5)
+    first, *_ = programs("docs/from_keras.md")
+    assert "stopped by Keras after 2 epochs" in out and first.count("\n") < 30
 
 
 def test_the_readmes_table_has_every_flag_with_its_default():

@@ -70,7 +70,11 @@ def random(context, files=None):
 
 
 def stream(strategy, make, start_step=0, training=True):
-    task = type("Data", (), {"dataset": lambda self, context: make(context), "batch_size_varies": False})()
+    task = type(
+        "Data",
+        (),
+        {"dataset": lambda self, context: make(context), "batch_size_varies": False, "batches": "per_replica"},
+    )()
     settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step)
     return pipelines.distribute(strategy, task, **settings)
 
@@ -376,3 +380,22 @@ def test_an_iterator_that_is_let_go_ends_by_itself(strategy):
             assert time.monotonic() < until
             time.sleep(0.01)
         assert len(read(data, data.iterate(), 2)) == 2
+
+
+def between_epochs(context, files=None):
+    """At the end of an epoch, the state that TensorFlow saves lacks the shuffle."""
+    return tf.data.Dataset.range(37).shuffle(37, seed=context.seed).batch(context.per_replica_batch_size).repeat()
+
+
+@pytest.mark.parametrize("steps", range(1, 10))  # an epoch has 5
+def test_a_position_between_epochs_is_saved_only_if_the_next_epochs_keep_their_order(steps):
+    whole = stream(make_strategy("default"), between_epochs)
+    iterator = whole.iterate()
+    for _ in range(steps):
+        next(iterator)
+    time.sleep(0.05)  # TensorFlow reads ahead
+    position = whole.position(iterator)
+    expected = [next(iterator).numpy().tolist() for _ in range(15)]
+    again = stream(make_strategy("default"), between_epochs, start_step=steps)
+    resumed = again.iterate(position)
+    assert [next(resumed).numpy().tolist() for _ in range(15)] == expected

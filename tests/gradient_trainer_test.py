@@ -307,6 +307,7 @@ def test_reported_norms_are_numpys(name):
         "gradient_norm": norm, "learning_rate": RATE, "update_norm": 0.01 * RATE,
         "weight_norm": np.sqrt(sum((w**2).sum() for w in after)), "loss": metrics["loss"], "tokens": metrics["tokens"],
         "steps_per_second": metrics["steps_per_second"],
+        "epoch": metrics["epoch"],
         "gradient_norm/kernel": np.sqrt((kernel**2).sum()), "gradient_norm/bias": np.sqrt((bias**2).sum()),
     }  # fmt: skip
     metrics = {name if "/" not in name else f"gradient_norm/{name.split('/')[-1]}": v for name, v in metrics.items()}

@@ -6,13 +6,13 @@ import pathlib
 TESTS = {
     "checkpoint": ["checkpoints", "continue", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
-    "data": ["feeds", "sources"],
+    "data": ["feeds", "global_batches", "sources"],
     "extras": ["checks", "foreign", "local_launch", "preflight"],
     "health": ["debuggers", "guards", "preemption"],
     "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
     "report": ["clock", "writers"],
-    "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "plateau", "trainer"],
+    "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent
 

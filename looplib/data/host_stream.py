@@ -35,6 +35,7 @@ class HostStream(Stream):
         self._local_replicas = self.strategy.num_replicas_in_sync // self._workers.count
         self._savable = self.renew is not None and not self.positioned and self._workers.count == 1
         self._digest = None
+        self._shuffles = False
         self._unsavable = ""  # why, once it is known
         self._trusted = False  # whether stages that are not known were tried out
         self._spec = None
@@ -64,6 +65,7 @@ class HostStream(Stream):
             kind = (self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality()))
             try:
                 self._digest = iterator_state.digest(iterator, *kind)
+                self._shuffles = "Shuffle" in iterator_state.stages(iterator)
             except iterator_state.UnsavableError as error:
                 self._give_up(str(error))
         if position is not None and self._savable:
@@ -172,11 +174,13 @@ class HostStream(Stream):
         if not self._savable:
             return None
         try:
-            packed, untried = iterator_state.save(iterator)
+            packed, untried = iterator_state.save(iterator, self._shuffles)
             if untried and not self._trusted:
                 self._try_out(sorted(untried))
                 self._trusted = True
             return self._digest + packed
+        except iterator_state.BetweenEpochsError:
+            return None  # a run that resumes here skips what was used; the next position can be saved again
         except iterator_state.UnsavableError as error:
             return self._give_up(str(error))
 

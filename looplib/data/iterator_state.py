@@ -29,6 +29,10 @@ class UnsavableError(Exception):
     """An iterator has no state that could be saved and restored exactly; the message says why, as a clause."""
 
 
+class BetweenEpochsError(Exception):
+    """A repeated data set was just read to its end, and its state lacks the seeds of a shuffle in it."""
+
+
 def handle(iterator: tf.data.Iterator) -> tf.Tensor:
     """Returns the resource behind an iterator."""
     return tf.nest.flatten(iterator, expand_composites=True)[0]
@@ -44,10 +48,15 @@ def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
     return hashlib.sha256(repr((*kind, keys)).encode()).digest()[:_DIGEST_BYTES]
 
 
-def save(iterator: tf.data.Iterator) -> tuple[bytes, set[str]]:
+def save(iterator: tf.data.Iterator, shuffles: bool = False) -> tuple[bytes, set[str]]:
     """Returns the state of an iterator, and which of its stages are not in `TRIED`.
 
+    Args:
+      iterator: the iterator.
+      shuffles: whether there is a shuffle among its stages at the start.
+
     Raises:
+      BetweenEpochsError: if the shuffle is not in the state, so that a later epoch would have another order.
       UnsavableError: if it cannot be saved, or would be restored wrongly.
     """
     state = _state(iterator)
@@ -55,6 +64,8 @@ def save(iterator: tf.data.Iterator) -> tuple[bytes, set[str]]:
     found = _tf.stages_of_iterator_state(texts)
     if not found:
         raise UnsavableError("TensorFlow saves it in a form that looplib does not know")
+    if shuffles and "Shuffle" not in found and any("Repeat" in stage for stage in found):
+        raise BetweenEpochsError
     if why := _tf.why_restored_wrongly(texts):
         raise UnsavableError(why)
     pieces, size = _pack(state, _MOST_BYTES)

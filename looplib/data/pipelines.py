@@ -8,13 +8,14 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import host_stream
+from looplib.data import global_batches, host_stream
 from looplib.data.host_stream import HostStream
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
 from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext
+from looplib.task.input_context import InputContext, per_replica_batch_size
+from looplib.task.shares import KINDS
 from looplib.task.trainer import Trainer
 
 _ENDLESS = 2**62
@@ -47,8 +48,16 @@ def distribute(
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     on_host = remote or host_stream.runs_on_host(strategy)
-    settings = dict(global_batch_size=global_batch_size, num_replicas=replicas, seed=seed, training=training)
-    pipelines = _Pipelines(task, settings, start_step, workers, on_host, overfit_batch)
+    settings = dict(
+        global_batch_size=global_batch_size,
+        num_replicas=replicas,
+        seed=seed,
+        training=training,
+        of_global_batches=_makes_global_batches(task),
+    )
+    batch_size = per_replica_batch_size(global_batch_size, replicas)
+    whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own
+    pipelines = _Pipelines(task, settings, start_step, workers, on_host, whole, overfit_batch)
 
     def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
         if remote:  # each worker builds its own; the coordinator looks at one
@@ -82,15 +91,22 @@ def distribute(
         who=pipelines.who,
         infinite=infinite,
         unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
-        may_be_empty=not training and not infinite and replicas > 1,
+        may_be_empty=not training and not infinite and replicas > 1 and not whole,
         start_step=start_step,
         positioned=context.positioned,
-        skipped=0 if context.positioned else start_step * context.replicas_per_pipeline,
+        skipped=0 if context.positioned else start_step * max(1, replicas // workers.count),
         arrays=context.arrays,
         sure=min(pipelines.sure),
-        batch_size=context.per_replica_batch_size,
+        batch_size=batch_size,
         sized=pipelines.sized,
+        steps_per_epoch=context.steps_per_epoch,
     )
+
+
+def _makes_global_batches(task: Trainer | Evaluator) -> bool:
+    if task.batches not in KINDS:
+        raise UsageError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
+    return task.batches == "global"
 
 
 class _Pipelines:
@@ -102,6 +118,7 @@ class _Pipelines:
       start_step: global batches that the run has consumed.
       workers: the workers of the strategy.
       on_host: whether the batches go through no iterator of tf.distribute.
+      whole: whether each makes global batches, which are then divided among the replicas.
       overfit_batch: whether each step gets the first batch.
 
     Attributes:
@@ -111,6 +128,7 @@ class _Pipelines:
       cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
       sure: steps that each is certain to have.
       sized: whether the size of its batches need not be checked in each step.
+      fixed: whether all its batches have the size that was requested.
     """
 
     def __init__(
@@ -120,29 +138,33 @@ class _Pipelines:
         start_step: int,
         workers: Workers,
         on_host: bool,
+        whole: bool,
         overfit_batch: bool,
     ) -> None:
         self.who = type(task).__name__
         self._task, self._settings, self._start_step = task, settings, start_step
-        self._workers, self._on_host, self._overfit_batch = workers, on_host, overfit_batch
+        self._workers, self._on_host, self._whole = workers, on_host, whole
+        self._replicas = settings["num_replicas"]
+        self._overfit_batch = overfit_batch
         self.newest: tf.data.Dataset | None = None
         self.contexts: list[InputContext] = []
         self.cardinalities: list[int] = []
         self.sure: list[int] = []
-        self.sized = True
+        self.sized, self.fixed = True, False
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
         context, dataset = self._build(tf_context, 0 if self._overfit_batch else self._start_step)
         if self._overfit_batch:
             dataset = _first_again(dataset, context)
-        if self._workers.count > 1 and not context.asked_for_its_part:
+        if self._workers.count > 1 and not context.asked_for_its_part and not self._whole:
             raise UsageError(
                 f"{self.who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
             )
         training, replicas = context.training, context.replicas_per_pipeline
+        self.fixed = global_batches.have_size(dataset, context.per_replica_batch_size)
         if training and not self._task.batch_size_varies:
             self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
         _check_resident(self.who, context, dataset)
@@ -153,22 +175,28 @@ class _Pipelines:
         endless = cardinality == tf.data.INFINITE_CARDINALITY
         # Behind tf.distribute's iterators sizes are not known.
         known = _ENDLESS if endless else cardinality - 1 if self._on_host else 0
-        several = context.num_replicas > 1
         self.sure.append(max(0, known // replicas))
         self.contexts.append(context)
+        several = context.num_replicas > 1
         self.cardinalities.append(cardinality // replicas if training and several and cardinality > 0 else cardinality)
-        if several and not endless and not self._on_host:
+        if self._whole and self._replicas > 1:
+            own = self._replicas // self._workers.count
+            first = tf_context.input_pipeline_id * own
+            dataset = global_batches.to_replicas(dataset, first, own, self._replicas, shares=not self.fixed)
+        if self._replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
-            dataset = _drop_incomplete_steps(dataset, replicas) if training else dataset
+            dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
         self.newest = dataset
         return dataset
 
     def _build(self, tf_context: tf.distribute.InputContext, start_step: int) -> tuple[InputContext, tf.data.Dataset]:
+        # A pipeline of global batches is one for all workers and replicas, so that it needs to know of none.
+        settings = {**self._settings, "num_replicas": 1} if self._whole else self._settings
         context = InputContext(
-            pipeline_index=tf_context.input_pipeline_id,
-            num_pipelines=tf_context.num_input_pipelines,
+            pipeline_index=0 if self._whole else tf_context.input_pipeline_id,
+            num_pipelines=1 if self._whole else tf_context.num_input_pipelines,
             start_step=start_step,
-            **self._settings,
+            **settings,
         )
         dataset = self._task.dataset(context)
         if not isinstance(dataset, tf.data.Dataset):
@@ -238,7 +266,7 @@ def _drop_incomplete_steps(dataset: tf.data.Dataset, replicas: int) -> tf.data.D
     """
 
     def zip_again(*windows: Any) -> tf.data.Dataset:
-        windows = windows if isinstance(dataset.element_spec, tuple) else windows[0]
+        windows = windows if type(dataset.element_spec) is tuple else windows[0]
         return tf.data.Dataset.zip(windows) if tf.nest.is_nested(windows) else windows
 
     return dataset.window(replicas, drop_remainder=True).flat_map(zip_again)
@@ -257,7 +285,7 @@ def _forget_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
 
     def forget_all(*element: Any) -> Any:  # tf.data unpacks tuples, and only those
-        element = element if isinstance(dataset.element_spec, tuple) else element[0]
+        element = element if type(dataset.element_spec) is tuple else element[0]
         return tf.nest.map_structure(forget, element)
 
     return dataset.map(forget_all)

@@ -27,6 +27,7 @@ class Stream:
       sure: number of steps, from the first on, that certainly have a batch of full size for each replica.
       batch_size: examples of a batch of full size.
       sized: whether batches need no check of their size: it is static, or it may vary.
+      steps_per_epoch: steps in which the data comes once; None where that is not known.
     """
 
     strategy: tf.distribute.Strategy
@@ -43,6 +44,7 @@ class Stream:
     sure: int
     batch_size: int
     sized: bool = True
+    steps_per_epoch: float | None = None
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property

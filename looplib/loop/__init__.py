@@ -10,6 +10,7 @@ Names that other rooms may use, by file:
     engines: ENGINES
     example_checksum: METRIC, VARIABLE
     fused_optimizers: none
+    global_share: none
     graph: none
     loops: LoopSettings, Loops
     optimizers: TrainingOptimizers

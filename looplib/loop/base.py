@@ -228,7 +228,13 @@ class Loop(abc.ABC):
 
 
 class TrainingLoop(Loop):
-    """The loop of a trainer, whose position in the data is saved and restored."""
+    """The loop of a trainer, whose position in the data is saved and restored.
+
+    Attributes:
+      steps_per_epoch: steps in which the data comes once; None where that is not known.
+    """
+
+    steps_per_epoch: float | None = None
 
     @abc.abstractmethod
     def position(self) -> bytes | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -166,6 +167,32 @@ class Loops:
     def choices(self) -> dict[str, dict[str, Any]]:
         """The `engines` as plain dicts, for a user and for `run.json`."""
         return {split: dataclasses.asdict(choice) for split, choice in self.engines.items()}
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The steps in which the training data comes once; None where that is not known, or nothing is trained."""
+        return self.training.steps_per_epoch if self.training else None
+
+    def steps_of(self, steps: int | None, epochs: float | None) -> int:
+        """Returns a number of steps that was given as such, or as epochs.
+
+        Raises:
+          UsageError: if neither or both were given, or the length of an epoch is not known, or nothing is trained.
+        """
+        if self.training is None:
+            raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
+        if (steps is None) == (epochs is None):
+            raise UsageError(f"steps is {steps} and epochs is {epochs}; give one of the two")
+        if epochs is None:
+            return steps
+        if self.steps_per_epoch is None:
+            raise UsageError(
+                f"epochs is {epochs}, and the length of the training data is not known; give steps, or make the data "
+                "with context.indices or a KerasTrainer, or set context.steps_per_epoch in dataset"
+            )
+        if not isinstance(epochs, (int, float)) or not epochs > 0:
+            raise UsageError(f"epochs is {epochs!r}; expected a positive number")
+        return math.ceil(epochs * self.steps_per_epoch)
 
     def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
         """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.

@@ -20,6 +20,7 @@ from looplib.cluster import gradient_sum
 from looplib.errors import UsageError
 from looplib.health import non_finite
 from looplib.loop import fused_optimizers
+from looplib.task import shares
 from looplib.task.trainer import Trainer
 
 # The class by which Keras 3 adapts its optimizers to tf.distribute, and what of it is changed here. None is public.
@@ -131,6 +132,7 @@ class TrainingOptimizers:
             replica = _replica()
             if replica in self._inside or tf.distribute.in_cross_replica_context():
                 return plain(grads, trainable_variables, **kwargs)
+            grads = shares.weighed(grads)
             if noted:
                 non_finite.note_gradients(grads, trainable_variables)
             self._make_ready(optimizer, trainable_variables)
@@ -178,7 +180,11 @@ class TrainingOptimizers:
 
         def apply_gradients(grads_and_vars: Iterable, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
-            gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+            gradients, variables = (
+                shares.weighed(gradient for gradient, _ in pairs),
+                [variable for _, variable in pairs],
+            )
+            pairs = list(zip(gradients, variables))
             if noted:
                 non_finite.note_gradients(gradients, variables)
             sums_itself = len(args) > 1 or any(kwargs.get(name) == value for name, value in skip.items())

@@ -16,7 +16,7 @@ from looplib.data import pipelines
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import example_checksum
+from looplib.loop import example_checksum, global_share
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
 from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
@@ -48,6 +48,7 @@ class TaskLoop(TrainingLoop):
         self._start_step = spec.start_step
         self._failed: BaseException | None = None
         self._stream = self._distribute()
+        self.steps_per_epoch = self._stream.steps_per_epoch
         self._first_stream = self._stream  # which the inner loop reads all iterators with
         backend = _backend(spec)
         backend.check(self._stream)
@@ -71,6 +72,8 @@ class TaskLoop(TrainingLoop):
             decorators.append(self._sizes.add_to)
         if self._tables is not None:
             decorators.append(functools.partial(_gathering, tables=self._tables))
+        if self.task.batches == "global":
+            decorators.append(functools.partial(global_share.add_to, task=self.task))
         return [*decorators, *backend.decorators()]
 
     def _distribute(self) -> Stream:

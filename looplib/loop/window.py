@@ -34,7 +34,7 @@ class Window:
         self._mark = step, self._seconds()
 
     def read(self, step: int, losses: list[float]) -> dict[str, float]:
-        """Ends the window at a step; returns its metrics, with the speed as `steps_per_second`.
+        """Ends the window at a step; returns its metrics, with `steps_per_second` and, if it is known, the `epoch`.
 
         Args:
           step: the global step.
@@ -52,6 +52,8 @@ class Window:
             check_loss(losses, step, loss, self._guards, self._steps_per_loop)
             if steps and seconds:
                 metrics.setdefault("steps_per_second", round(steps / seconds, 2))
+            if self._training.steps_per_epoch:
+                metrics.setdefault("epoch", round(step / self._training.steps_per_epoch, 3))
         self.measure_from(step)
         return metrics
 

@@ -7,7 +7,10 @@ Names that other rooms may use, by file:
     evaluator: Evaluator
     gradient_trainer: GradientTrainer
     gradients: none
-    input_context: InputContext
+    input_context: InputContext, per_replica_batch_size
+    keras_callbacks: none
+    keras_data: none
+    keras_trainer: KerasTrainer
     learning_rates: LearningRates
     loss_scale: none
     micro_batches: none
@@ -19,6 +22,7 @@ Names that other rooms may use, by file:
     plateau: EarlyStopping, ReduceOnPlateau
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, all_gather, each, last, mean, total
+    shares: KINDS, Share, in_use, weighed
     state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, variables_below, variables_of
     trainer: Trainer
 """

@@ -14,6 +14,7 @@ from looplib.task import gradients as gradient_math
 from looplib.task import loss_scale as scaling
 from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
+from looplib.task import shares as global_shares
 from looplib.task.averages import WeightAverages
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Trainer
@@ -166,7 +167,7 @@ class GradientTrainer(Trainer):
         if isinstance(losses, Reduction):
             values = _at_least_float32(losses.value)
             weights = tf.ones_like(values) if losses.weight is None else tf.cast(losses.weight, values.dtype)
-            weights = tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values)))
+            weights = global_shares.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
             target = tf.reduce_sum(tf.math.multiply_no_nan(values, weights)) / self.global_batch_size
             weight = tf.reduce_sum(weights)
         else:

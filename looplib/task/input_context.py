@@ -1,5 +1,6 @@
 """The input context: what a `dataset` function learns about its pipeline, batch sizes, and the keyed permutation."""
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +27,9 @@ class InputContext:
       training: False for an evaluation.
       start_step: global batches that were consumed before this pipeline starts; 0 in a new run.
       arrays: the argument of `resident`, or None.
+      steps_per_epoch: steps in which the data comes once, for `epochs` and reports; `indices` sets it, and a `dataset`
+        that repeats other data may. None where it is not known.
+      of_global_batches: whether the task makes global batches, see `Trainer.batches`.
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
@@ -41,6 +45,7 @@ class InputContext:
         seed: int,
         training: bool,
         start_step: int,
+        of_global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
@@ -52,11 +57,13 @@ class InputContext:
         self.seed = seed
         self.training = training
         self._start_step = start_step
+        self.of_global_batches = of_global_batches
         self.numbers = numbers
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
         self.positioned = False
         self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays: Any = None
+        self.steps_per_epoch: float | None = None
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
@@ -70,7 +77,9 @@ class InputContext:
         self.asked_for_its_start = True
         return self._start_step
 
-    def indices(self, num_examples: int, seeds: bool = False) -> tf.data.Dataset:
+    def indices(
+        self, num_examples: int, seeds: bool = False, *, shuffle: bool = True, whole_epochs: bool = False
+    ) -> tf.data.Dataset:
         """Makes batches of example ids, in an order that the run's seed alone decides.
 
         For training, epoch after epoch without end, each a keyed permutation of all ids (the op behind
@@ -93,13 +102,16 @@ class InputContext:
         Args:
           num_examples: how many examples there are; ids are 0 to num_examples - 1.
           seeds: whether to give seeds too.
+          shuffle: whether each epoch of a training has an order of its own; else all have the order of the ids.
+          whole_epochs: whether each epoch of a training ends with a batch of its own, which may be smaller, as in
+            Keras `fit`; only in a task of global batches (`Trainer.batches`).
 
         Returns:
           A `tf.data.Dataset` of int64 ids `[b]`, or of (ids, seeds) with int32 seeds `[b, 2]`; b is
           per_replica_batch_size, or in the last batch of an evaluation less.
 
         Raises:
-          UsageError: if there is no example.
+          UsageError: if there is no example, or for whole epochs in a task of batches per replica.
         """
         num_examples = whole_number("num_examples of context.indices", num_examples, least=0)
         if num_examples == 0:
@@ -107,10 +119,21 @@ class InputContext:
                 f"the {'training' if self.training else 'evaluation'} data set is empty: context.indices was asked for "
                 "0 examples; check where the data is read from"
             )
+        if whole_epochs and not self.of_global_batches:
+            raise UsageError(
+                "context.indices was asked for whole epochs, and the smaller batch at their end may not reach all "
+                'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
+            )
         self.positioned = True
-        return self._shuffled(num_examples, seeds) if self.training else self._in_order(num_examples, seeds)
+        if not self.training:
+            return self._in_order(num_examples, seeds)
+        steps = num_examples / self.global_batch_size
+        self.steps_per_epoch = math.ceil(steps) if whole_epochs else steps
+        if whole_epochs and not steps.is_integer():
+            return self._in_epochs(num_examples, seeds, shuffle)
+        return self._endless(num_examples, seeds, shuffle)
 
-    def resident(self, arrays: Any) -> tf.data.Dataset:
+    def resident(self, arrays: Any, *, shuffle: bool = True, whole_epochs: bool = False) -> tf.data.Dataset:
         """Makes batches of rows of arrays that stay on the device, in the order of `indices`.
 
         Only the ids travel; the rows are gathered in the step, where XLA makes the gather part of its program. For data
@@ -122,6 +145,8 @@ class InputContext:
 
         Args:
           arrays: array or tensor `[n, ...]`, or a structure of these with one n.
+          shuffle: see `indices`.
+          whole_epochs: see `indices`.
 
         Returns:
           A `tf.data.Dataset` of int64 ids `[b]`, in place of which `step_fn` is given the rows.
@@ -136,9 +161,9 @@ class InputContext:
                 "number in each, that of the examples"
             )
         self.arrays = arrays
-        return self.indices(lengths[0])
+        return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs)
 
-    def _shuffled(self, num_examples: int, with_seeds: bool) -> tf.data.Dataset:
+    def _endless(self, num_examples: int, with_seeds: bool, shuffle: bool) -> tf.data.Dataset:
         size = self.per_replica_batch_size
         block = max(1, min(_BLOCK, _BLOCK_IDS // size))
 
@@ -146,19 +171,37 @@ class InputContext:
         def ids(first: tf.Tensor, block: int = block) -> Any:  # a block of batches at once, at half the cost
             batches = self._global_batch_index(first + tf.range(block, dtype=tf.int64))
             positions = tf.reshape(batches[:, None] * size + tf.range(size, dtype=tf.int64), [-1])
-            epoch, position = positions // num_examples, positions % num_examples
-            seeds = tf.stack([tf.fill([block * size], tf.constant(self.seed, tf.int64)), epoch, 0 * epoch], axis=1)
-            shuffled = tf.raw_ops.RandomIndexShuffle(
-                index=position, seed=seeds, max_index=tf.constant(num_examples - 1, tf.int64), rounds=_ROUNDS
-            )
-            shuffled = tf.reshape(shuffled, [block, size])
-            return (shuffled, tf.reshape(self._seeds(positions), [block, size, 2])) if with_seeds else shuffled
+            found = tf.reshape(self._id_at(positions, num_examples, shuffle), [block, size])
+            return (found, tf.reshape(self._seeds(positions), [block, size, 2])) if with_seeds else found
 
         if self.numbers is not None:
             return self.numbers.map(lambda number: tf.nest.map_structure(lambda part: part[0], ids(number, block=1)))
         first = self.start_step * self.replicas_per_pipeline
         blocks = tf.data.Dataset.counter(first, block)
         return blocks.map(ids, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).unbatch()
+
+    def _in_epochs(self, num_examples: int, with_seeds: bool, shuffle: bool) -> tf.data.Dataset:
+        size, steps = self.global_batch_size, self.steps_per_epoch
+
+        @tf.autograph.experimental.do_not_convert
+        def ids(step: tf.Tensor) -> Any:
+            epoch, first = step // steps * num_examples, step % steps * size
+            positions = epoch + tf.range(first, tf.minimum(first + size, num_examples))
+            found = self._id_at(positions, num_examples, shuffle)
+            return (found, self._seeds(positions)) if with_seeds else found
+
+        numbers = tf.data.Dataset.counter(self.start_step) if self.numbers is None else self.numbers
+        return numbers.map(ids, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+
+    def _id_at(self, positions: tf.Tensor, num_examples: int, shuffle: bool) -> tf.Tensor:
+        """Returns the ids at positions in the training, int64 `[b]`, epoch after epoch."""
+        epoch, position = positions // num_examples, positions % num_examples
+        if not shuffle:
+            return position
+        seeds = tf.stack([tf.fill(tf.shape(epoch), tf.constant(self.seed, tf.int64)), epoch, 0 * epoch], axis=1)
+        return tf.raw_ops.RandomIndexShuffle(
+            index=position, seed=seeds, max_index=tf.constant(num_examples - 1, tf.int64), rounds=_ROUNDS
+        )
 
     def _in_order(self, num_examples: int, with_seeds: bool) -> tf.data.Dataset:
         batch = self.per_replica_batch_size

@@ -1,12 +1,14 @@
 """Trainer: the class that a researcher subclasses to train a model."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from looplib.errors import UsageError
+from looplib.task import shares
+from looplib.task.actions import Event
 from looplib.task.input_context import InputContext
 
 
@@ -22,6 +24,10 @@ class Trainer(abc.ABC):
       global_step: int64 scalar `tf.Variable`, the number of steps done; set by the `Controller`, which owns it. Read it
         in `step_fn` (for a schedule, say), never assign it.
       run_seed: int, the run's seed; set by the `Controller`.
+      batches: "per_replica", or "global" where `dataset` makes batches of `global_batch_size` examples, as those for
+        Keras `fit` and `experimental_distribute_dataset` are. looplib divides these among the replicas; a smaller one,
+        such as the last of the data, too, and `global_mean` divides by its number of examples. `context` then describes
+        one pipeline for one replica: each worker makes all batches, and the same (give a shuffle a seed).
       batch_size_varies: bool, whether `dataset` makes batches of other sizes than `per_replica_batch_size`, such
         as of so many tokens; the loss is then not for `global_mean`. Default False: other sizes end the run, static
         ones before the first step.
@@ -50,6 +56,7 @@ class Trainer(abc.ABC):
     global_batch_size: int | None = None
     global_step: tf.Variable | None = None
     run_seed: int = 0
+    batches: str = "per_replica"
     batch_size_varies: bool = False
     loss_name: str = "loss"
 
@@ -63,7 +70,8 @@ class Trainer(abc.ABC):
         Returns:
           A `tf.data.Dataset` of batches of `context.per_replica_batch_size` examples: built on `context.indices(n)`
           for an order that is the same on any number of replicas and resumes at once, or any other pipeline. A dataset
-          that ends is trained to its end by `train(steps=-1)`, up to the last step that has a batch for every replica.
+          that ends is trained to its end by `train(steps=-1)`, up to the last step that has a batch for every replica
+          (with `batches = "global"`, to the last example).
         """
 
     @abc.abstractmethod
@@ -78,6 +86,16 @@ class Trainer(abc.ABC):
           examples), `looplib.mean`, `looplib.total`, `looplib.last` or a Keras metric object that was updated.
           The controller reduces each exactly over steps, replicas and workers.
         """
+
+    @property
+    def own_actions(self) -> Sequence[Callable[[Event], object]]:
+        """Actions that the trainer brings along, which the controller calls before those that it is given."""
+        return ()
+
+    def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
+        """Returns the controller's `steps_per_loop` where it is not given; None leaves it to looplib."""
+        del global_batch_size
+        return None
 
     def initialize(self) -> None:
         """Loads pre-trained initial weights; does nothing by default.
@@ -121,7 +139,7 @@ class Trainer(abc.ABC):
 
     @tf.autograph.experimental.do_not_convert
     def global_mean(self, values: Any, weights: Any = None) -> tf.Tensor:
-        """Returns the sum of `values` over this replica divided by the global batch size, or the global sum of weights.
+        """Returns the sum of `values` over this replica divided by the global batch's examples, or its sum of weights.
 
         Optimizers sum gradients over replicas, so the sum is the gradient of the mean over the global batch, on any
         number of replicas.
@@ -149,9 +167,14 @@ class Trainer(abc.ABC):
             values = tf.cast(values, tf.float32)
         if weights is not None:
             weights = tf.stop_gradient(tf.broadcast_to(tf.cast(weights, values.dtype), tf.shape(values)))
+            weights = shares.counted(weights)
             context = tf.distribute.get_replica_context()
             divisor = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(weights))
             return tf.math.divide_no_nan(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), divisor)
         if values.shape.rank is None or values.shape.rank > 1:
             values = tf.reduce_mean(values, axis=tf.range(1, tf.rank(values)))
-        return tf.reduce_sum(values) / tf.cast(self.global_batch_size, values.dtype)
+        share = shares.current()
+        if share is None:
+            return tf.reduce_sum(values) / tf.cast(self.global_batch_size, values.dtype)
+        mean = tf.reduce_sum(values) / tf.cast(share.of, values.dtype)
+        return tf.where(share.examples > 0, mean, tf.zeros_like(mean))

@@ -1,0 +1,151 @@
+"""Keras callbacks that observe epochs or set the learning rate, called by a controller."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from looplib import _keras
+from looplib.errors import UsageError
+from looplib.task.actions import Action, Event
+
+_REPLACED = {
+    "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller",
+    "BackupAndRestore": "model_dir of the Controller, which saves all state and continues from it",
+    "TensorBoard": "model_dir of the Controller, which writes TensorBoard events",
+    "TerminateOnNaN": "CheckpointPolicy(guards=looplib.Guards(non_finite=...)), which halts by default",
+    "SwapEMAWeights": "the averages of looplib.GradientTrainer",
+}
+_IN_AN_EPOCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_SETTINGS = ("min_delta",)  # of which Keras 3 changes the sign, once it knows which values are better
+_OWN = ("steps_per_second", "epoch")  # of a report, beside the trainer's metrics
+
+
+class KerasCallbacks(Action):
+    """Calls the callbacks of a `KerasTrainer` as `fit` does, at the start and the end of each epoch.
+
+    Their numbers, such as the best value and the epochs waited, are part of the checkpoints.
+
+    Args:
+      model: the model that they are for.
+      callbacks: of the model's family.
+
+    Raises:
+      UsageError: for a callback that cannot work.
+    """
+
+    def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
+        self._model, self._callbacks = model, list(callbacks)
+        for callback in self._callbacks:
+            _check(model, callback)
+            callback.set_model(model)
+        self._trains = False
+        self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
+        self._missing: list[str] = []  # the evaluators whose metrics it lacks
+        self._begun = -1  # the last epoch that was begun
+        self._first = [_numbers(callback) for callback in self._callbacks]
+
+    def on_start(self, controller: Any) -> None:
+        """Begins the training, and its first epoch."""
+        steps = controller.steps_per_epoch
+        if steps is None or controller.steps_per_loop != steps:
+            raise UsageError(
+                f"Keras callbacks take the metrics of whole epochs, of {steps or 'an unknown number of'} steps, and "
+                f"the Controller reports every {controller.steps_per_loop} steps; leave out its steps_per_loop, and "
+                "give a data set of unknown length tf.data.experimental.assert_cardinality"
+            )
+        self._begin_training()
+        if self._logs is None:
+            self._begin_epoch(controller.global_step // steps)
+
+    def __call__(self, event: Event) -> None:
+        """Ends an epoch with its report, or with the last evaluation after that."""
+        controller = event.controller
+        if event.split == "train" and event.step % controller.steps_per_epoch == 0:
+            self._logs = {name: value for name, value in event.metrics.items() if name not in _OWN}
+            self._missing = [name for name in controller.loops if name != "train"] if controller.evaluation_due else []
+        elif self._logs is not None and event.split in self._missing:
+            prefix = "val" if event.split == "eval" else event.split
+            self._logs |= {f"{prefix}_{name}": value for name, value in event.metrics.items() if name != "examples"}
+            self._missing.remove(event.split)
+        else:
+            return
+        if not self._missing:
+            self._end_epoch(event.step // controller.steps_per_epoch - 1, controller)
+
+    def on_end(self, controller: Any) -> None:
+        """Ends the training."""
+        self._trains = False
+        for callback in self._callbacks:
+            callback.on_train_end({})
+
+    def state(self) -> dict[str, Any]:
+        """See `Action`: of each callback, the numbers that have changed since its training began."""
+        changed = [
+            {name: value for name, value in _numbers(callback).items() if first.get(name, ...) != value}
+            for callback, first in zip(self._callbacks, self._first)
+        ]
+        return {"callbacks": changed, "logs": self._logs, "missing": self._missing, "begun": self._begun}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Action`."""
+        self._begin_training()
+        for callback, first, changed in zip(self._callbacks, self._first, state["callbacks"]):
+            vars(callback).update({**first, **changed})
+        self._logs, self._missing, self._begun = state["logs"], list(state["missing"]), state["begun"]
+
+    def _begin_training(self) -> None:
+        if self._trains:
+            return
+        self._trains = True
+        self._model.stop_training = False
+        for callback in self._callbacks:
+            callback.on_train_begin({})
+        self._first = [_numbers(callback) for callback in self._callbacks]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        if epoch > self._begun:
+            self._begun = epoch
+            for callback in self._callbacks:
+                callback.on_epoch_begin(epoch, {})
+
+    def _end_epoch(self, epoch: int, controller: Any) -> None:
+        logs, self._logs = self._logs, None
+        for callback in self._callbacks:
+            callback.on_epoch_end(epoch, logs)
+        if self._model.stop_training:
+            controller.stop()
+        elif not controller.ending:
+            self._begin_epoch(epoch + 1)
+
+
+def _check(model: Any, callback: Any) -> None:
+    kind = type(callback).__name__
+    base = _keras.callback_base(model)
+    if not isinstance(callback, base):
+        raise UsageError(
+            f"the callback {callback!r} is no {base.__module__}.{base.__name__}, as the model's family needs"
+        )
+    for parent in type(callback).__mro__:
+        if parent.__name__ in _REPLACED and _keras.family(callback):
+            raise UsageError(f"the callback {kind} does not work in looplib; use {_REPLACED[parent.__name__]}")
+    if getattr(callback, "restore_best_weights", False):
+        raise UsageError(
+            f"{kind} has restore_best_weights, which a restart would forget; use looplib.EarlyStopping, or "
+            "looplib.KeepBest and controller.restore_checkpoint(controller.best_checkpoint)"
+        )
+    for name in _IN_AN_EPOCH:
+        if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):
+            raise UsageError(
+                f"the callback {kind} has {name}, and looplib runs many steps in one call to the device; use "
+                "on_epoch_end, or an action of the Controller, which is called after each report"
+            )
+
+
+def _numbers(callback: Any) -> dict[str, Any]:
+    """Returns the attributes of a callback that are numbers, or None until they are."""
+    return {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in vars(callback).items()
+        if (value is None or isinstance(value, (bool, int, float, np.number))) and name not in _SETTINGS
+    }

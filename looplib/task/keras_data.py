@@ -1,0 +1,137 @@
+"""The data that a Keras model is trained on: arrays, or a data set of global batches."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from looplib.errors import UsageError
+from looplib.task.input_context import InputContext
+
+_MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
+
+
+class KerasData:
+    """Inputs, targets and weights of examples.
+
+    Args:
+      float_type: the type that arrays of floating-point numbers become.
+      x: array, structure of arrays, `tf.data.Dataset`, or function that makes one.
+      y: targets, for arrays; or None.
+      sample_weight: weights, for arrays; or None.
+      class_weight: dict from class number to weight, or None.
+
+    Attributes:
+      is_arrays: whether x is arrays.
+
+    Raises:
+      UsageError: for data that does not fit together.
+    """
+
+    def __init__(
+        self, float_type: str, x: Any, y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None
+    ) -> None:
+        if x is None:
+            raise UsageError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
+        self.is_arrays = not (callable(x) or isinstance(x, tf.data.Dataset))
+        self._weights = None if class_weight is None else _table(class_weight)
+        if sample_weight is not None and class_weight is not None:
+            raise UsageError("KerasTrainer got class_weight and sample_weight; give their product as sample_weight")
+        if not self.is_arrays:
+            if y is not None or sample_weight is not None:
+                raise UsageError(
+                    "KerasTrainer got a data set as x, and y or sample_weight beside it; make the data set's elements "
+                    "(x, y) or (x, y, sample_weight)"
+                )
+            self._make = x if callable(x) else lambda: x
+            return
+        parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
+        self._arrays = tf.nest.map_structure(lambda array: _array(array, float_type), parts)
+        lengths = {array.shape[0] if array.ndim else None for array in tf.nest.flatten(self._arrays)}
+        if len(lengths) != 1 or None in lengths:
+            raise UsageError(
+                f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; expected one number "
+                "of rows in x, y and sample_weight"
+            )
+        (self._length,) = lengths
+        if self._weights is not None:
+            self._arrays = tf.nest.map_structure(np.asarray, self._with_weights(*self._arrays))
+
+    def steps_per_epoch(self, global_batch_size: int) -> int | None:
+        """Returns the number of steps in which all examples come once; None if it is not known."""
+        if self.is_arrays:
+            return math.ceil(self._length / global_batch_size)
+        length = int(self._make().cardinality())
+        return length if length > 0 else None
+
+    def sample(self, examples: int) -> tuple:
+        """Returns a batch of a few examples as arguments x, y and sample_weight."""
+        if self.is_arrays:
+            return tf.nest.map_structure(lambda array: array[:examples], self._arrays)
+        element = next(iter(self._dataset()))
+        element = element if isinstance(element, tuple) else (element,)
+        return tf.nest.map_structure(lambda leaf: leaf[:examples], element)
+
+    def training(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
+        """Returns the data, epoch after epoch."""
+        if self.is_arrays:
+            return self._rows(context, shuffle)
+        dataset = self._dataset()
+        length = int(dataset.cardinality())
+        if length == tf.data.INFINITE_CARDINALITY:
+            return dataset
+        context.steps_per_epoch = length if length > 0 else None
+        return dataset.repeat()
+
+    def evaluation(self, context: InputContext) -> tf.data.Dataset:
+        """Returns the data, once."""
+        return self._rows(context, False) if self.is_arrays else self._dataset()
+
+    def _rows(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
+        arrays = self._arrays if len(self._arrays) > 1 else self._arrays[0]
+        flat = tf.nest.flatten(arrays)
+        if sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES and all(a.dtype.kind in "biuf" for a in flat):
+            return context.resident(arrays, shuffle=shuffle, whole_epochs=True)
+        tensors = tf.nest.map_structure(tf.constant, arrays)
+        return context.indices(self._length, shuffle=shuffle, whole_epochs=True).map(
+            lambda ids: tf.nest.map_structure(lambda tensor: tf.gather(tensor, ids), tensors), tf.data.AUTOTUNE
+        )
+
+    def _dataset(self) -> tf.data.Dataset:
+        dataset = self._make()
+        if not isinstance(dataset, tf.data.Dataset):
+            raise UsageError(
+                f"the function x of KerasTrainer returned {dataset!r}; expected a tf.data.Dataset of batches"
+            )
+        return dataset if self._weights is None else dataset.map(self._with_weights)
+
+    def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:
+        """Adds the weights of the examples' classes to a batch, or to all examples."""
+        if y is None or tf.nest.is_nested(y) or others:
+            raise UsageError(
+                "class_weight needs (x, y) with class numbers or one-hot vectors as y, and no sample weights; use "
+                "sample_weight alone"
+            )
+        labels = tf.convert_to_tensor(y)
+        if labels.shape.rank and labels.shape.rank > 1:
+            labels = labels[..., 0] if labels.shape[-1] == 1 else tf.argmax(labels, axis=-1)
+        labels = tf.cast(labels, tf.int64)
+        known = tf.logical_and(labels >= 0, labels < self._weights.size)
+        weights = tf.gather(self._weights, tf.where(known, labels, 0))
+        return x, y, tf.where(known, weights, tf.ones_like(weights))
+
+
+def _array(array: Any, float_type: str) -> np.ndarray:
+    array = np.asarray(array)
+    return array.astype(float_type) if array.dtype.kind == "f" else array
+
+
+def _table(class_weight: Mapping[int, float]) -> np.ndarray:
+    if not class_weight or not all(isinstance(label, (int, np.integer)) and label >= 0 for label in class_weight):
+        raise UsageError(f"class_weight is {class_weight!r}; expected a dict from class number to weight")
+    table = np.ones(max(class_weight) + 1, np.float32)
+    for label, weight in class_weight.items():
+        table[label] = weight
+    return table

@@ -1,0 +1,199 @@
+"""Trainer and evaluator of a compiled Keras model, of either family."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.errors import UsageError
+from looplib.task import reductions, shares
+from looplib.task.evaluator import Evaluator
+from looplib.task.input_context import InputContext
+from looplib.task.keras_callbacks import KerasCallbacks
+from looplib.task.keras_data import KerasData
+from looplib.task.trainer import Trainer
+
+_PREFIX = "compile_metrics_"  # of Keras 3's one object for all compiled metrics
+
+
+class KerasTrainer(Trainer):
+    """Trains a compiled Keras model, with its losses, metrics, weights and `train_step`, as `fit` does.
+
+    Build the model, compile it and build the trainer under `strategy.scope()`. docs/from_keras.md lists what differs
+    from `fit`.
+
+    Args:
+      model: a compiled model of Keras 3 or tf_keras: functional, sequential, or a subclass with its own `train_step` or
+        `compute_loss`.
+      x: an array or a structure of arrays; or a `tf.data.Dataset` of global batches, or a function that makes one. Its
+        elements are inputs, (inputs, targets) or (inputs, targets, sample weights).
+      y: array or structure of arrays, for arrays as x.
+      sample_weight: array or structure of arrays, for arrays as x.
+      class_weight: dict from class number to weight.
+      validation_data: (x, y), (x, y, sample_weight) or a data set of global batches, for `evaluator()`.
+      shuffle: whether each epoch has an order of its own; only for arrays.
+      callbacks: Keras callbacks that observe epochs or set the learning rate.
+
+    Raises:
+      UsageError: for a model that is not compiled, data that does not fit together, or a callback that cannot work.
+
+    Example:
+        trainer = looplib.KerasTrainer(model, x, y, validation_data=(x_test, y_test))
+        controller = looplib.Controller(trainer=trainer, evaluator=trainer.evaluator(), global_batch_size=32)
+        controller.train_and_evaluate(epochs=5)
+    """
+
+    batches = "global"
+
+    def __init__(
+        self,
+        model: Any,
+        x: Any,
+        y: Any = None,
+        *,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        callbacks: Sequence[Any] = (),
+    ) -> None:
+        if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
+            found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
+            raise UsageError(f"KerasTrainer got {found}; expected a Keras model after model.compile(optimizer, loss)")
+        if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
+            raise UsageError("KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer")
+        self.model, self.optimizer = model, model.optimizer
+        self._data = KerasData(_keras.float_type(model), x, y, sample_weight, class_weight)
+        self._shuffle = shuffle
+        self._validation = validation_data
+        self.batch_size_varies = self._data.is_arrays  # few examples may be less than a batch
+        _build(model, self._data.sample(model.distribute_strategy.num_replicas_in_sync))
+        self.metrics = list(model.metrics)
+        self._callbacks = KerasCallbacks(model, callbacks) if callbacks else None
+
+    def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
+        """Returns an evaluator of the model with its compiled loss and metrics.
+
+        Args:
+          x: as for the trainer; default the trainer's `validation_data`.
+          y: as for the trainer.
+          sample_weight: as for the trainer.
+
+        Raises:
+          UsageError: without data.
+        """
+        if x is not None:
+            return KerasEvaluator(self.model, x, y, sample_weight)
+        if self._validation is None:
+            raise UsageError(
+                "KerasTrainer.evaluator() has no data; give it x and y, or give the trainer validation_data"
+            )
+        return KerasEvaluator(self.model, *_as_arguments(self._validation))
+
+    @property
+    def own_actions(self) -> Sequence[Callable[[Any], object]]:
+        """See `Trainer`."""
+        return [self._callbacks] if self._callbacks else []
+
+    def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
+        """See `Trainer`: an epoch, if its length is known."""
+        return self._data.steps_per_epoch(global_batch_size) if global_batch_size else None
+
+    def dataset(self, context: InputContext) -> tf.data.Dataset:
+        """See `Trainer`."""
+        return self._data.training(context, self._shuffle)
+
+    def step_fn(self, inputs: Any) -> dict[str, Any]:
+        """See `Trainer`."""
+        with shares.of_means():
+            return _metrics(self.model, inputs, self.model.train_step(inputs))
+
+    def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """See `Trainer`: gives metrics the names that they have in `fit`."""
+        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
+
+
+class KerasEvaluator(Evaluator):
+    """Evaluates a compiled Keras model as `model.evaluate` does; see `KerasTrainer.evaluator`.
+
+    Args:
+      model: the compiled model.
+      x: as for `KerasTrainer`, and so are the others.
+      y: the targets.
+      sample_weight: the weights of the examples.
+    """
+
+    batches = "global"
+
+    def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
+        self.model = model
+        self._data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
+        _build(model, self._data.sample(model.distribute_strategy.num_replicas_in_sync))
+        self.metrics = list(model.metrics)
+
+    def dataset(self, context: InputContext) -> tf.data.Dataset:
+        """See `Evaluator`."""
+        return self._data.evaluation(context)
+
+    def step_fn(self, inputs: Any) -> dict[str, Any]:
+        """See `Evaluator`."""
+        return _metrics(self.model, inputs, self.model.test_step(inputs))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See `Evaluator`: the metrics are also those of the training, which continues with its own values."""
+        results = self.model.distribute_strategy.experimental_local_results
+        variables = [
+            part for metric in self.metrics for v in metric.variables for part in results(_keras.tf_variable(v))
+        ]
+        before = [variable.numpy() for variable in variables]
+        for metric in self.metrics:
+            metric.reset_state()
+        try:
+            with super().evaluating():
+                yield
+        finally:
+            for variable, value in zip(variables, before):
+                variable.assign(value)
+
+    def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """See `Evaluator`: gives metrics the names that they have in `fit`."""
+        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
+
+
+def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
+    """Returns the metrics of a step: the model's own objects, and what else its step returned, averaged."""
+    found = {metric.name: metric for metric in model.metrics}
+    results = set(model.get_metrics_result())
+    size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
+    for name, value in (logs if isinstance(logs, dict) else {}).items():
+        if name not in results and name not in found:
+            found[name] = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
+    return found
+
+
+def _build(model: Any, batch: tuple) -> None:
+    """Makes the variables of a model and its metrics, which several replicas cannot do in their first step."""
+    # For one batch a trace takes too long; on several replicas, running eagerly takes longer.
+    eagerly, model.run_eagerly = model.run_eagerly, model.distribute_strategy.num_replicas_in_sync == 1
+    try:
+        model.test_on_batch(*batch)
+    except Exception:
+        # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
+        if not _has_own_step(model):
+            raise
+        model.built = model.built or all(layer.built for layer in model.layers)
+    finally:
+        model.run_eagerly, model.test_function = eagerly, None
+        model.reset_metrics()
+
+
+def _has_own_step(model: Any) -> bool:
+    return not type(model).train_step.__module__.startswith(("keras.", "tf_keras."))
+
+
+def _as_arguments(data: Any) -> tuple:
+    """Returns validation data as the arguments x, y and sample_weight."""
+    return tuple(data) if isinstance(data, (tuple, list)) else (data,)

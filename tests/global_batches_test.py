@@ -1,0 +1,219 @@
+"""Data sets of global batches: divided among the replicas exactly, smaller ones too, and resumed."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import toy
+from conftest import make_strategy, more
+
+import looplib
+from looplib.data import host_stream
+
+
+def rows(ids):
+    return ids, tf.gather(toy.X, ids), tf.gather(toy.Y, ids)
+
+
+class Global(toy.Regression):
+    """The regression on batches of the global size, whose last one of each epoch is smaller."""
+
+    batches = "global"
+
+    def __init__(self, size=8, **others):
+        super().__init__(**others)
+        self.size = size
+
+    def dataset(self, context):
+        assert context.per_replica_batch_size == context.global_batch_size and context.num_pipelines == 1
+        return tf.data.Dataset.range(37).shuffle(37, seed=context.seed).batch(self.size).repeat().map(rows)
+
+    def step_fn(self, inputs):
+        ids, *_ = inputs
+        outputs = super().step_fn(inputs)
+        del outputs["ids"]
+        chosen = tf.reduce_sum(tf.one_hot(ids, 37, dtype=tf.int64), axis=0)
+        return {**outputs, "chosen": looplib.total(chosen), "count": looplib.total(tf.size(ids))}
+
+    def loop_end(self, metrics):
+        self.order.append(np.flatnonzero(metrics.pop("chosen")))
+        return metrics
+
+
+class GlobalEvaluator(toy.RegressionEvaluator):
+    batches = "global"
+
+    def dataset(self, context):
+        return tf.data.Dataset.range(self.num_examples).batch(context.global_batch_size).map(lambda i: rows(i)[1:])
+
+
+def trained(strategy, size, steps, seed=0, **settings):
+    strategy = make_strategy(strategy)
+    with strategy.scope():
+        trainer = Global(size)
+        evaluator = GlobalEvaluator(trainer.model)
+    reports = []
+    settings = {"global_batch_size": size, "seed": seed, "actions": [reports.append], **settings}
+    with toy.controller(strategy, trainer, evaluator, **settings) as controller:
+        controller.train(steps)
+        return trainer, [event.metrics for event in reports], controller.evaluate()["eval"]
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored_x2", "mirrored_x4", *more(["one_device"])])
+@pytest.mark.parametrize("size", [12, *more([8, 16])])  # 37 examples: the last batch has 1 (or 5, or 5)
+def test_each_global_batch_is_trained_on_exactly(strategy, size):
+    trainer, reports, evaluated = trained(strategy, size, 9)
+    assert [metrics["count"] for metrics in reports] == [len(ids) for ids in trainer.order]
+    epoch = -(-37 // size)
+    assert sorted(np.concatenate(trainer.order[:epoch])) == list(range(37))
+    losses, weights = toy.numpy_losses_and_weights(trainer.order, "sgd")
+    np.testing.assert_allclose([metrics["loss"] for metrics in reports], losses, rtol=1e-5)
+    for ours, expected in zip(trainer.weights(), weights):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+    correct = trainer.model.predict(toy.X[trainer.order[-1]], verbose=0)
+    assert correct.shape[0] == reports[-1]["count"]
+    assert evaluated["examples"] == 37
+    assert evaluated["accuracy"] == pytest.approx(toy.numpy_accuracy(weights))
+
+
+def test_a_keras_metric_counts_only_real_examples():
+    one, two = (
+        [metrics["keras_accuracy"] for metrics in trained(name, 12, 4)[1]] for name in ("default", "mirrored_x4")
+    )
+    np.testing.assert_allclose(one, two)
+
+
+@pytest.mark.parametrize("first", [5, *more([1, 2, 3, 4, 6, 7, 8])])  # an epoch has 4 steps
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_resumed_run_continues_with_the_next_global_batch(on_host, first, tmp_path, monkeypatch):
+    if not on_host:  # as on GPUs and TPUs
+        monkeypatch.setattr(host_stream, "runs_on_host", lambda strategy: False)
+    whole, _, _ = trained("mirrored_x2", 12, 9)
+    policy = looplib.CheckpointPolicy(every_steps=5)
+    trained("mirrored_x2", 12, first, model_dir=tmp_path, checkpoints=policy)
+    resumed, _, _ = trained("mirrored_x2", 12, 9, model_dir=tmp_path, checkpoints=policy)
+    for ours, expected in zip(resumed.order, whole.order[first:], strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    for ours, expected in zip(resumed.weights(), whole.weights()):
+        np.testing.assert_array_equal(ours, expected)
+
+
+def test_finite_data_is_trained_on_to_the_last_example():
+    strategy = make_strategy("mirrored_x4")
+    with strategy.scope():
+        trainer = Global()
+    trainer.dataset = lambda context: tf.data.Dataset.range(33).batch(8).map(rows)
+    with toy.controller(strategy, trainer) as controller:
+        assert controller.train(-1)["count"] == 1
+        assert controller.global_step == 5
+
+
+KINDS = {
+    "dict": lambda ids: {"ids": ids, "scalar": tf.constant(3)},
+    "ragged": lambda ids: (ids, tf.RaggedTensor.from_row_lengths(tf.repeat(ids, ids % 3), ids % 3)),
+    "sparse": lambda ids: (ids, tf.sparse.from_dense(tf.one_hot(ids, 40, dtype=tf.int64))),
+    "strings": lambda ids: (tf.strings.as_string(ids), ids),
+}
+
+
+class Collected(looplib.Evaluator):
+    batches = "global"
+
+    def __init__(self, kind):
+        self.kind, self.found = kind, []
+
+    def dataset(self, context):
+        return tf.data.Dataset.range(24).batch(8, drop_remainder=True).map(KINDS[self.kind])
+
+    def step_fn(self, inputs):
+        def dense(leaf):
+            if isinstance(leaf, tf.RaggedTensor):
+                return leaf.to_tensor(default_value=-1, shape=[None, 2])
+            return tf.sparse.to_dense(leaf) if isinstance(leaf, tf.SparseTensor) else leaf
+
+        return {"all": looplib.each(tf.nest.map_structure(dense, inputs))}
+
+    def collect(self, outputs):
+        self.found += [output["all"] for output in outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_every_structure_are_divided_in_order(kind):
+    evaluator = Collected(kind)
+    with toy.controller(make_strategy("mirrored_x2"), None, evaluator) as controller:
+        controller.evaluate()
+    assert len(evaluator.found) == 6
+    expected = KINDS[kind](tf.range(24, dtype=tf.int64))
+    for number, part in enumerate(evaluator.found):
+        for found, whole in zip(tf.nest.flatten(part), tf.nest.flatten(expected)):
+            if isinstance(whole, tf.RaggedTensor):
+                whole = whole.to_tensor(default_value=-1, shape=[None, 2])
+            elif isinstance(whole, tf.SparseTensor):
+                whole = tf.sparse.to_dense(whole)
+            rows_of_part = whole[4 * number : 4 * number + 4] if whole.shape.rank else whole
+            np.testing.assert_array_equal(found, rows_of_part)
+
+
+def test_whole_epochs_hold_each_example_once_and_start_anywhere():
+    context = dict(
+        global_batch_size=10, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True,
+        of_global_batches=True,
+    )  # fmt: skip
+    make = lambda start: looplib.InputContext(**context, start_step=start)
+    ids = [batch.numpy() for batch in make(0).indices(37, whole_epochs=True).take(12)]
+    assert [len(batch) for batch in ids] == [10, 10, 10, 7] * 3
+    epochs = [np.concatenate(ids[i : i + 4]) for i in (0, 4, 8)]
+    assert all(sorted(epoch) == list(range(37)) for epoch in epochs) and not np.array_equal(*epochs[:2])
+    for ours, expected in zip(make(5).indices(37, whole_epochs=True), ids[5:]):
+        np.testing.assert_array_equal(ours, expected)
+    in_order = [batch.numpy() for batch in make(3).indices(37, shuffle=False, whole_epochs=True).take(2)]
+    assert in_order[0].tolist() == list(range(30, 37)) and in_order[1].tolist() == list(range(10))
+    with pytest.raises(looplib.UsageError, match='batches = "global"'):
+        looplib.InputContext(**{**context, "of_global_batches": False}, start_step=0).indices(37, whole_epochs=True)
+
+
+def refused(trainer, strategy="default", size=8):
+    with pytest.raises(looplib.UsageError) as error:
+        with toy.controller(make_strategy(strategy), trainer, global_batch_size=size) as controller:
+            controller.train(4)
+    return str(error.value)
+
+
+def test_what_cannot_be_divided_is_refused_in_a_sentence():
+    trainer = Global()
+    trainer.batches = "local"
+    assert "expected one of per_replica, global" in refused(trainer)
+    trainer = Global()
+    trainer.dataset = lambda context: tf.data.Dataset.range(37).batch(4, drop_remainder=True).repeat().map(rows)
+    assert "batches of 4 examples" in refused(trainer)
+    with make_strategy("mirrored_x2").scope():
+        assert "does not divide over 2 replicas" in refused(Global(), "mirrored_x2", 9)
+        trainer = Global(size=4)  # not the size that the controller was given, which only the batches show
+    assert "smaller batches" in refused(trainer, "mirrored_x2")
+    trainer = Global()
+    trainer.batches = "per_replica"
+    trainer.dataset = lambda context: tf.data.Dataset.range(37).batch(16).repeat().map(rows)
+    assert "larger batches" in refused(trainer)  # unsaid, global batches stay refused
+
+
+def test_collected_values_of_uneven_batches_are_refused():
+    evaluator = Collected("strings")
+    evaluator.dataset = lambda context: tf.data.Dataset.range(25).batch(8).map(KINDS["strings"])
+    with pytest.raises(looplib.UsageError, match="drop_remainder"):
+        toy.controller(make_strategy("mirrored_x2"), None, evaluator)
+
+
+def test_batch_normalization_stays_finite_on_a_replica_without_examples():
+    class Normalized(Global):
+        def __init__(self):
+            super().__init__(12)
+            self.model = keras.Sequential(
+                [keras.Input((5,)), keras.layers.BatchNormalization(momentum=0.5), keras.layers.Dense(3)]
+            )
+
+    strategy = make_strategy("mirrored_x4")
+    with strategy.scope():
+        trainer = Normalized()
+    with toy.controller(strategy, trainer, global_batch_size=12) as controller:
+        assert np.isfinite(controller.train(8)["loss"])
+    assert all(np.isfinite(weight).all() for weight in trainer.weights())

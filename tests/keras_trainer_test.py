@@ -1,0 +1,269 @@
+"""KerasTrainer beside Keras `fit`: the same weights, losses and metrics from the same order of data."""
+
+import csv
+import itertools
+import json
+import subprocess
+
+import keras as keras3
+import keras_scripts
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy, more
+
+import looplib
+
+BATCH, EPOCHS = 16, 3  # 49 examples: the last batch of an epoch has one
+FAMILIES = ("keras", "tf_keras")
+
+
+def cases(*few):
+    """Returns all scripts in both families, of which these few are no repetitions."""
+    product = list(itertools.product(keras_scripts.SCRIPTS, FAMILIES))
+    return [*few, *(pytest.param(*case, marks=pytest.mark.repetition) for case in product if case not in few)]
+
+
+def fitted(name, keras, **others):
+    """Returns (weights, history) after fit."""
+    model, arguments = keras_scripts.build(name, keras)
+    history = model.fit(**arguments, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, **others)
+    return [np.array(variable) for variable in model.trainable_variables], history.history
+
+
+def trained(name, keras, strategy="default", epochs=EPOCHS, callbacks=(), **settings):
+    """Returns (model, reports by split, step) after a training in looplib."""
+    strategy = make_strategy(strategy)
+    reports = {}
+    with strategy.scope():
+        model, arguments = keras_scripts.build(name, keras)
+        trainer = looplib.KerasTrainer(model, **arguments, shuffle=False, callbacks=callbacks)
+    evaluator = trainer.evaluator() if "validation_data" in arguments else None
+    settings = {"writers": [], "actions": [lambda event: reports.setdefault(event.split, []).append(event)], **settings}
+    with looplib.Controller(
+        trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=BATCH, **settings
+    ) as controller:
+        if evaluator:
+            controller.train_and_evaluate(epochs=epochs)
+        else:
+            controller.train(epochs=epochs)
+        return model, reports, controller.global_step
+
+
+def assert_as_in_fit(model, reports, expected):
+    weights, history = expected
+    for ours, theirs in zip(map(np.array, model.trainable_variables), weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    for name, values in history.items():
+        split = "eval" if name.startswith("val_") else "train"
+        found = [event.metrics[name.removeprefix("val_")] for event in reports[split]]
+        np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+FEW = (("mlp", "tf_keras"), ("multi_output", "keras"), ("custom_train_step", "tf_keras"), ("regression", "keras"))
+
+
+@pytest.mark.parametrize("name, keras", cases(*FEW), indirect=["keras"])
+def test_a_script_trains_as_in_fit(name, keras):
+    model, reports, step = trained(name, keras)
+    assert_as_in_fit(model, reports, fitted(name, keras))
+    assert step == EPOCHS * 4 and [event.metrics["epoch"] for event in reports["train"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored_x2", *more(["mirrored_x4"])])
+@pytest.mark.parametrize("name, keras", cases(("mlp", "keras")), indirect=["keras"])
+def test_several_replicas_train_as_fit_on_one_device(name, keras, strategy):
+    if name == "autoencoder":
+        pytest.skip("batch normalization has the statistics of each replica")
+    model, reports, _ = trained(name, keras, strategy)
+    assert_as_in_fit(model, reports, fitted(name, keras))
+
+
+def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_training_alone():
+    alone, reports, _ = trained("cnn", keras3, "mirrored_x2", steps_per_loop=4)
+    evaluated = reports["eval"][-1].metrics
+    _, arguments = keras_scripts.build("cnn", keras3)
+    x, y = arguments["validation_data"]
+    expected = alone.evaluate(x, y, verbose=0, return_dict=True)
+    assert evaluated["examples"] == len(x)
+    np.testing.assert_allclose([evaluated[name] for name in expected], list(expected.values()), rtol=1e-5)
+    strategy = make_strategy("default")
+    model, arguments = keras_scripts.build("cnn", keras3)
+    trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
+    with looplib.Controller(
+        trainer=trainer, evaluator=trainer.evaluator(), strategy=strategy, global_batch_size=BATCH, writers=[]
+    ) as controller:
+        controller.train_and_evaluate(8, eval_interval=3)  # in the middle of the reports' windows
+        assert controller.train(8)["loss"] == pytest.approx(reports["train"][1].metrics["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name, keras", cases(("cnn", "keras")), indirect=["keras"])
+def test_a_run_in_two_parts_is_the_run_in_one(name, keras, tmp_path):
+    whole, expected, _ = trained(name, keras)
+    policy = looplib.CheckpointPolicy(every_steps=3)
+    trained(name, keras, epochs=1.5, model_dir=tmp_path, checkpoints=policy)  # in the middle of an epoch's metrics
+    model, reports, _ = trained(name, keras, model_dir=tmp_path, checkpoints=policy)
+    for ours, theirs in zip(model.get_weights(), whole.get_weights()):
+        np.testing.assert_array_equal(ours, theirs)
+    assert reports["train"][-1].metrics["loss"] == expected["train"][-1].metrics["loss"]
+    assert reports["train"][0].metrics["loss"] == expected["train"][1].metrics["loss"]
+
+
+def callbacks_of(keras, folder):
+    seen = []
+    return seen, [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1.0)),
+        keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.3, patience=1, min_delta=1.0),
+        keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: seen.append(("begin", epoch)),
+            on_epoch_end=lambda epoch, logs: seen.append(("end", epoch)),
+            on_train_end=lambda logs: seen.append(("end", "all")),
+        ),
+        keras.callbacks.CSVLogger(str(folder / "log.csv")),
+    ]
+
+
+def test_callbacks_observe_and_schedule_as_in_fit(keras, tmp_path):
+    (tmp_path / "fit").mkdir()
+    expected, callbacks = callbacks_of(keras, tmp_path / "fit")
+    weights, history = fitted("cnn", keras, callbacks=callbacks)
+    seen, callbacks = callbacks_of(keras, tmp_path)
+    model, reports, _ = trained("cnn", keras, callbacks=callbacks)
+    history = {name: values for name, values in history.items() if name not in ("lr", "learning_rate")}
+    assert_as_in_fit(model, reports, (weights, history))
+    assert seen == expected
+    ours, theirs = (list(csv.DictReader((folder / "log.csv").open())) for folder in (tmp_path, tmp_path / "fit"))
+    for row, other in zip(ours, theirs, strict=True):
+        assert row.keys() == other.keys()
+        assert {name: float(value) for name, value in row.items()} == pytest.approx(
+            {name: float(value) for name, value in other.items()}, rel=1e-5
+        )
+
+
+@pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
+def test_early_stopping_remembers_over_a_restart(keras, tmp_path):
+    def stopping():
+        return keras.callbacks.EarlyStopping(monitor="loss", min_delta=100.0, patience=3)  # never better than the first
+
+    *_, expected = trained("mlp", keras, epochs=9, callbacks=[stopping()])
+    assert expected == 4 * len(fitted_until(keras, stopping()))
+    trained("mlp", keras, epochs=2, callbacks=[stopping()], model_dir=tmp_path)
+    *_, step = trained("mlp", keras, epochs=9, callbacks=[stopping()], model_dir=tmp_path)
+    assert step == expected
+
+
+def fitted_until(keras, callback):
+    model, arguments = keras_scripts.build("mlp", keras)
+    return model.fit(**arguments, batch_size=BATCH, epochs=9, verbose=0, callbacks=[callback]).epoch
+
+
+REFUSED = {
+    "ModelCheckpoint": (lambda k: k.callbacks.ModelCheckpoint("a.weights.h5", save_weights_only=True), "KeepBest"),
+    "BackupAndRestore": (lambda k: k.callbacks.BackupAndRestore("a"), "model_dir"),
+    "TensorBoard": (lambda k: k.callbacks.TensorBoard("a"), "TensorBoard events"),
+    "TerminateOnNaN": (lambda k: k.callbacks.TerminateOnNaN(), "Guards"),
+    "batches": (lambda k: k.callbacks.LambdaCallback(on_train_batch_end=print), "on_epoch_end"),
+    "best": (lambda k: k.callbacks.EarlyStopping(restore_best_weights=True), "KeepBest"),
+    "other": (lambda k: print, "callbacks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_callback_that_cannot_work_is_refused_with_what_to_use(case, keras):
+    make, named = REFUSED[case]
+    model, arguments = keras_scripts.build("mlp", keras)
+    with pytest.raises(looplib.UsageError, match=named):
+        looplib.KerasTrainer(model, **arguments, callbacks=[make(keras)])
+
+
+WRONG = {
+    "not compiled": (lambda m, x, y: dict(model=keras3.Sequential([keras3.Input((4,))])), "not compiled"),
+    "no model": (lambda m, x, y: dict(model=print), "expected a Keras model"),
+    "lengths": (lambda m, x, y: dict(y=y[:-1]), "48, 49 rows"),
+    "two weights": (lambda m, x, y: dict(class_weight={0: 1.0}, sample_weight=y), "sample_weight"),
+    "class weights": (lambda m, x, y: dict(class_weight=[1.0, 2.0]), "dict from class number"),
+    "data set and y": (lambda m, x, y: dict(x=tf.data.Dataset.range(3)), "elements"),
+    "no data set": (lambda m, x, y: dict(x=lambda: 3, y=None), "tf.data.Dataset"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_refused(case):
+    model, arguments = keras_scripts.build("mlp", keras3)
+    change, named = WRONG[case]
+    with pytest.raises(looplib.UsageError, match=named):
+        looplib.KerasTrainer(**{"model": model, **arguments, **change(model, **arguments)})
+
+
+def test_callbacks_refuse_reports_that_are_not_of_epochs():
+    model, arguments = keras_scripts.build("mlp", keras3)
+    trainer = looplib.KerasTrainer(model, **arguments, callbacks=[keras3.callbacks.ReduceLROnPlateau()])
+    with looplib.Controller(trainer=trainer, global_batch_size=BATCH, steps_per_loop=3, writers=[]) as controller:
+        with pytest.raises(looplib.UsageError, match="leave out its steps_per_loop"):
+            controller.train(epochs=1)
+
+
+@pytest.mark.parametrize("strategy, keras", [("default", "keras"), ("mirrored_x2", "tf_keras")], indirect=["keras"])
+def test_a_data_set_of_global_batches_trains_as_in_fit(strategy, keras):
+    _, arguments = keras_scripts.build("class_weights", keras)
+    data = tf.data.Dataset.from_tensor_slices((arguments["x"], arguments["y"])).batch(BATCH)
+    model, _ = keras_scripts.build("class_weights", keras)
+    weights = arguments["class_weight"]
+    history = model.fit(data, epochs=EPOCHS, class_weight=weights, verbose=0).history
+    strategy, reports = make_strategy(strategy), {"train": []}
+    with strategy.scope():
+        ours, _ = keras_scripts.build("class_weights", keras)
+        trainer = looplib.KerasTrainer(ours, data, class_weight=weights)
+    with looplib.Controller(
+        trainer=trainer, strategy=strategy, global_batch_size=BATCH, writers=[], actions=[reports["train"].append]
+    ) as controller:
+        controller.train(epochs=EPOCHS)
+    assert_as_in_fit(ours, reports, ([np.array(variable) for variable in model.trainable_variables], history))
+
+
+def test_epochs_are_steps_of_any_trainer_whose_data_has_a_known_length():
+    import toy
+
+    trainer, evaluator = toy.build(make_strategy("default"))
+    with toy.controller(make_strategy("default"), trainer, evaluator) as controller:
+        assert controller.train(epochs=2)["epoch"] == round(controller.global_step / (37 / 8), 3)
+        assert controller.global_step == 10  # 74 examples in batches of 8
+        with pytest.raises(looplib.UsageError, match="give one of the two"):
+            controller.train(20, epochs=3)
+        with pytest.raises(looplib.UsageError, match="expected a positive number"):
+            controller.train(epochs=-1)
+    unknown = type("Unknown", (toy.Regression,), {})
+    unknown.dataset = lambda self, context: (
+        tf.data.Dataset.range(37).repeat().batch(8, True).map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+    )
+    with toy.controller(make_strategy("default"), unknown()) as controller:
+        with pytest.raises(looplib.UsageError, match="length of the training data is not known"):
+            controller.train(epochs=1)
+        assert "epoch" not in controller.train(2)
+
+
+@pytest.mark.repetition
+@pytest.mark.parametrize("name", keras_scripts.SCRIPTS)
+@pytest.mark.parametrize("check", ["resume", "replicas"])
+def test_a_script_passes_the_checks(check, name, python, tmp_path):
+    if (check, name) == ("replicas", "autoencoder"):
+        pytest.skip("batch normalization has the statistics of each replica")
+    command = [
+        python,
+        keras_scripts.__file__,
+        f"--config.script={name}",
+        "--checkpoint_interval=5",
+        "--steps_per_loop=5",
+    ]
+    result = subprocess.run(
+        [python, "-m", "looplib", "check", check, f"--dir={tmp_path}", "--", *command], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_reports_on_disk_have_the_names_of_fit_and_the_epoch(tmp_path):
+    trained("cnn", keras3, model_dir=tmp_path, writers=None)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows if row["split"] == "train"] == [1, 2, 3]
+    for row in rows:
+        assert {"loss", "accuracy"} < row.keys() and not any("compile" in name for name in row)
