@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import duration
@@ -124,7 +124,9 @@ def first_batch(strategy):
     return trainer.order[0]
 
 
-def test_every_step_gets_the_first_batch_also_after_a_restart(strategy, tmp_path):
+@pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
+def test_every_step_gets_the_first_batch_also_after_a_restart(name, tmp_path):
+    strategy = make_strategy(name)
     ids, order = first_batch(strategy), []
     for steps in (3, 5):
         with strategy.scope():
@@ -246,8 +248,10 @@ def test_the_table_has_every_variable_once_with_its_shape_and_whether_it_is_trai
     assert table.count() == 20 + 4 + 16 + 15 + 1 and table.count(trainable_only=True) == 8 + 15 + 1
 
 
-def test_the_log_and_run_json_have_the_table(strategy, tmp_path, caplog):
+@pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
+def test_the_log_and_run_json_have_the_table(name, tmp_path, caplog):
     caplog.set_level("INFO")
+    strategy = make_strategy(name)
     with strategy.scope():
         trainer = toy.Regression(optimizer="adam")
     with toy.controller(strategy, trainer, model_dir=tmp_path) as controller:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy, repetitions
+from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.extras.tools.compare import compare
@@ -110,9 +110,11 @@ def test_the_rate_on_a_plateau_is_that_of_keras(case):
     assert min(lowest) < 0.05
 
 
-def test_the_step_computes_with_the_reduced_rate_on_every_strategy(strategy):
+@pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
+def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
     """As a training whose program sets the rate at the same steps."""
     values = [9, 5, 6, 7, 8, 9, 9, 9]
+    strategy = make_strategy(name)
     with strategy.scope():
         plain = toy.Regression(optimizer="adam")
     with toy.controller(strategy, plain) as controller:
@@ -144,8 +146,10 @@ def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_
     assert start(0.01, 6) == pytest.approx(0.005)
 
 
-def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(strategy, tmp_path):
+@pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
+def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name, tmp_path):
     """The best value is that of step 3; the weights are those of a training of three steps."""
+    strategy = make_strategy(name)
     with strategy.scope():
         plain = toy.Regression(optimizer="adam")
     with toy.controller(strategy, plain) as controller:
@@ -223,7 +227,7 @@ launch.run(build, global_batch_size=8, steps_per_loop=2, eval_interval=1, checkp
 """
 
 
-@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize("side", ["before", *more(["after"])])
 def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, python, tmp_path):
     def run(name, kills):
         (tmp_path / f"marks-{name}").mkdir()
