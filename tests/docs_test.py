@@ -35,9 +35,9 @@ def run(python, program, folder, *arguments):
 
 
 def readme(python, folder):
-    """The README's trainer, and once more with more steps."""
-    (program,) = programs("README.md")
-    return run(python, program, folder), run(python, program.replace("steps=500", "steps=600"), folder)
+    """The README's three programs, and the first once more with more steps."""
+    all_three, first = "\n\n".join(programs("README.md")), programs("README.md")[0]
+    return run(python, all_three, folder), run(python, first.replace("steps=500", "steps=600"), folder)
 
 
 def guide(python, folder):
@@ -68,14 +68,15 @@ def results(folders, python):
         return dict(zip(PAGES, pool.map(lambda name: PAGES[name](python, folders[name]), PAGES)))
 
 
-def test_the_readmes_trainer_runs_as_printed_and_resumes(results):
-    (program,) = programs("README.md")
-    assert len(program.strip().splitlines()) <= 35
+def test_the_readmes_three_ways_to_start_run_as_printed_and_resume(results):
+    ways = programs("README.md")
+    assert len(ways) == 3 and all(len(program.strip().splitlines()) <= 25 for program in ways)
     first, again = results["readme"]
     assert first.returncode == 0, first.stderr
-    assert "step     500  train" in first.stdout
-    accuracy = float(re.search(r"'accuracy': ([\d.]+)", first.stdout.splitlines()[-1])[1])
-    assert accuracy > 0.9
+    loss, compiled, step = (line for line in first.stdout.splitlines() if line.startswith("{"))
+    assert float(re.search(r"'loss': ([\d.]+)", loss)[1]) < 0.2
+    assert float(re.search(r"'accuracy': ([\d.]+)", compiled)[1]) > 0.7
+    assert float(re.search(r"'accuracy': ([\d.]+)", step)[1]) > 0.9
     assert [line.split()[1] for line in again.stdout.splitlines() if line.startswith("step")] == ["600"]
 
 
@@ -112,6 +113,13 @@ def test_the_courses_program_runs_by_hand_and_in_looplib_without_a_tpu(results):
     assert "TPU not found. Using default strategy." in out
     by_hand, ours = re.findall(r"train_accuracy: (\S+)\n", out)[1], re.search(r"\ntrain_accuracy: (\S+)", out)[1]
     assert float(by_hand) > 0.3 and float(ours) > 0.3
+
+
+def test_the_recipes_run_as_printed(results):
+    out = printed(results["recipes"])
+    assert "stopped early; the weights are the best" in out
+    accuracies = [float(value) for value in re.findall(r"step +40  train  accuracy ([\d.]+)", out)]
+    assert len(accuracies) >= 6 and min(accuracies) > 0.8 and max(accuracies) > 0.95
 
 
 def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
