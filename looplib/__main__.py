@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m looplib", description="Tools for looplib's binaries and run directories.")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
     _add_inspect(tools)
+    _add_average(tools)
     _add_launch(tools)
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
@@ -54,6 +55,15 @@ def _add_inspect(tools: Any) -> None:
     parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("--verify", action="store_true", help="read all files and compare checksums")
     parser.set_defaults(run=_inspect)
+
+
+def _add_average(tools: Any) -> None:
+    text = "write the mean of the newest checkpoints of a run as a run directory of its own"
+    parser = tools.add_parser("average", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument("output", help="the new directory, for --mode=eval --model_dir=... and --warm_start=...")
+    parser.add_argument("--last", type=int, default=5, help="number of checkpoints (default %(default)s)")
+    parser.set_defaults(run=_average)
 
 
 def _add_launch(tools: Any) -> None:
@@ -148,6 +158,12 @@ def _inspect(options: argparse.Namespace) -> int:
     from looplib.extras.tools.inspect import inspect
 
     return inspect(options.directory, options.verify)
+
+
+def _average(options: argparse.Namespace) -> int:
+    from looplib.extras.tools.average import average
+
+    return average(options.directory, options.output, options.last)
 
 
 def _launch(options: argparse.Namespace) -> int:

@@ -62,6 +62,16 @@ def is_variable(value: Any) -> bool:
     return family(value) == "keras" and _is_a(value, "Variable")
 
 
+def tf_variable(variable: Any) -> tf.Variable:
+    """Returns the `tf.Variable` of a variable of either family, or of TensorFlow."""
+    return variable.value if is_variable(variable) else variable
+
+
+def variable_path(variable: Any) -> str:
+    """Returns the name of a variable of either family with the names of the layers that hold it, such as a/kernel."""
+    return variable.path if is_variable(variable) else variable.name.removesuffix(":0")
+
+
 def is_optimizer(value: Any) -> bool:
     """Returns whether `value` is a Keras optimizer of either family, or of `tf_keras.optimizers.legacy`."""
     return _is_a(value, "optimizers", "Optimizer") or _is_a(value, "optimizers", "legacy", "Optimizer")
@@ -77,7 +87,7 @@ def _optimizers_in(holder: Any) -> list[Any]:
     while todo:
         value = todo.pop()
         if isinstance(value, (list, tuple, dict)):
-            todo += value.values() if isinstance(value, dict) else value
+            todo.extend(value.values() if isinstance(value, dict) else value)  # += would keep TensorFlow's list wrapper
         elif is_model(value):
             todo.append(getattr(value, "optimizer", None))
         elif is_optimizer(value) and all(value is not other for other in found):
@@ -99,6 +109,21 @@ def with_inner(optimizers: list[Any]) -> list[Any]:
 def scales_loss(optimizer: Any) -> bool:
     """Returns whether a Keras optimizer scales the loss, so that an overflow of its gradients is no fault."""
     return getattr(optimizer, "inner_optimizer", None) is not None
+
+
+def changes_when_called(layer: Any) -> bool:
+    """Returns whether a call of a layer may change a state in it: of random numbers, or moving statistics."""
+    if layer.non_trainable_variables or untracked_variables(layer):
+        return True
+    # tf_keras draws from TensorFlow's own state by default, of which there is no variable.
+    parts = (layer, *layer.submodules) if family(layer) == "tf_keras" else ()
+    return any(getattr(part, "_random_generator", None) is not None for part in parts)
+
+
+def computes_in_float16(model: Any) -> bool:
+    """Returns whether a model, or a layer directly in it, computes in float16."""
+    layers = [model, *(model.layers if is_model(model) else ())]
+    return any(is_layer(layer) and layer.compute_dtype == "float16" for layer in layers)
 
 
 def check_one_family(objects: Mapping[str, Any]) -> None:

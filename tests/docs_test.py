@@ -79,7 +79,7 @@ PAGES = {
     "readme": readme,
     "guide": guide,
     **{name: page(name, after) for name, after in TPU_PAGES.items()},
-    "from_orbit": page("from_orbit"),
+    **{name: page(name) for name in ("from_orbit", "recipes")},
 }
 
 

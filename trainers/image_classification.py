@@ -8,7 +8,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import tensorflow as tf
 
@@ -48,23 +48,7 @@ class Config:
     decay_steps: int = 0
 
 
-@runtime_checkable
-class _ScalesByHand(Protocol):
-    """A tf_keras optimizer that scales the loss, whose user scales and unscales around the gradients."""
-
-    def get_scaled_loss(self, loss: tf.Tensor) -> tf.Tensor: ...
-
-    def get_unscaled_gradients(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]: ...
-
-
-@runtime_checkable
-class _ScalesItself(Protocol):
-    """A Keras 3 optimizer, which unscales the gradients as it applies them."""
-
-    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor: ...
-
-
-class ImageClassifier(looplib.Trainer):
+class ImageClassifier(looplib.GradientTrainer):
     """Trains a classifier on cross entropy.
 
     Args:
@@ -74,37 +58,19 @@ class ImageClassifier(looplib.Trainer):
     """
 
     def __init__(self, model: Any, optimizer: Any, data: image_data.ImageData) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        super().__init__(model, optimizer, report=("learning_rate",))
         self._data = data
 
     def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Trainer.dataset`."""
         return self._data.train(context)
 
-    def step_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> Mapping[str, Any]:
-        """Trains on (images, labels), and reports loss, accuracy and learning_rate."""
+    def loss_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
+        """Returns the cross entropy and the accuracy of (images, labels)."""
         images, labels = inputs
-        with tf.GradientTape() as tape:
-            logits = self.model(images, training=True)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            loss = self._scaled(self.global_mean(losses))
-        variables = self.model.trainable_variables
-        gradients = tape.gradient(loss, variables)
-        if isinstance(self.optimizer, _ScalesByHand):
-            gradients = self.optimizer.get_unscaled_gradients(gradients)
-        self.optimizer.apply_gradients(zip(gradients, variables))
-        return {
-            "loss": losses,
-            "accuracy": tf.equal(tf.argmax(logits, axis=1), labels),
-            "learning_rate": looplib.last(self.optimizer.learning_rate),
-        }
-
-    def _scaled(self, loss: tf.Tensor) -> tf.Tensor:
-        """Scales the loss where float16 needs it."""
-        if isinstance(self.optimizer, _ScalesByHand):
-            return self.optimizer.get_scaled_loss(loss)
-        return self.optimizer.scale_loss(loss) if isinstance(self.optimizer, _ScalesItself) else loss
+        logits = self.model(images, training=True)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        return losses, {"accuracy": tf.equal(tf.argmax(logits, axis=1), labels)}
 
 
 class ImageClassifierEvaluator(looplib.Evaluator):
@@ -151,7 +117,7 @@ def build(config: Config) -> tuple[ImageClassifier, ImageClassifierEvaluator]:
 
 
 def make_optimizer(config: Config, model: Any) -> Any:
-    """Makes an optimizer of the model's own Keras family, with loss scaling if the model computes in float16.
+    """Makes an optimizer of the model's own Keras family.
 
     Args:
       config: the settings `optimizer`, `learning_rate` and `decay_steps`.
@@ -173,15 +139,10 @@ def make_optimizer(config: Config, model: Any) -> Any:
     if config.decay_steps:
         rate = keras.optimizers.schedules.CosineDecay(rate, config.decay_steps)
     if config.optimizer == "adam":
-        optimizer = keras.optimizers.Adam(rate)
-    elif config.optimizer == "sgd":
-        optimizer = keras.optimizers.SGD(rate, momentum=0.9)
-    else:
-        raise UsageError(f"--config.optimizer is {config.optimizer!r}; expected adam or sgd")
-    if keras.mixed_precision.global_policy().name == "mixed_float16":
-        module = keras.optimizers if keras.__name__ == "keras" else keras.mixed_precision
-        optimizer = module.LossScaleOptimizer(optimizer)
-    return optimizer
+        return keras.optimizers.Adam(rate)
+    if config.optimizer == "sgd":
+        return keras.optimizers.SGD(rate, momentum=0.9)
+    raise UsageError(f"--config.optimizer is {config.optimizer!r}; expected adam or sgd")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     beginning: begin
-    commits: SET_ASIDE, checkpoints, listing, place_of, verify
+    commits: SET_ASIDE, begin, checkpoints, commit, committed, listing, path_of, place_of, verify
     lock: none
     manager: latest_checkpoint, peek
     marker: Commit

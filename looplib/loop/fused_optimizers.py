@@ -62,7 +62,7 @@ def _kernel(find: Callable, optimizer: Any, variable: Any, learning_rate: tuple)
 
 
 def _adam(optimizer: Any, handle: tf.Tensor, variable: Any, rate: tf.Tensor) -> Kernel:
-    step = tf.cast(_tf_variable(optimizer.iterations) + 1, tf.float32)
+    step = tf.cast(_keras.tf_variable(optimizer.iterations) + 1, tf.float32)
     arguments = dict(
         var=handle,
         m=_slot(optimizer, optimizer._momentums, variable),
@@ -92,10 +92,6 @@ def _slot(optimizer: Any, slots: list, variable: Any) -> tf.Tensor:
 
 
 def _handle(variable: Any) -> tf.Tensor:
-    variable = _tf_variable(variable)
+    variable = _keras.tf_variable(variable)
     variable.read_value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
     return variable.handle
-
-
-def _tf_variable(variable: Any) -> tf.Variable:
-    return variable.value if _keras.is_variable(variable) else variable

@@ -16,13 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import _keras
-from looplib.cluster.collectives import Workers
+from looplib.cluster import gradient_sum
 from looplib.errors import UsageError
 from looplib.health import non_finite
 from looplib.loop import fused_optimizers
 from looplib.task.trainer import Trainer
-
-Gradient = tf.Tensor | tf.IndexedSlices | None
 
 # The class by which Keras 3 adapts its optimizers to tf.distribute, and what of it is changed here. None is public.
 _ADAPTER = "keras.src.backend.tensorflow.optimizer"
@@ -138,7 +136,7 @@ class TrainingOptimizers:
             self._make_ready(optimizer, trainable_variables)
             self._inside.add(replica)
             try:
-                return plain(self._summed(optimizer, grads), trainable_variables, **kwargs)
+                return plain(self._sum(optimizer, grads), trainable_variables, **kwargs)
             finally:
                 self._inside.discard(replica)
 
@@ -162,7 +160,7 @@ class TrainingOptimizers:
                     f"{variable.path} is overwritten by its gradient (float8), and each replica has another; train in "
                     "float8 on one replica, or use another precision"
                 )
-            held = variable.value if _keras.is_variable(variable) else variable
+            held = _keras.tf_variable(variable)
             aggregation = getattr(held, "aggregation", None)
             if conditional and aggregation not in (None, tf.VariableAggregation.NONE):
                 raise UsageError(
@@ -184,46 +182,24 @@ class TrainingOptimizers:
             if noted:
                 non_finite.note_gradients(gradients, variables)
             sums_itself = len(args) > 1 or any(kwargs.get(name) == value for name, value in skip.items())
-            varies = any(_varies(gradient) for gradient in gradients)
-            if not self._sums or not varies or sums_itself or tf.distribute.in_cross_replica_context():
+            here = gradient_sum.is_summed() or any(map(gradient_sum.varies, gradients))
+            if not self._sums or not here or sums_itself or tf.distribute.in_cross_replica_context():
                 return plain(pairs, *args, **kwargs)
             if not skip:
                 raise UsageError(
-                    f"{type(optimizer).__name__}.apply_gradients takes no skip_gradients_aggregation, which sparse "
-                    f"gradients of varying length need on several replicas; {_MAKE_DENSE}"
+                    f"{type(optimizer).__name__}.apply_gradients takes no skip_gradients_aggregation, which a "
+                    "GradientTrainer and sparse gradients of varying length need on several replicas; "
+                    f"{gradient_sum.MAKE_DENSE}"
                 )
-            return plain(list(zip(self._summed(optimizer, gradients), variables)), *args, **{**kwargs, **skip})
+            return plain(list(zip(self._sum(optimizer, gradients), variables)), *args, **{**kwargs, **skip})
 
         return apply_gradients
 
-    # The sum.
-
-    def _summed(self, optimizer: Any, gradients: list[Gradient]) -> list[Gradient]:
-        """Returns the sum of each gradient over replicas; in replica context.
-
-        All in one reduction, as Keras does it. Sparse gradients whose number of rows is not known when the step is
-        traced are put one after the other instead, which is their sum too: TensorFlow's reduction of these fails in a
-        loop where the number changes from step to step.
-        """
-        context, summed = tf.distribute.get_replica_context(), list(gradients)
-        together = [i for i, gradient in enumerate(gradients) if gradient is not None and not _varies(gradient)]
-        if together:
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [gradients[i] for i in together])
-            for i, value in zip(together, sums):
-                summed[i] = value
-        varying = [i for i, gradient in enumerate(gradients) if _varies(gradient)]
-        if varying:
-            if Workers(self._strategy).count > 1:
-                raise UsageError(
-                    f"{type(optimizer).__name__} is given a sparse gradient (of an embedding, say) whose number of "
-                    "rows varies with the batch, and TensorFlow cannot sum these over several workers; make batches "
-                    f"of one shape (padded_batch with padded_shapes, drop_remainder=True), or {_MAKE_DENSE}"
-                )
-            parts = [part for i in varying for part in (gradients[i].values, gradients[i].indices)]
-            joined = iter(context.merge_call(_join, args=tuple(parts)))
-            for i in varying:
-                summed[i] = tf.IndexedSlices(next(joined), next(joined), gradients[i].dense_shape)
-        return summed
+    def _sum(self, optimizer: Any, gradients: list[gradient_sum.Gradient]) -> list[gradient_sum.Gradient]:
+        """Returns the gradients summed over replicas, which a `GradientTrainer` has done before; in replica context."""
+        if gradient_sum.is_summed():
+            return gradients
+        return gradient_sum.over_replicas(self._strategy, type(optimizer).__name__, gradients)
 
     # Parameter servers.
 
@@ -240,12 +216,6 @@ class TrainingOptimizers:
             self._replace(
                 iterations, "assign_add", lambda _: lambda value: variable.assign_add(tf.cast(value, variable.dtype))
             )
-
-
-_MAKE_DENSE = (
-    "make the gradient dense before the optimizer gets it, by tf.convert_to_tensor(gradient), which takes the memory "
-    "of the whole table"
-)
 
 
 class _Replacement:
@@ -305,14 +275,3 @@ def _replica() -> int | None:
     context = tf.distribute.get_replica_context()
     number = None if context is None else tf.get_static_value(context.replica_id_in_sync_group)
     return None if number is None else int(number)
-
-
-def _varies(gradient: Gradient) -> bool:
-    """Returns whether the number of rows of a sparse gradient is not known when the step is traced."""
-    return isinstance(gradient, tf.IndexedSlices) and gradient.indices.shape[0] is None
-
-
-@tf.autograph.experimental.do_not_convert
-def _join(strategy: tf.distribute.Strategy, *parts: Iterable) -> list[tf.Tensor]:
-    """Puts each replica's part of each value after the one before; across replicas."""
-    return [tf.concat(strategy.experimental_local_results(part), axis=0) for part in parts]

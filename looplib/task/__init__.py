@@ -2,14 +2,20 @@
 
 Names that other rooms may use, by file:
     actions: Action, ActionStates, Event
+    averages: WeightAverages
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     evaluator: Evaluator
+    gradient_trainer: GradientTrainer
+    gradients: none
     input_context: InputContext
     learning_rates: LearningRates
+    loss_scale: none
+    micro_batches: none
     own_loop: OwnLoop
+    parts: none
     perturbation: VARIABLE, nudge, requested
     record: EngineChoice, RunRecord, RunState, RunningTotals
-    reductions: Reduction, each, last, mean, total
+    reductions: Reduction, all_gather, each, last, mean, total
     state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, variables_below, variables_of
     trainer: Trainer
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.task.averages import WeightAverages
 from looplib.task.input_context import InputContext
 
 
@@ -20,6 +21,8 @@ class Evaluator(abc.ABC):
     Attributes:
       global_batch_size: int, examples of a step over all replicas; None takes the controller's.
       global_step: int64 scalar `tf.Variable`, the training steps that the weights have seen; set by the `Controller`.
+      averages: `looplib.WeightAverages` of the trainer, under its attribute name; if set, the evaluation runs on the
+        averaged weights. None by default.
 
     Example:
         class LineError(looplib.Evaluator):
@@ -35,6 +38,7 @@ class Evaluator(abc.ABC):
 
     global_batch_size: int | None = None
     global_step: tf.Variable | None = None
+    averages: WeightAverages | None = None
 
     @abc.abstractmethod
     def dataset(self, context: InputContext) -> tf.data.Dataset:
@@ -62,19 +66,11 @@ class Evaluator(abc.ABC):
         """
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that an evaluation runs in, up to its report; does nothing by default.
+        """Returns a context manager that an evaluation runs in, up to its report.
 
-        For changes that are undone after the evaluation, such as averaged weights that are swapped in and out:
-
-            @contextlib.contextmanager
-            def evaluating(self):
-                self.averages.swap(self.model)
-                try:
-                    yield
-                finally:
-                    self.averages.swap(self.model)
+        For changes that are undone after the evaluation. By default the weights are exchanged with `averages`, if set.
         """
-        return contextlib.nullcontext()
+        return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
 
     def collect(self, outputs: list[dict[str, Any]]) -> None:
         """Takes the values that a step returned as `looplib.each`; on the host, once a step, in order.

@@ -81,3 +81,26 @@ def each(value: Any) -> Reduction:
       A `Reduction` to return from an evaluator's `step_fn`.
     """
     return Reduction("each", tf.nest.map_structure(tf.convert_to_tensor, value))
+
+
+@tf.autograph.experimental.do_not_convert
+def all_gather(value: Any) -> tf.Tensor:
+    """Concatenates the values of all replicas, in the order of the global batch; in `step_fn` or `loss_fn`.
+
+    For losses that compare examples with those of all replicas, such as contrastive ones. The gradient of a value is
+    summed over the replicas that used it. A loss over this replica's examples, divided by the global batch size, so has
+    the gradient of the loss of the global batch on one replica.
+
+    Args:
+      value: tensor `[per_replica_batch, ...]`.
+
+    Returns:
+      tensor `[global_batch, ...]`.
+
+    Example:
+        queries, keys = normalized(self.model(x)), looplib.all_gather(normalized(self.model(y)))
+        first = tf.distribute.get_replica_context().replica_id_in_sync_group * tf.shape(queries)[0]
+        labels = first + tf.range(tf.shape(queries)[0])
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(queries, keys, transpose_b=True))
+    """
+    return tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value), axis=0)

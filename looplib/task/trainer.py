@@ -120,14 +120,17 @@ class Trainer(abc.ABC):
         return tf.bitcast(seed, tf.int32)[:, 0] if seed.dtype == tf.int64 else seed
 
     @tf.autograph.experimental.do_not_convert
-    def global_mean(self, values: Any) -> tf.Tensor:
-        """Returns the sum of `values` over this replica divided by the global batch size.
+    def global_mean(self, values: Any, weights: Any = None) -> tf.Tensor:
+        """Returns the sum of `values` over this replica divided by the global batch size, or the global sum of weights.
 
         Optimizers sum gradients over replicas, so the sum is the gradient of the mean over the global batch, on any
         number of replicas.
 
         Args:
-          values: float tensor `[per_replica_batch, ...]`; further dimensions are averaged.
+          values: float tensor `[per_replica_batch, ...]`; without weights, further dimensions are averaged.
+          weights: real tensor that broadcasts to `values`, such as a mask of the real tokens. The result is then the
+            sum of `values * weights` over this replica, divided by the sum of the weights over all replicas; a value
+            whose weight is 0 is ignored. Default: each example counts alike.
 
         Returns:
           float32 scalar tensor (float64 for float64 values).
@@ -144,6 +147,11 @@ class Trainer(abc.ABC):
         values = tf.convert_to_tensor(values)
         if values.dtype != tf.float64:
             values = tf.cast(values, tf.float32)
+        if weights is not None:
+            weights = tf.stop_gradient(tf.broadcast_to(tf.cast(weights, values.dtype), tf.shape(values)))
+            context = tf.distribute.get_replica_context()
+            divisor = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(weights))
+            return tf.math.divide_no_nan(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), divisor)
         if values.shape.rank is None or values.shape.rank > 1:
             values = tf.reduce_mean(values, axis=tf.range(1, tf.rank(values)))
         return tf.reduce_sum(values) / tf.cast(self.global_batch_size, values.dtype)

@@ -1,6 +1,7 @@
 """The commands of `python -m looplib`, and what they are made of.
 
 Names that other rooms may use, by file:
+    average: average
     check: fits, replicas, resume
     compare: none
     inspect: inspect

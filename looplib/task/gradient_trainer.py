@@ -1,0 +1,381 @@
+"""GradientTrainer: a Trainer that takes a loss to an update of the weights."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.cluster import gradient_sum
+from looplib.errors import UsageError, whole_number
+from looplib.task import gradients as gradient_math
+from looplib.task import loss_scale as scaling
+from looplib.task import micro_batches, parts, reductions
+from looplib.task.averages import WeightAverages
+from looplib.task.reductions import Reduction
+from looplib.task.trainer import Trainer
+
+_REPORTS = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "layer_norms")
+
+
+@dataclasses.dataclass
+class _Backward:
+    """What one replica computes for one batch, or a part of it.
+
+    Attributes:
+      data: the gradients of the sum of the losses over the global batch size, in the order of the variables.
+      auxiliary: the gradients of the model's own losses, where they cannot be a part of `data`; else [].
+      weight: float32 scalar, the sum of the weights of the losses; None if the global batch size is the divisor.
+      metrics: dict from name to metric.
+    """
+
+    data: list[Any]
+    auxiliary: list[Any]
+    weight: tf.Tensor | None
+    metrics: dict[str, Any]
+
+
+class GradientTrainer(Trainer):
+    """A trainer that is a loss; everything from there to the updated weights is built in.
+
+    A subclass defines `dataset` and `loss_fn`. One step computes the gradient of the mean loss over the global batch,
+    on any number of replicas: it sums the gradients over micro-batches, then once over replicas, divides, clips, and
+    gives them to the optimizer. Losses that the model's layers add (regularization, in `model.losses`) are added once
+    a step. Everything else is off by default.
+
+    Args:
+      model: Keras model of either family, or a `tf.Module`, that has its variables; an attribute of the trainer.
+      optimizer: Keras optimizer of the model's family. Or a dict from regular expression to optimizer: a variable is
+        updated by the optimizer of the first expression that `re.search` finds in its name; "" matches all.
+      micro_batches: int, number of parts of the per-replica batch that are computed one after the other, in the memory
+        of one part. The update is that of the whole batch, also for parts of unequal weight.
+      clip_value, clip_norm, clip_global_norm, clip_adaptive: floats, limits for the gradient of the global batch; see
+        `Clipping`. They are applied in this order.
+      average_decay: float, keeps exponential moving averages of the trained weights with this decay, as the attribute
+        `averages`. Give it to an evaluator as its attribute `averages`, and the evaluation runs on them.
+      loss_scale: "auto" scales the loss dynamically if the model computes in float16; "dynamic" always; None never. A
+        step with an overflow updates nothing, on any replica, and counts as a step; the total `overflows` reports it.
+      freeze: regular expressions; variables whose names match are not trained. See `parts.freeze`.
+      rematerialize: regular expressions; layers whose names match compute their activations twice, in less memory. See
+        `parts.rematerialize`.
+      no_decay: regular expressions; the optimizer's weight decay leaves out variables whose names match, such as
+        ("bias", "gamma", "beta").
+      report: metrics to add, each the last step's: "learning_rate", "gradient_norm" (before clipping), "weight_norm"
+        (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
+
+    Raises:
+      UsageError: for bad input, as a sentence.
+
+    Example:
+        class Line(looplib.GradientTrainer):
+            def __init__(self):
+                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+                super().__init__(model, keras.optimizers.SGD(0.1), clip_global_norm=1.0)
+                self.x = np.linspace(-1, 1, 256, dtype="float32")[:, None]
+
+            def dataset(self, context):
+                return context.indices(256).map(lambda i: (tf.gather(self.x, i), tf.gather(2 * self.x, i)))
+
+            def loss_fn(self, inputs):
+                x, y = inputs
+                return tf.square(self.model(x, training=True) - y)[:, 0]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        micro_batches: int = 1,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+        clip_global_norm: float | None = None,
+        clip_adaptive: float | None = None,
+        average_decay: float | None = None,
+        loss_scale: str | None = "auto",
+        freeze: Sequence[str] | str = (),
+        rematerialize: Sequence[str] | str = (),
+        no_decay: Sequence[str] | str = (),
+        report: Sequence[str] = (),
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._micro_batches = whole_number("micro_batches", micro_batches)
+        self._clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
+        self._report = _checked_reports(report)
+        _check_model(model)
+        self._trained = parts.freeze(model, freeze)
+        parts.rematerialize(model, rematerialize)
+        optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+        self._parts = parts.divided(optimizers, self._trained)
+        _leave_out_of_decay(self._parts, no_decay)
+        for _, each, variables in self._parts:
+            _check_optimizer(each)
+            each.build(variables)
+        self.averages = None if average_decay is None else WeightAverages(self._trained, average_decay)
+        self.loss_scale = _make_loss_scale(model, loss_scale)
+
+    @abc.abstractmethod
+    def loss_fn(self, inputs: Any) -> Any:
+        """Computes the loss of one batch, or of a micro-batch, on one replica.
+
+        Args:
+          inputs: the batch, with the structure of `dataset`'s elements.
+
+        Returns:
+          The losses, or `(losses, metrics)`. Losses are a float tensor `[batch]`, one value an example (further
+          dimensions are averaged), or `looplib.mean(losses, weights)`, for the weighted mean over all elements of the
+          global batch: of tokens with a mask, say. Metrics are a dict as `Trainer.step_fn` returns it; the losses are
+          added to it under `loss_name`.
+        """
+
+    def step_fn(self, inputs: Any) -> dict[str, Any]:
+        """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
+        if self._micro_batches == 1:
+            backward = self._backward(inputs)
+        else:
+            backward = self._accumulated(inputs)
+        return {**backward.metrics, **self._update(backward)}
+
+    # The gradient of a batch on one replica.
+
+    def _backward(self, inputs: Any) -> _Backward:
+        with tf.GradientTape(persistent=True) as tape:
+            losses, metrics = _losses_and_metrics(type(self).__name__, self.loss_fn(inputs))
+            target, weight, auxiliary = self._targets(losses)
+        variables = [_keras.tf_variable(variable) for variable in self._trained]
+        data = tape.gradient(target, variables)
+        own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
+        return _Backward(data, own, weight, {self.loss_name: losses, **metrics})
+
+    @tf.autograph.experimental.do_not_convert
+    def _targets(self, losses: Any) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
+        """Returns (sum of losses over the global batch size, their weight, the model's own losses), scaled."""
+        weight = None
+        if isinstance(losses, Reduction):
+            values = _at_least_float32(losses.value)
+            weights = tf.ones_like(values) if losses.weight is None else tf.cast(losses.weight, values.dtype)
+            weights = tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values)))
+            target = tf.reduce_sum(tf.math.multiply_no_nan(values, weights)) / self.global_batch_size
+            weight = tf.reduce_sum(weights)
+        else:
+            target = self.global_mean(losses)
+            if self.batch_size_varies:
+                weight = tf.cast(tf.shape(losses)[0], target.dtype)
+        auxiliary = None
+        if own := list(self.model.losses) if _keras.is_layer(self.model) else []:
+            shares = tf.distribute.get_strategy().num_replicas_in_sync * self._micro_batches
+            auxiliary = tf.add_n([tf.cast(loss, target.dtype) for loss in own]) / shares
+            if weight is None:
+                target, auxiliary = target + auxiliary, None
+        scale = None if self.loss_scale is None else self.loss_scale.scale
+        return _times(target, scale), weight, _times(auxiliary, scale)
+
+    def _accumulated(self, inputs: Any) -> _Backward:
+        """Computes micro-batch after micro-batch; its gradients are dense."""
+        metric_sums, structure = micro_batches.MetricSums(), {}
+
+        def compute(part: Any) -> list[tf.Tensor]:
+            backward = self._backward(part)
+            structure.update(auxiliary=len(backward.auxiliary), weighted=backward.weight is not None)
+            return _flattened(backward, self._trained) + metric_sums.pack(backward.metrics)
+
+        sums = micro_batches.summed(compute, inputs, self._micro_batches)
+        count = len(self._trained)
+        data, sums = sums[:count], sums[count:]
+        auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
+        weight, sums = (sums[0], sums[1:]) if structure["weighted"] else (None, sums)
+        return _Backward(data, auxiliary, weight, metric_sums.unpack(sums, self._micro_batches))
+
+    # The update.
+
+    @tf.autograph.experimental.do_not_convert
+    def _update(self, backward: _Backward) -> dict[str, Any]:
+        """Updates the weights with the gradients of all replicas; returns the metrics of `report`."""
+        gradients = self._global_gradients(backward)
+        used = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        weights = [_keras.tf_variable(self._trained[number]) for number in used]
+        metrics: dict[str, Any] = {}
+        if self._clipping.any or self.loss_scale is not None or {"gradient_norm", "layer_norms"} & set(self._report):
+            # Rows of a sparse gradient may repeat, so that their norm is not the gradient's.
+            dense = [tf.convert_to_tensor(gradients[number]) for number in used]
+            metrics.update(self._gradient_norms(dense, used))
+            for number, gradient in zip(used, self._clipping.clip(dense, weights)):
+                gradients[number] = gradient
+        before = [tf.identity(weight) for weight in weights] if "update_norm" in self._report else []
+        if self.loss_scale is None:
+            self._apply(gradients)
+        else:
+            metrics.update(self._apply_if_finite(gradients))
+        metrics.update(self._weight_norms(weights, before))
+        return metrics
+
+    def _global_gradients(self, backward: _Backward) -> list[Any]:
+        """Returns the gradients of the mean loss over the global batch: one sum over replicas, unscaled."""
+        strategy, weight = tf.distribute.get_strategy(), backward.weight
+        values = [*backward.data, *backward.auxiliary, *([] if weight is None else [weight])]
+        if strategy.num_replicas_in_sync > 1:
+            values = gradient_sum.over_replicas(strategy, type(self).__name__, values)
+        data, count = values[: len(backward.data)], len(backward.data)
+        auxiliary = values[count : count + len(backward.auxiliary)]
+        factor = None
+        if weight is not None:
+            factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1])
+        inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
+        data = [_times(_times(gradient, factor), inverse) for gradient in data]
+        if auxiliary:
+            data = [_added(gradient, _times(own, inverse)) for gradient, own in zip(data, auxiliary)]
+        return data
+
+    def _apply(self, gradients: Sequence[Any]) -> None:
+        number_of = {id(variable): number for number, variable in enumerate(self._trained)}
+        with gradient_sum.summed_already():
+            for _, optimizer, variables in self._parts:
+                optimizer.apply_gradients([(gradients[number_of[id(variable)]], variable) for variable in variables])
+        if self.averages is not None:
+            self.averages.update()
+
+    def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
+        """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None])
+        held = [*self._trained, *(variable for _, each, _ in self._parts for variable in each.variables)]
+        state = [_keras.tf_variable(variable) for variable in held] + (
+            [] if not self.averages else self.averages.values
+        )
+        before = scaling.read(state)
+        self._apply([None if g is None else tf.where(finite, g, tf.zeros_like(g)) for g in gradients])
+        scaling.restore_unless(finite, state, before)
+        self.loss_scale.adjust(finite)
+        first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+        overflow = tf.logical_and(first, tf.logical_not(finite))
+        return {
+            "overflows": reductions.total(tf.cast(overflow, tf.int32)),
+            "loss_scale": reductions.last(self.loss_scale.scale),
+        }
+
+    # Reports.
+
+    def _gradient_norms(self, dense: Sequence[tf.Tensor], used: Sequence[int]) -> dict[str, Any]:
+        metrics = {}
+        if "gradient_norm" in self._report:
+            metrics["gradient_norm"] = reductions.last(gradient_math.global_norm(dense))
+        if "layer_norms" in self._report:
+            for gradient, number in zip(dense, used):
+                name = f"gradient_norm/{_keras.variable_path(self._trained[number])}"
+                metrics[name] = reductions.last(gradient_math.global_norm([gradient]))
+        return metrics
+
+    def _weight_norms(self, weights: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> dict[str, Any]:
+        metrics = {}
+        if "weight_norm" in self._report:
+            metrics["weight_norm"] = reductions.last(gradient_math.global_norm([w.read_value() for w in weights]))
+        if "update_norm" in self._report:
+            updates = [weight.read_value() - old for weight, old in zip(weights, before)]
+            metrics["update_norm"] = reductions.last(gradient_math.global_norm(updates))
+        if "learning_rate" in self._report:
+            for pattern, optimizer, _ in self._parts:
+                rate = optimizer.learning_rate
+                name = f"learning_rate/{pattern or 'rest'}" if len(self._parts) > 1 else "learning_rate"
+                metrics[name] = reductions.last(rate(optimizer.iterations) if callable(rate) else rate)
+        return metrics
+
+
+def _losses_and_metrics(who: str, returned: Any) -> tuple[Any, dict[str, Any]]:
+    """Checks what a `loss_fn` returned."""
+    losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(metrics, dict):
+        raise UsageError(
+            f"{who}.loss_fn returned a {type(metrics).__name__} after the losses; expected a dict of metrics, or "
+            "looplib.mean(losses, weights) for weighted losses"
+        )
+    if isinstance(losses, Reduction) and losses.kind == "mean":
+        return losses, metrics
+    if not isinstance(losses, tf.Tensor) or not losses.dtype.is_floating or losses.shape.rank == 0:
+        found = (
+            f"a {losses.dtype.name} tensor of shape {losses.shape}" if isinstance(losses, tf.Tensor) else repr(losses)
+        )
+        raise UsageError(
+            f"{who}.loss_fn returned {found}; expected one loss per example, a float tensor [batch], or "
+            "looplib.mean(losses, weights): a mean that is taken already would be wrong for micro-batches and replicas"
+        )
+    return losses, metrics
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, tf.Module) and not _keras.is_layer(model):
+        raise UsageError(f"model is a {type(model).__name__}; expected a Keras model or layer, or a tf.Module")
+    if not model.trainable_variables:
+        raise UsageError(
+            "the model has no trainable variables yet; give it an Input layer, or call it once before "
+            "GradientTrainer.__init__"
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not _keras.is_optimizer(optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; expected a Keras optimizer, or a dict of them by pattern"
+        )
+    if _keras.scales_loss(optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; give the optimizer in it, because GradientTrainer scales the "
+            'loss itself (loss_scale="auto")'
+        )
+
+
+def _leave_out_of_decay(optimizer_parts: Sequence[tuple[str, Any, list[Any]]], patterns: Sequence[str] | str) -> None:
+    if not patterns:
+        return
+    everything = [variable for _, _, variables in optimizer_parts for variable in variables]
+    left_out = {id(variable) for variable in parts.matching(everything, patterns, "no_decay")}
+    decaying = [each for _, each, _ in optimizer_parts if getattr(each, "weight_decay", None)]
+    if not decaying:
+        raise UsageError("no_decay is given, and no optimizer has a weight_decay; use AdamW(weight_decay=...), say")
+    for _, optimizer, variables in optimizer_parts:
+        own = [variable for variable in variables if id(variable) in left_out]
+        if own and any(optimizer is each for each in decaying):
+            optimizer.exclude_from_weight_decay(var_list=own)
+
+
+def _make_loss_scale(model: Any, kind: str | None) -> scaling.DynamicLossScale | None:
+    if kind not in ("auto", "dynamic", None):
+        raise UsageError(f'loss_scale is {kind!r}; expected "auto", "dynamic" or None')
+    if kind == "auto":
+        kind = "dynamic" if _keras.computes_in_float16(model) else None
+    return scaling.DynamicLossScale() if kind else None
+
+
+def _checked_reports(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not set(names) <= set(_REPORTS):
+        raise UsageError(f"report is {names!r}; expected names among {', '.join(_REPORTS)}")
+    return tuple(names)
+
+
+def _at_least_float32(value: tf.Tensor) -> tf.Tensor:
+    return value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
+
+
+@tf.autograph.experimental.do_not_convert
+def _flattened(backward: _Backward, variables: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the gradients, dense, and the weight, if there is one."""
+    flat = []
+    for gradients in (backward.data, backward.auxiliary):
+        for gradient, variable in zip(gradients, variables):
+            zeros = tf.zeros(variable.shape, variable.dtype)
+            flat.append(zeros if gradient is None else tf.convert_to_tensor(gradient))
+    return flat + ([] if backward.weight is None else [backward.weight])
+
+
+def _times(gradient: Any, factor: tf.Tensor | None) -> Any:
+    if gradient is None or factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _added(gradient: Any, other: Any) -> Any:
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return tf.convert_to_tensor(gradient) + tf.convert_to_tensor(other)

@@ -1,0 +1,75 @@
+"""Clipping and norms of gradients that are summed over replicas."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from looplib.errors import UsageError
+
+_SMALL = 1e-3  # the least norm of a unit's weights in adaptive clipping, so that zero weights can move
+
+
+@dataclasses.dataclass(frozen=True)
+class Clipping:
+    """Limits for gradients; what is not None is applied, in the order of the attributes.
+
+    Attributes:
+      value: limit for the absolute value of each element.
+      norm: limit for the Euclidean norm of each variable's gradient.
+      global_norm: limit for the norm of all gradients together (Pascanu et al., 2013, arXiv:1211.5063).
+      adaptive: limit for the norm of each unit's gradient over the norm of its weights (Brock et al., 2021,
+        arXiv:2102.06171, which uses 0.01). A unit is all of a variable except the last dimension; a bias or scale is
+        one unit.
+
+    Raises:
+      UsageError: for a limit that is not positive.
+    """
+
+    value: float | None = None
+    norm: float | None = None
+    global_norm: float | None = None
+    adaptive: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in dataclasses.asdict(self).items():
+            if limit is not None and not limit > 0:
+                raise UsageError(f"clip_{name} is {limit}; expected a positive number, or None for no clipping")
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a limit."""
+        return self != Clipping()
+
+    @tf.autograph.experimental.do_not_convert
+    def clip(self, gradients: Sequence[tf.Tensor], weights: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the clipped gradients; one that is not finite stays so, for the guards to see."""
+        gradients = list(gradients)
+        if self.value is not None:
+            # An infinite element would become the limit, and the fault invisible.
+            gradients = [
+                tf.where(tf.math.is_finite(g), tf.clip_by_value(g, -self.value, self.value), g) for g in gradients
+            ]
+        if self.norm is not None:
+            gradients = [tf.clip_by_norm(g, self.norm) for g in gradients]
+        if self.global_norm is not None:
+            gradients, _ = tf.clip_by_global_norm(gradients, self.global_norm)
+        if self.adaptive is not None:
+            gradients = [self._clip_units(g, w) for g, w in zip(gradients, weights)]
+        return gradients
+
+    def _clip_units(self, gradient: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+        limit = self.adaptive * tf.maximum(_unit_norm(weight), _SMALL)
+        norm = _unit_norm(gradient)
+        return tf.where(norm > limit, gradient * (limit / tf.maximum(norm, 1e-6)), gradient)
+
+
+def _unit_norm(value: tf.Tensor) -> tf.Tensor:
+    axes = list(range(value.shape.rank - 1)) if value.shape.rank > 1 else None
+    return tf.sqrt(tf.reduce_sum(tf.square(value), axis=axes, keepdims=True))
+
+
+@tf.autograph.experimental.do_not_convert
+def global_norm(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the Euclidean norm of all values together: float32 scalar."""
+    return tf.sqrt(tf.add_n([2 * tf.nn.l2_loss(tf.cast(value, tf.float32)) for value in values]))

@@ -1,0 +1,129 @@
+"""Gradient accumulation: a batch is computed in parts, one after the other, in the memory of one part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.errors import UsageError
+from looplib.task import reductions
+from looplib.task.reductions import Reduction
+
+
+@tf.autograph.experimental.do_not_convert
+def summed(compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int) -> list[tf.Tensor]:
+    """Returns the sums of what a function returns for each part of a batch.
+
+    Parts are computed in a loop on the device, so that the graph and the memory are those of one part. A batch whose
+    size is not known when the step is traced, or is no multiple of `count`, is divided as evenly as possible.
+
+    Args:
+      compute: function of a part of the batch, with the structure of `inputs`; returns tensors of static shapes.
+      inputs: the batch; each tensor in it has the batch as its first dimension.
+      count: number of parts, at least 2.
+
+    Returns:
+      The sum of each tensor over the parts.
+
+    Raises:
+      UsageError: if a known batch size is no multiple of `count`, or the step is run eagerly with such a batch.
+    """
+    part = _divided(inputs, count)
+    if tf.executing_eagerly():
+        sums = compute(part(tf.constant(0)))
+        for number in range(1, count):
+            sums = [total + value for total, value in zip(sums, compute(part(tf.constant(number))))]
+        return sums
+    # Traced once, which tells the shapes of the sums, and called in the loop.
+    traced = tf.function(lambda number: compute(part(number))).get_concrete_function(tf.TensorSpec([], tf.int32))
+    zeros = [tf.zeros(output.shape, output.dtype) for output in tf.nest.flatten(traced.structured_outputs)]
+
+    def add(number: tf.Tensor, sums: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        values = tf.nest.flatten(traced(number))
+        return number + 1, [total + value for total, value in zip(sums, values)]
+
+    _, sums = tf.while_loop(lambda number, _: number < count, add, (tf.constant(0), zeros), parallel_iterations=1)
+    return list(sums)
+
+
+def _divided(inputs: Any, count: int) -> Callable[[tf.Tensor], Any]:
+    """Returns the function that gives a part of the batch, by the number of the part."""
+    for leaf in tf.nest.flatten(inputs):
+        if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor)) or leaf.shape.rank == 0:
+            raise UsageError(
+                f"micro_batches={count} divides the batch, and its data has {leaf!r}; expected dense or ragged tensors "
+                "with the batch as their first dimension"
+            )
+        size = leaf.shape[0]
+        if size is not None and size % count:
+            raise UsageError(
+                f"micro_batches={count} does not divide the per-replica batch of {size} examples; choose a divisor of "
+                f"{size}, or another global batch size"
+            )
+
+    def part(number: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda leaf: _rows(leaf, number, count), inputs)
+
+    return part
+
+
+def _rows(leaf: tf.Tensor | tf.RaggedTensor, number: tf.Tensor, count: int) -> tf.Tensor | tf.RaggedTensor:
+    if isinstance(leaf, tf.Tensor) and leaf.shape[0] is not None:  # of a static shape, which XLA needs
+        rows = leaf.shape[0] // count
+        sizes = [tf.shape(leaf)[axis] if size is None else size for axis, size in enumerate(leaf.shape)][1:]
+        return tf.gather(tf.reshape(leaf, [count, rows, *sizes]), number)
+    size = tf.cast(leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0], tf.int32)
+    return leaf[number * size // count : (number + 1) * size // count]
+
+
+class MetricSums:
+    """The metrics of a step as tensors that sum over the parts of its batch.
+
+    `pack` runs for a part, also in a loop on the device, and learns the structure; `unpack` runs after the loop.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[tuple[str, str, tf.DType]] = []
+        self._keras: dict[str, Any] = {}
+
+    @tf.autograph.experimental.do_not_convert
+    def pack(self, metrics: dict[str, Any]) -> list[tf.Tensor]:
+        """Returns the tensors of a part's metrics, float64.
+
+        Raises:
+          UsageError: for a metric that does not sum.
+        """
+        self._slots, self._keras, parts = [], {}, []
+        for name, value in metrics.items():
+            if _keras.is_metric(value):
+                self._keras[name] = value  # it keeps its own sums
+                continue
+            if not isinstance(value, Reduction):
+                value = reductions.mean(value)
+            if value.kind == "each":
+                raise UsageError(f"the metric {name!r} is a looplib.each, which only an evaluator can return")
+            self._slots.append((name, value.kind, value.value.dtype))
+            data = tf.cast(value.value, tf.float64)
+            if value.kind == "mean":
+                weight = tf.ones_like(data) if value.weight is None else tf.cast(value.weight, tf.float64)
+                shape = tf.broadcast_dynamic_shape(tf.shape(data), tf.shape(weight))
+                weight = tf.broadcast_to(weight, shape)
+                data = tf.reduce_sum(tf.math.multiply_no_nan(data, weight))
+                parts.append(tf.reduce_sum(weight))
+            parts.append(data)
+        return parts
+
+    @tf.autograph.experimental.do_not_convert
+    def unpack(self, sums: list[tf.Tensor], count: int) -> dict[str, Any]:
+        """Returns the metrics of the whole batch, from the sums over `count` parts; a `last` is their mean."""
+        metrics, sums = dict(self._keras), iter(sums)
+        for name, kind, dtype in self._slots:
+            value = next(sums)
+            if kind == "mean":
+                metrics[name] = reductions.mean(tf.math.divide_no_nan(next(sums), value), value)
+            elif kind == "total":
+                metrics[name] = reductions.total(tf.cast(value, dtype))
+            else:
+                metrics[name] = reductions.last(value / count)
+        return metrics

@@ -1,0 +1,130 @@
+"""Parts of a model, chosen by regular expressions on the names of its variables."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.errors import UsageError, join_names
+
+
+def matching(variables: Sequence[Any], patterns: Sequence[str] | str, what: str) -> list[Any]:
+    """Returns the variables whose names contain a match of any pattern.
+
+    Args:
+      variables: variables of Keras or TensorFlow.
+      patterns: regular expressions, for `re.search`; one or several.
+      what: name of the argument with the patterns, for messages.
+
+    Raises:
+      UsageError: for a pattern that is not a regular expression, or matches nothing.
+    """
+    chosen: dict[int, Any] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            found = [variable for variable in variables if re.search(pattern, _keras.variable_path(variable))]
+        except re.error as error:
+            raise UsageError(f"{what} has {pattern!r}, which is no regular expression: {error}") from error
+        if not found:
+            names = join_names([_keras.variable_path(variable) for variable in variables])
+            raise UsageError(
+                f"{what} has {pattern!r}, which matches no variable of the model; its variables are: {names}"
+            )
+        chosen.update((id(variable), variable) for variable in found)
+    return [variable for variable in variables if id(variable) in chosen]
+
+
+def freeze(model: Any, patterns: Sequence[str] | str) -> list[Any]:
+    """Freezes the matching variables; returns the variables that are still trained.
+
+    A layer whose variables all match becomes `trainable = False`, so that its batch normalization uses its moving
+    statistics.
+
+    Args:
+      model: a Keras model of either family, or a `tf.Module`.
+      patterns: see `matching`; empty for none.
+
+    Raises:
+      UsageError: for a pattern that matches nothing, or if no variable is left.
+    """
+    variables = list(model.trainable_variables)
+    frozen = {id(variable) for variable in matching(variables, patterns, "freeze")}
+    trained = [variable for variable in variables if id(variable) not in frozen]
+    if not trained:
+        raise UsageError(f"freeze={patterns!r} matches all variables of the model; leave out a part that is trained")
+    for layer in _layers(model) if frozen else ():
+        own = layer.trainable_variables
+        if own and all(id(variable) in frozen for variable in own):
+            layer.trainable = False
+    return trained
+
+
+def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tuple[str, Any, list[Any]]]:
+    """Gives each variable to the optimizer of the first pattern that matches it.
+
+    Args:
+      optimizers: dict from pattern to Keras optimizer.
+      variables: all variables to train.
+
+    Returns:
+      list of (pattern, optimizer, its variables).
+
+    Raises:
+      UsageError: for a pattern that matches nothing that is left, or variables that no pattern matches.
+    """
+    left, parts = list(variables), []
+    for pattern, optimizer in optimizers.items():
+        own = matching(left, pattern, "optimizer")
+        taken = {id(variable) for variable in own}
+        left = [variable for variable in left if id(variable) not in taken]
+        parts.append((pattern, optimizer, own))
+    if left:
+        names = join_names([_keras.variable_path(variable) for variable in left])
+        raise UsageError(f'no pattern of optimizer matches {names}; add a last one for the rest, "": optimizer')
+    return parts
+
+
+def rematerialize(model: Any, patterns: Sequence[str] | str) -> None:
+    """Lets the matching layers compute their activations again in the backward pass, by `tf.recompute_grad`.
+
+    Only what goes into such a layer is kept for the gradient, so that a block of a deep model is a good choice.
+
+    Args:
+      model: a Keras model of either family, changed.
+      patterns: regular expressions, for `re.search` in the names of its layers and those of models in it.
+
+    Raises:
+      UsageError: for a pattern that matches nothing, or a layer whose second computation would differ.
+    """
+    layers = {id(layer): layer for layer in _layers(model)}.values()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        found = [layer for layer in layers if re.search(pattern, layer.name)]
+        if not found:
+            names = join_names([layer.name for layer in layers])
+            raise UsageError(
+                f"rematerialize has {pattern!r}, which matches no layer of the model; its layers are: {names}"
+            )
+        for layer in found:
+            if _keras.changes_when_called(layer):
+                raise UsageError(
+                    f"rematerialize has {pattern!r}, which matches {layer.name}, and computing it twice gives two "
+                    "results (dropout, batch normalization or another state in it); match layers without state"
+                )
+            layer.call = _recomputed(layer.call)
+
+
+def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
+
+    return recomputed
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    for layer in model.layers if _keras.is_model(model) else ():
+        yield layer
+        yield from _layers(layer)

@@ -1,0 +1,545 @@
+"""GradientTrainer: the update of a loss is numpy's, on any number of replicas and micro-batches."""
+
+import keras as keras3
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib import UsageError, _keras
+from looplib.__main__ import main as looplib_main
+
+# A global batch is an epoch, so that each step sees all examples, in any order.
+BATCH, TOKENS, FEATURES, CLASSES, RATE = 32, 6, 5, 3, 0.5
+_random = np.random.RandomState(1)
+X = _random.randn(BATCH, TOKENS, FEATURES).astype("float32")
+Y = _random.randint(0, CLASSES, [BATCH, TOKENS])
+LENGTHS = _random.randint(0, TOKENS + 1, BATCH)  # some sentences have no token
+MASK = (np.arange(TOKENS) < LENGTHS[:, None]).astype("float32")
+KERNEL = _random.randn(FEATURES, CLASSES).astype("float32")
+FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
+
+
+class Tagger(looplib.GradientTrainer):
+    """Softmax regression on the tokens of sentences of many lengths."""
+
+    def __init__(self, keras=keras3, optimizer=None, regularizer=0.0, weighted=True, blow_up_at=None, **settings):
+        dense = keras.layers.Dense(
+            CLASSES, name="dense", kernel_regularizer=keras.regularizers.L2(regularizer) if regularizer else None
+        )
+        model = keras.Sequential([keras.layers.InputLayer((TOKENS, FEATURES)), dense])
+        dense.set_weights([KERNEL, np.zeros(CLASSES)])
+        super().__init__(model, optimizer or keras.optimizers.SGD(RATE), **settings)
+        self._weighted, self._blow_up_at = weighted, blow_up_at
+
+    def dataset(self, context):
+        return context.indices(BATCH).map(lambda i: (tf.gather(X, i), tf.gather(Y, i), tf.gather(MASK, i)))
+
+    def loss_fn(self, inputs):
+        x, y, mask = inputs
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, self.model(x, training=True))
+        if self._blow_up_at is not None:
+            losses *= tf.where(tf.equal(self.global_step, self._blow_up_at), 1e36, 1.0)
+        metrics = {"tokens": looplib.total(tf.reduce_sum(mask))}
+        return (looplib.mean(losses, mask) if self._weighted else losses), metrics
+
+
+def train(trainer, steps, strategy=None, loop="graph", **settings):
+    settings = dict(steps_per_loop=2, writers=[], **settings)
+    strategy = strategy or make_strategy("default")
+    with looplib.Controller(
+        trainer=trainer, strategy=strategy, global_batch_size=BATCH, loop=loop, **settings
+    ) as controller:
+        return controller.train(steps)
+
+
+def made(strategy, *args, **settings):
+    with strategy.scope():
+        return Tagger(*args, **settings)
+
+
+def numpy_gradients(parameters, weighted=True, regularizer=0.0):
+    """The gradients of the mean loss over the real tokens of a global batch, in float64."""
+    x, y = X.astype(np.float64), np.eye(CLASSES)[Y]
+    weights = MASK / MASK.sum() if weighted else np.full([BATCH, TOKENS], 1 / (BATCH * TOKENS))
+    z = x @ parameters[0] + parameters[1]
+    e = np.exp(z - z.max(-1, keepdims=True))
+    error = (e / e.sum(-1, keepdims=True) - y) * weights[..., None]
+    kernel = np.einsum("btf,btc->fc", x, error) + 2 * regularizer * parameters[0]
+    return [kernel, error.sum((0, 1))]
+
+
+def numpy_weights(steps, change=lambda gradients, parameters: gradients, **settings):
+    parameters = [KERNEL.astype(np.float64), np.zeros(CLASSES)]
+    for _ in range(steps):
+        gradients = change(numpy_gradients(parameters, **settings), parameters)
+        parameters = [p - RATE * g for p, g in zip(parameters, gradients)]
+    return parameters
+
+
+def assert_weights(trainer, expected):
+    for found, weights in zip(trainer.model.get_weights(), expected):
+        np.testing.assert_allclose(found, weights, rtol=1e-5, atol=1e-6)
+
+
+def possible(params):
+    return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
+
+
+@pytest.mark.pairs(possible=possible)
+@pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras, count, loop):
+    if not possible({"loop": loop, "strategy": "mirrored" if strategy.num_replicas_in_sync > 1 else ""}):
+        pytest.skip("one XLA program runs on one device; eager replicas are tried below")
+    trainer = made(strategy, keras, micro_batches=count)
+    metrics = train(trainer, 4, strategy, loop)
+    assert_weights(trainer, numpy_weights(4))
+    assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
+
+
+@pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
+def test_losses_of_the_models_layers_count_once(weighted, count):
+    """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
+    strategy = make_strategy("mirrored_x2")
+    trainer = made(strategy, regularizer=0.01, weighted=weighted, micro_batches=count)
+    train(trainer, 3, strategy)
+    assert_weights(trainer, numpy_weights(3, weighted=weighted, regularizer=0.01))
+
+
+def _scaled_to(limit, gradients):
+    return [g * min(1, limit / np.sqrt((g**2).sum())) for g in gradients]
+
+
+def _adaptive(gradients, parameters):
+    norms = [np.sqrt((g**2).sum(0, keepdims=g.ndim > 1)) if g.ndim > 1 else np.sqrt((g**2).sum()) for g in gradients]
+    limits = [
+        0.05 * np.maximum(np.sqrt((p**2).sum(0, keepdims=True)) if p.ndim > 1 else np.sqrt((p**2).sum()), 1e-3)
+        for p in parameters
+    ]
+    return [np.where(n > limit, g * limit / n, g) for g, n, limit in zip(gradients, norms, limits)]
+
+
+CLIPS = {
+    "clip_value": (0.05, lambda g, p: [np.clip(x, -0.05, 0.05) for x in g]),
+    "clip_norm": (0.1, lambda g, p: _scaled_to(0.1, g)),
+    "clip_global_norm": (0.1, lambda g, p: [x * min(1, 0.1 / np.sqrt(sum((y**2).sum() for y in g))) for x in g]),
+    "clip_adaptive": (0.05, _adaptive),
+}
+
+
+@pytest.mark.parametrize(
+    "name, family, count",
+    [
+        ("default", "keras", 2),
+        ("mirrored_x2", "keras", 2),
+        ("mirrored_x2", "tf_keras", 1),
+        pytest.param("mirrored_x4", "tf_keras", 4, marks=pytest.mark.repetition),
+    ],
+)
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family, count):
+    strategy, (limit, change) = make_strategy(name), CLIPS[clip]
+    trainer = made(strategy, FAMILIES[family], micro_batches=count, **{clip: limit})
+    train(trainer, 3, strategy)
+    assert_weights(trainer, numpy_weights(3, change))
+    assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
+
+
+@pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
+def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):
+    class Norm(looplib.Evaluator):
+        def __init__(self, trainer):
+            self.model, self.averages = trainer.model, trainer.averages
+
+        def dataset(self, context):
+            return context.indices(4)
+
+        def step_fn(self, inputs):
+            return {"sum": looplib.last(tf.reduce_sum(tf.convert_to_tensor(self.model.trainable_variables[0])))}
+
+    strategy = make_strategy(name)
+
+    def run(folder, *ends):
+        for end in ends:
+            with strategy.scope():
+                trainer = Tagger(FAMILIES[family], average_decay=0.8)
+                evaluator = Norm(trainer)
+            settings = dict(global_batch_size=BATCH, steps_per_loop=2, writers=[], model_dir=folder)
+            with looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings) as controller:
+                controller.train_and_evaluate(end, 2)
+                seen = controller.evaluate()["eval"]["sum"]
+        with looplib.Controller(evaluator=evaluator, strategy=strategy, **settings) as controller:
+            assert controller.evaluate()["eval"]["sum"] == seen  # an evaluation job, by the checkpoint alone
+        return trainer, seen
+
+    parameters, averages = [[KERNEL.astype(np.float64), np.zeros(CLASSES)] for _ in range(2)]
+    for step in range(5):
+        parameters = numpy_weights(step + 1)
+        averages = [0.8 * a + 0.2 * p for a, p in zip(averages, parameters)]
+    trainer, seen = run(tmp_path / "whole", 5)
+    assert_weights(trainer, parameters)  # they are back in their places
+    assert seen == pytest.approx(averages[0].sum(), rel=1e-5)
+    for found, expected in zip(trainer.averages.values, averages):
+        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    again, _ = run(tmp_path / "resumed", 3, 5)
+    for found, expected in zip(again.averages.values, trainer.averages.values):
+        np.testing.assert_array_equal(found.numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        ("default", "tf_keras"),
+        ("mirrored_x2", "keras"),
+        pytest.param("mirrored_x4", "tf_keras", marks=pytest.mark.repetition),
+    ],
+)
+def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
+    """The weights and the optimizer's count stay, the step counts, and the scale is halved and saved."""
+    strategy, keras = make_strategy(name), FAMILIES[family]
+    make = lambda: made(
+        strategy, keras, loss_scale="dynamic", blow_up_at=2, optimizer=None, average_decay=0.5, micro_batches=2
+    )
+    reports = []
+    trainer = make()
+    train(trainer, 5, strategy, actions=[lambda event: reports.append(event.metrics)], model_dir=tmp_path)
+    parameters = [KERNEL.astype(np.float64), np.zeros(CLASSES)]
+    for _ in (0, 1, 3, 4):
+        parameters = [p - RATE * g for p, g in zip(parameters, numpy_gradients(parameters))]
+    assert_weights(trainer, parameters)
+    assert int(trainer.optimizer.iterations.numpy()) == 4 and int(trainer.global_step) == 5
+    assert [report["overflows"] for report in reports] == [0, 1, 0]
+    for part in strategy.experimental_local_results(trainer.loss_scale.scale):
+        assert part.numpy() == 2.0**14
+    again = make()
+    train(again, 6, strategy, model_dir=tmp_path)
+    assert again.loss_scale.scale.numpy() == 2.0**14
+
+
+def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
+    monkeypatch.setattr("looplib.task.loss_scale._GROWS_AFTER", 3)
+    trainer = made(make_strategy("default"), loss_scale="dynamic")
+    train(trainer, 7)
+    assert trainer.loss_scale.scale.numpy() == 2.0**17
+
+
+@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
+def test_half_precision_learns_as_float32_does(precision, keras):
+    def accuracy(policy):
+        keras.utils.set_random_seed(0)
+        keras.mixed_precision.set_global_policy(policy)
+        try:
+            trainer = Tagger(keras, weighted=True)
+        finally:
+            keras.mixed_precision.set_global_policy("float32")
+        assert (trainer.loss_scale is not None) == (policy == "mixed_float16")
+        train(trainer, 40)
+        logits = X @ trainer.model.get_weights()[0] + trainer.model.get_weights()[1]
+        return ((logits.argmax(-1) == Y) * MASK).sum() / MASK.sum()
+
+    assert accuracy(precision) == pytest.approx(accuracy("float32"), abs=0.01)
+
+
+def test_frozen_layers_keep_weights_and_statistics(keras):
+    class Deep(Tagger):
+        def __init__(self):
+            layers = [
+                keras.layers.InputLayer((TOKENS, FEATURES)), keras.layers.Dense(4, name="base_dense"),
+                keras.layers.BatchNormalization(name="base_norm"), keras.layers.Dense(CLASSES, name="head"),
+            ]  # fmt: skip
+            looplib.GradientTrainer.__init__(
+                self, keras.Sequential(layers), keras.optimizers.Adam(0.1), freeze="base", report=("weight_norm",)
+            )
+            self._weighted, self._blow_up_at = True, None
+
+    trainer = Deep()
+    before = [layer.get_weights() for layer in trainer.model.layers[-3:]]
+    metrics = train(trainer, 3)
+    after = [layer.get_weights() for layer in trainer.model.layers[-3:]]
+    for old, new in zip(before[0] + before[1], after[0] + after[1]):
+        np.testing.assert_array_equal(old, new)
+    assert not np.allclose(before[2][0], after[2][0])
+    assert metrics["weight_norm"] == pytest.approx(np.sqrt(sum((w**2).sum() for w in after[2])), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
+    strategy = make_strategy(name)
+    with strategy.scope():
+        optimizers = {"bias": keras.optimizers.SGD(0.1), "": keras.optimizers.SGD(RATE)}
+        trainer = Tagger(keras, optimizers, report=("learning_rate",))
+    metrics = train(trainer, 3, strategy, model_dir=tmp_path)
+    assert_weights(trainer, numpy_weights(3, lambda g, p: [g[0], g[1] * 0.1 / RATE]))
+    assert metrics["learning_rate/bias"] == pytest.approx(0.1) and metrics["learning_rate/rest"] == pytest.approx(RATE)
+
+
+def test_no_decay_leaves_out_the_variables_that_match(keras):
+    optimizer = keras.optimizers.AdamW(0.0, weight_decay=0.1)  # without a rate only the decay of Keras's AdamW is left
+    optimizer.learning_rate = 1.0
+    trainer = Tagger(keras, optimizer, no_decay=["bias"])
+    trainer.model.layers[-1].set_weights([KERNEL, np.ones(CLASSES)])
+    plain = Tagger(keras, keras.optimizers.AdamW(1.0, weight_decay=0.0))
+    plain.model.layers[-1].set_weights([KERNEL, np.ones(CLASSES)])
+    train(trainer, 1), train(plain, 1)
+    kernel, bias = trainer.model.get_weights()
+    np.testing.assert_allclose(bias, plain.model.get_weights()[1], rtol=1e-6)
+    np.testing.assert_allclose(kernel, plain.model.get_weights()[0] - 0.1 * KERNEL, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_reported_norms_are_numpys(name):
+    strategy = make_strategy(name)
+    report = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "layer_norms")
+    trainer = made(strategy, report=report, clip_global_norm=0.01, micro_batches=2)
+    metrics = train(trainer, 1, strategy)
+    kernel, bias = numpy_gradients([KERNEL.astype(np.float64), np.zeros(CLASSES)])
+    norm = np.sqrt((kernel**2).sum() + (bias**2).sum())
+    after = [KERNEL - RATE * kernel * 0.01 / norm, -RATE * bias * 0.01 / norm]
+    expected = {
+        "gradient_norm": norm, "learning_rate": RATE, "update_norm": 0.01 * RATE,
+        "weight_norm": np.sqrt(sum((w**2).sum() for w in after)), "loss": metrics["loss"], "tokens": metrics["tokens"],
+        "steps_per_second": metrics["steps_per_second"],
+        "gradient_norm/kernel": np.sqrt((kernel**2).sum()), "gradient_norm/bias": np.sqrt((bias**2).sum()),
+    }  # fmt: skip
+    metrics = {name if "/" not in name else f"gradient_norm/{name.split('/')[-1]}": v for name, v in metrics.items()}
+    assert metrics == pytest.approx(expected, rel=1e-4)
+
+
+class Contrastive(looplib.GradientTrainer):
+    """Two views of an example are found among those of the global batch."""
+
+    def __init__(self, keras=keras3):
+        model = keras.Sequential([keras.layers.InputLayer((FEATURES,)), keras.layers.Dense(4, use_bias=False)])
+        model.layers[-1].set_weights([np.eye(FEATURES, 4)])
+        super().__init__(model, keras.optimizers.SGD(RATE))
+
+    def dataset(self, context):
+        return context.indices(BATCH).map(lambda i: (tf.gather(X[:, 0], i), tf.gather(X[:, 1], i)))
+
+    def loss_fn(self, inputs):
+        queries = tf.math.l2_normalize(self.model(inputs[0], training=True), axis=1)
+        keys = looplib.all_gather(tf.math.l2_normalize(self.model(inputs[1], training=True), axis=1))
+        rows = tf.shape(queries)[0]
+        labels = tf.distribute.get_replica_context().replica_id_in_sync_group * rows + tf.range(rows)
+        logits = tf.matmul(queries, keys, transpose_b=True)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+
+
+def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
+    found = []
+    for name in ("default", "mirrored_x2", "mirrored_x4"):
+        strategy = make_strategy(name)
+        with strategy.scope():
+            trainer = Contrastive(keras)
+        train(trainer, 4, strategy)
+        found.append(trainer.model.get_weights()[0])
+    assert not np.allclose(found[0], np.eye(FEATURES, 4), rtol=1e-2)
+    for weights in found[1:]:
+        np.testing.assert_allclose(weights, found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2", "mirrored_x4"])
+def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
+    class Own(looplib.Trainer):
+        def __init__(self):
+            tagger = Tagger()
+            self.model, self.optimizer, self.dataset = tagger.model, tagger.optimizer, tagger.dataset
+
+        def dataset(self, context):
+            raise NotImplementedError
+
+        def step_fn(self, inputs):
+            x, y, mask = inputs
+            with tf.GradientTape() as tape:
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, self.model(x, training=True))
+                loss = self.global_mean(losses, mask)
+            variables = self.model.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            return {"loss": looplib.mean(losses, mask)}
+
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = Own()
+    train(trainer, 4, strategy)
+    assert_weights(trainer, numpy_weights(4))
+
+
+@pytest.mark.parametrize("name, count", [("default", 1), ("mirrored_x2", 1), ("mirrored_x2", 2)])
+def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
+    class Words(looplib.GradientTrainer):
+        def __init__(self):
+            layers = [keras.layers.InputLayer((TOKENS,), dtype="int64"), keras.layers.Embedding(CLASSES, 2)]
+            model = keras.Sequential(layers)
+            model.layers[-1].set_weights([np.ones([CLASSES, 2])])
+            super().__init__(model, keras.optimizers.SGD(RATE), micro_batches=count)
+
+        def dataset(self, context):
+            return context.indices(BATCH).map(lambda i: (tf.gather(Y, i), tf.gather(MASK, i)))
+
+        def loss_fn(self, inputs):
+            words, mask = inputs
+            return looplib.mean(tf.reduce_sum(tf.square(self.model(words, training=True)), axis=2), mask)
+
+    strategy = make_strategy(name)
+    with strategy.scope():
+        trainer = Words()
+    train(trainer, 3, strategy)
+    table = np.ones([CLASSES, 2])
+    for _ in range(3):
+        share = np.bincount(Y.ravel(), MASK.ravel(), CLASSES) / MASK.sum()
+        table = table - RATE * 2 * table * share[:, None]
+    np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
+def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
+    """Their activations are not kept: the step multiplies matrices more often, and the weights are the same."""
+    strategy, keras = make_strategy(name), FAMILIES[family]
+
+    class Deep(Tagger):
+        def __init__(self, **settings):
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.InputLayer((TOKENS, FEATURES))]
+            block = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(8, "tanh")]
+            layers += [keras.Sequential(block, name="block"), keras.layers.Dense(CLASSES)]
+            optimizer = keras.optimizers.SGD(RATE)
+            looplib.GradientTrainer.__init__(self, keras.Sequential(layers), optimizer, **settings)
+            self._weighted, self._blow_up_at = True, None
+
+    weights, products = [], []
+    for settings in ({}, {"rematerialize": "block"}):
+        with strategy.scope():
+            trainer = Deep(**settings)
+        settings = dict(strategy=strategy, global_batch_size=BATCH, writers=[])
+        with looplib.Controller(trainer=trainer, **settings) as controller:
+            controller.train(3)
+            weights.append(trainer.model.get_weights())
+        kernel = tf.function(lambda trainer=trainer: _gradient(trainer)).get_concrete_function()
+        products.append(sum(op.type in ("MatMul", "BatchMatMulV2") for op in kernel.graph.get_operations()))
+    for a, b in zip(*weights):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert products[1] >= products[0] + 1
+
+
+def _gradient(trainer):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(trainer.model(X, training=True))
+    variables = [_keras.tf_variable(v) for v in trainer.model.trainable_variables]
+    return tape.gradient(loss, variables)
+
+
+class Dropped(Tagger):
+    def __init__(self, keras):
+        layers = [keras.layers.InputLayer((TOKENS, FEATURES)), keras.layers.Dropout(0.5, name="drop")]
+        model = keras.Sequential([*layers, keras.layers.Dense(CLASSES)])
+        looplib.GradientTrainer.__init__(self, model, keras.optimizers.SGD(RATE), rematerialize="drop")
+
+
+class Scalar(Tagger):
+    def loss_fn(self, inputs):
+        return tf.reduce_mean(super().loss_fn(inputs)[0].value)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: Scalar(), "loss_fn returned a float32 tensor of shape .*; expected one loss per example"),
+        (lambda: Tagger(micro_batches=5), "micro_batches=5 does not divide the per-replica batch of 32 examples"),
+        (lambda: Tagger(micro_batches=0), "micro_batches is 0; expected a whole number of at least 1"),
+        (lambda: Tagger(freeze="encoder"), "freeze has 'encoder', which matches no variable .*dense/kernel"),
+        (lambda: Tagger(freeze=""), "matches all variables"),
+        (lambda: Dropped(keras3), "matches drop, and computing it twice gives two results"),
+        (lambda: Dropped(tf_keras), "matches drop, and computing it twice gives two results"),
+        (lambda: Tagger(rematerialize="block"), "rematerialize has 'block', which matches no layer"),
+        (lambda: Tagger(no_decay="("), "no regular expression"),
+        (lambda: Tagger(no_decay="bias"), "no optimizer has a weight_decay"),
+        (lambda: Tagger(optimizer={"bias": keras3.optimizers.SGD(0.1)}), "no pattern of optimizer matches .*kernel"),
+        (lambda: Tagger(optimizer="sgd"), "optimizer is a str; expected a Keras optimizer"),
+        (lambda: Tagger(clip_norm=-1.0), "clip_norm is -1.0; expected a positive number"),
+        (lambda: Tagger(average_decay=1.5), "expected a number between 0 and 1"),
+        (lambda: Tagger(loss_scale="static"), 'loss_scale is \'static\'; expected "auto"'),
+        (lambda: Tagger(report=["gradient"]), "expected names among learning_rate"),
+        (
+            lambda: Tagger(optimizer=keras3.optimizers.LossScaleOptimizer(keras3.optimizers.SGD(0.1))),
+            "scales the loss itself",
+        ),
+        (lambda: looplib.GradientTrainer.__init__(Tagger(), keras3.Sequential(), None), "no trainable variables yet"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_a_sentence(make, message):
+    with pytest.raises(UsageError, match=message):
+        train(make(), 1)
+
+
+def test_guards_see_values_that_clipping_could_hide(tmp_path):
+    """An infinite gradient that is clipped by value would otherwise train on."""
+
+    class Infinite(Tagger):
+        def loss_fn(self, inputs):
+            losses = super().loss_fn(inputs)[0]
+            # Its value is finite, its gradient is not.
+            weight = tf.convert_to_tensor(self.model.trainable_variables[1])[0]
+            return losses.value[:, 0] + tf.sqrt(tf.abs(weight - weight))
+
+    with pytest.raises(looplib.DivergenceError, match="gradient of"):
+        train(Infinite(clip_value=1.0), 2, model_dir=tmp_path)
+
+
+def test_toy_regression_as_a_loss_equals_its_step_of_ones_own():
+    """Without options, not one bit differs from a hand-written step."""
+
+    class Loss(toy.Regression, looplib.GradientTrainer):
+        def __init__(self):
+            toy.Regression.__init__(self)
+            looplib.GradientTrainer.__init__(self, self.model, self.optimizer)
+
+        step_fn = looplib.GradientTrainer.step_fn
+
+        def loss_fn(self, inputs):
+            ids, x, y = inputs
+            logits = self.model(x, training=True)
+            ids = looplib.total(self._in_global_batch(ids))
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits), {"ids": ids}
+
+    own, loss = toy.Regression(), Loss()
+    for trainer in (own, loss):
+        with toy.controller(make_strategy("default"), trainer) as controller:
+            controller.train(5)
+    for a, b in zip(own.weights(), loss.weights()):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path, capsys):
+    run, mean = tmp_path / "run", tmp_path / "mean"
+    seen, trainer = [], Tagger(average_decay=0.9)
+    policy = looplib.CheckpointPolicy(every_steps=2, keep=(looplib.KeepLast(3),))
+    train(
+        trainer, 8, model_dir=run, checkpoints=policy, actions=[lambda event: seen.append(trainer.model.get_weights())]
+    )
+    assert looplib_main(["average", str(run), str(mean), "--last=3"]) == 0
+    assert "ckpt-4, ckpt-6, ckpt-8" in capsys.readouterr().out
+
+    class Weights(looplib.Evaluator):
+        def __init__(self, model):
+            self.model = model
+
+        def dataset(self, context):
+            return context.indices(1)
+
+        def step_fn(self, inputs):
+            kernel, bias = (tf.convert_to_tensor(variable) for variable in self.model.trainable_variables)
+            return {"kernel": looplib.last(kernel[0, 0]), "bias": looplib.last(bias[0])}
+
+    settings = dict(global_batch_size=1, writers=[], model_dir=mean)
+    with looplib.Controller(evaluator=Weights(Tagger().model), **settings) as controller:
+        found = controller.evaluate()["eval"]
+    assert found["kernel"] == pytest.approx(np.mean([weights[0][0, 0] for weights in seen[1:]]), rel=1e-6)
+    assert found["bias"] == pytest.approx(np.mean([weights[1][0] for weights in seen[1:]]), rel=1e-6)
+    assert looplib_main(["average", str(run), str(mean), "--last=3"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert looplib_main(["average", str(run), str(tmp_path / "more"), "--last=4"]) == 2
+    assert "has 3 intact checkpoints, and --last is 4" in capsys.readouterr().err
