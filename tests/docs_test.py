@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import inspect
+import itertools
 import os
 import pathlib
 import re
@@ -170,12 +171,12 @@ def test_the_tpu_strategys_program_runs_without_a_tpu(results):
 
 
 def check_the_course(out):
-    found = {}
-    for way in ("fit", "looplib"):
-        for dtype in ("float32", "bfloat16"):
-            (found[way, dtype],) = shown(rf"{way}, {dtype}: train_accuracy \S+ test accuracy (\S+)", out)
+    found, ways = {}, ("fit", "Classifier")
+    for way, dtype in [*itertools.product(ways, ("float32", "bfloat16")), ("FromLoss", "float32")]:
+        (found[way, dtype],) = shown(rf"{way}, {dtype}: train_accuracy \S+ test accuracy (\S+)", out)
     assert min(found.values()) > 0.94
-    for way in ("fit", "looplib"):
+    assert found["FromLoss", "float32"] == found["Classifier", "float32"]
+    for way in ways:
         assert abs(found[way, "float32"] - found[way, "bfloat16"]) <= 0.01
     assert "the copies of each variable are equal" in out and "the mean loss of the first step" in out
 
