@@ -1,6 +1,6 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
-import contextlib
+import datetime
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,11 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import console
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import resolve
-from looplib.errors import DivergenceError, UsageError, whole_number
+from looplib.errors import DivergenceError, UsageError, duration, whole_number
+from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
-from looplib.health.preemption import notice
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
@@ -22,7 +21,7 @@ from looplib.loop.schedule import Schedule
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
-from looplib.task.actions import Event
+from looplib.task.actions import Event, attending, tell_saves
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
 
@@ -54,11 +53,15 @@ class Controller:
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
+      max_time: seconds, a `datetime.timedelta` or text such as "1h30m", after which a call of `train` ends as by a
+        signal: after the current step, with a save, by `Preempted`. A binary's time counts from its own start.
+      overfit_batch: trains on the first batch of the data in each step, to see whether the model can fit it.
 
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
         and report; `clock.summary()` says what they mean.
-      restored_from: path of the checkpoint that this run continues from, or None.
+      model_dir: the run directory, or None.
+      policy: the `CheckpointPolicy`.
       report: `RunReport`, which writes `run.json` when a training starts and ends (`run_eval.json` for a controller
         without a trainer).
 
@@ -81,11 +84,13 @@ class Controller:
         writers: Sequence[Writer] | None = None,
         actions: Sequence[Callable[[Event], object]] = (),
         config: Any = None,
+        max_time: float | str | datetime.timedelta | None = None,
+        overfit_batch: bool = False,
     ) -> None:
         strategy = strategy or tf.distribute.get_strategy()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
-        settings = LoopSettings(strategy, loop, global_batch_size, steps_per_loop, seed)
+        settings = LoopSettings(strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch)
         checks.check_together(trainer, evaluators, strategy, loop)
         self._actions = list(actions)
         self._schedule = functools.partial(Schedule, settings.steps_per_loop, checkpoints.every_steps)
@@ -99,7 +104,10 @@ class Controller:
             writers=writers,
             actions=self._actions,
             config=config,
+            max_time=duration("max_time", max_time),
         )
+        self._evaluations = Evaluations(self._run, self._publish)
+        self.policy, self.model_dir = checkpoints, self._run.model_dir
         self.clock, self.report = self._run.clock, self._run.report
 
     # What a user calls.
@@ -131,7 +139,8 @@ class Controller:
         Raises:
           UsageError: if the policy has no `KeepBest`.
         """
-        return self._run.directory.best()
+        best = self._run.directory.best()
+        return best.path if best else None
 
     @property
     def rollbacks(self) -> int:
@@ -193,20 +202,7 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        run, loops = self._run, self._run.loops
-        steps = task_loop.check_evaluation(loops.evaluations, steps)
-        run.refuse_without_state()
-        with contextlib.nullcontext() if loops.training else run.report.of_a_start(run.restored_from):
-            results, step = {}, run.step
-            with console.guarded(), notice.listening(), run.watchdog.watching():
-                for name in loops.evaluations:
-                    metrics = loops.evaluate(name, steps)
-                    if metrics is None:
-                        run.leave(step)
-                    results[name] = metrics
-                    self._publish(name, step, metrics)
-            run.note_evaluation(step, results)
-            return results
+        return self._evaluations.at_this_step(steps)
 
     def evaluate_continuously(
         self, steps: int = -1, until_step: int | None = None, timeout: float | None = None
@@ -224,23 +220,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no checkpoint came in time.
         """
-        steps = task_loop.check_evaluation(self._run.loops.evaluations, steps)
-        if until_step is not None:
-            until_step = whole_number("until_step", until_step, least=0)
-        results, directory = None, self._run.directory
-        directory.need("evaluate_continuously")
-        self._run.refuse_while_training("evaluate_continuously")
-        with console.guarded(), notice.listening():
-            for _ in self._run.follow(timeout):
-                results = self.evaluate(steps)
-                if until_step is not None and self.global_step >= until_step:
-                    break
-        if results is None:
-            raise UsageError(
-                f"no checkpoint came in {directory.checkpoints} within {timeout} s; check that the training writes "
-                "there"
-            )
-        return results
+        return self._evaluations.of_each_checkpoint(steps, until_step, timeout)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.
@@ -267,9 +247,10 @@ class Controller:
             run.save(wait=True)
         except Trouble as trouble:
             raise DivergenceError(f"{trouble.what}; it is not saved") from None
+        self._tell_saves()
         return run.directory.path_of(run.step)
 
-    def restore_checkpoint(self, path: str | os.PathLike[str] | None = None) -> str | None:
+    def restore_checkpoint(self, path: str | os.PathLike[str] | None = None, best: bool = False) -> str | None:
         """Restores the complete state, including the position in the data; changes nothing in the run directory.
 
         Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
@@ -277,16 +258,17 @@ class Controller:
 
         Args:
           path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; None takes the newest of `model_dir`.
+          best: takes the `best_checkpoint` instead.
 
         Returns:
-          The path, or None if there is no checkpoint yet.
+          The path, or None if there is no checkpoint yet, or none with a score.
 
         Raises:
           UsageError: if the checkpoint cannot be read or belongs to another model.
         """
         self._run.directory.need("restore_checkpoint")
         self._run.refuse_while_training("restore_checkpoint")
-        return self._run.restore(path)
+        return self._run.restore_best() if best else self._run.restore(path)
 
     def stop(self) -> None:
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
@@ -324,14 +306,18 @@ class Controller:
                 f"{training.who}.dataset never ends, so training to its end would not either; give a number of steps"
             )
         schedule = self._schedule(eval_interval, None if end == -1 else end)
-        with run.training_now():
+        self._stopped = False
+        with attending(self._actions, run.store.take_committed, self), run.training_now():
             while True:
                 try:
-                    return self._train_on(schedule, eval_steps)
+                    self._train_on(schedule, eval_steps)
+                    break
                 except Trouble as trouble:
                     run.go_back(trouble)
+                    self._stopped = False
+        return run.store.record.train
 
-    def _train_on(self, schedule: Schedule, eval_steps: int) -> Metrics:
+    def _train_on(self, schedule: Schedule, eval_steps: int) -> None:
         """Trains from the current step on, and does at each boundary what is due there."""
         run, step = self._run, self._continue(schedule, eval_steps)
         for boundary in schedule.boundaries(step):
@@ -350,11 +336,12 @@ class Controller:
                 with run.saved():
                     self.evaluate(eval_steps)
             run.writers.progress(step, schedule.end)
+            self._tell_saves()
             if not reached:  # the data has ended
                 run.loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
                 break
         run.loops.check_count(step)
-        return self._finish(schedule, eval_steps)
+        self._finish(schedule, eval_steps)
 
     def _continue(self, schedule: Schedule, eval_steps: int) -> int:
         """Gets ready to train from the current step, which it returns."""
@@ -363,8 +350,8 @@ class Controller:
             run.say(f"already at step {step}, nothing to train")
         elif schedule.end is None or step < schedule.end:
             run.drop_what_comes_after(schedule.evaluate_every)
-        self._stopped, run.last_evaluation = False, {}
-        if schedule.evaluates_at(step) and run.lacks_an_evaluation():
+        run.last_evaluation = {}
+        if schedule.evaluates_at(step) and self._evaluations.lack():
             self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
         run.loops.training.resume(step + run.store.input_offset)
         run.window.measure_from(step)
@@ -372,8 +359,8 @@ class Controller:
             logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         return step
 
-    def _finish(self, schedule: Schedule, eval_steps: int) -> Metrics:
-        """Saves, reports and evaluates at the end; returns the last reported training metrics."""
+    def _finish(self, schedule: Schedule, eval_steps: int) -> None:
+        """Saves, reports and evaluates at the end."""
         run, step = self._run, self._run.step
         # Saved before an unfinished window of metrics is reported: a longer run continues with the complete window.
         if run.store and (step or run.store.saved_step is not None):
@@ -381,14 +368,16 @@ class Controller:
         run.recovery.check(step)
         if step > run.store.record.reported.get("train", 0):
             self._report(step)
-        if schedule.evaluate_every and run.lacks_an_evaluation():
+        if schedule.evaluate_every and self._evaluations.lack():
             with run.saved():
                 self.evaluate(eval_steps)
         run.writers.flush()
-        return run.store.record.train
 
     def _report(self, step: int) -> None:
         self._publish("train", step, self._run.window.read(step, self._run.store.record.losses))
+
+    def _tell_saves(self) -> None:
+        tell_saves(self._actions, self._run.store.take_committed(), self)
 
     def _publish(self, split: str, step: int, metrics: Metrics) -> None:
         """Gives metrics to the writers and the actions."""

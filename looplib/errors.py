@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import datetime
 import itertools
+import math
 import operator
 import re
 import textwrap
@@ -85,6 +87,30 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"{name} is {value!r}; expected a whole number {bounds}{', or -1 for all' * or_all}")
     return number
+
+
+def duration(name: str, value: Any) -> float | None:
+    """Checks a duration and returns its seconds.
+
+    Args:
+      name: what it is, for the message.
+      value: seconds, a `datetime.timedelta`, or text such as "90", "45m", "1h30m" or "2d12h"; None for no limit.
+
+    Raises:
+      UsageError: for anything else, and for less than nothing.
+    """
+    if value is None:
+        return None
+    seconds = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    if isinstance(value, str):
+        parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", value.strip())
+        if parts and any(parts.groups()):
+            seconds = sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (86400, 3600, 60, 1)))
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+        raise UsageError(
+            f'{name} is {value!r}; expected seconds above 0, or a duration such as "45m", "1h30m" or "2d12h"'
+        )
+    return float(seconds)
 
 
 def join_names(names: Sequence[str], most: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""Launching a binary: flags, `main`, exit codes, `run.json`.
+"""Launching a binary: `main`, exit codes, `run.json`.
 
 A binary describes its experiment in one function and hands it over:
 
@@ -16,8 +16,8 @@ A binary describes its experiment in one function and hands it over:
 
 import dataclasses
 import gc
-import math
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,16 +27,13 @@ import tensorflow as tf
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from looplib import _tf, console, runtime, source_locations
-from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib import _tf, command_line, console, runtime, source_locations
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import Workers
+from looplib.command_line import FLAGS, OF_THE_MACHINE
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, UsageError
-from looplib.health import guards
-from looplib.health.guards import Guards
 from looplib.health.preemption import notice
-from looplib.loop.engines import ENGINES
 from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
 from looplib.task.actions import Event
@@ -53,51 +50,6 @@ Act = Callable[[Event], object]
 _THEIRS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
            tf.errors.CancelledError)  # fmt: skip
 _THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0
-MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval")
-
-# The flags that `runtime.setup` takes.
-_OF_THE_MACHINE = (
-    "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",
-    "tpu_replicas", "tpu_spmd", "join_limit",
-)  # fmt: skip
-
-# The flags of every binary: (name, define, default, help). README.md's table is checked against it.
-FLAGS = (
-    ("model_dir", flags.DEFINE_string, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
-    ("mode", flags.DEFINE_enum, "train_and_eval", "Job to run.", MODES),
-    ("train_steps", flags.DEFINE_integer, 1000, "The global step to train to; -1 trains to the end of the data."),
-    ("global_batch_size", flags.DEFINE_integer, 64, "Examples of one step over all replicas."),
-    ("strategy", flags.DEFINE_enum, "auto", "Devices; auto: a TPU, else all GPUs, else the CPU.", runtime.STRATEGIES),
-    ("tpu", flags.DEFINE_string, None, "Name or address of a TPU."),
-    ("tpu_cores_per_replica", flags.DEFINE_integer, 1, "TPU cores per replica."),
-    ("tpu_replicas", flags.DEFINE_integer, None, "Replicas on a TPU; none: as many as its cores allow."),
-    ("tpu_spmd", flags.DEFINE_boolean, False, "Partitions each replica over its TPU cores (SPMD)."),
-    ("join_limit", flags.DEFINE_float, 60.0, "Seconds that a worker waits for the other workers to start."),
-    ("num_virtual_devices", flags.DEFINE_integer, 1, "Number of replicas on one CPU."),
-    ("steps_per_loop", flags.DEFINE_integer, 100, "Steps per call to the device, and per report."),
-    ("loop", flags.DEFINE_enum, "graph", "Loop engine; auto selects the fastest; eager is for debugging.", ENGINES),
-    ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
-    ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
-    ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
-    ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
-    ("keep_last", flags.DEFINE_integer, 5, "Number of newest checkpoints to keep."),
-    ("keep_best", flags.DEFINE_string, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
-    ("keep_every", flags.DEFINE_integer, None, "Also keeps the checkpoints at multiples of this number of steps."),
-    ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel with initial weights for a new run."),
-    ("continue_from", flags.DEFINE_string, None, "Orbit or Model Garden checkpoint from which a new run continues."),
-    ("start_anew", flags.DEFINE_boolean, False, "Lets a run start over if all its checkpoints are damaged or missing."),
-    ("partial_restore", flags.DEFINE_boolean, False, "Restores only what the checkpoint and the model share."),
-    ("non_finite", flags.DEFINE_enum, "halt", "Response to a non-finite loss, gradient or weight.", guards.POLICIES),
-    ("spike_score", flags.DEFINE_float, 0.0, "Robust z-score of the loss that triggers on_spike; 0 disables it."),
-    ("loss_limit", flags.DEFINE_float, None, "Reported loss above which on_spike is triggered; none disables it."),
-    ("loss_limit_from", flags.DEFINE_integer, 0, "First step to which loss_limit applies."),
-    ("on_spike", flags.DEFINE_enum, "rollback", "Response to a spike or loss above loss_limit.", ("halt", "rollback")),
-    ("rollbacks", flags.DEFINE_integer, 3, "Maximum number of rollbacks in a run."),
-    ("stall_limit", flags.DEFINE_float, None, "Seconds without progress that end the run; 0: never; none: adaptive."),
-    ("seed", flags.DEFINE_integer, 0, "Seeds initial weights, data order and everything else."),
-    ("deterministic", flags.DEFINE_boolean, False, "Deterministic ops, but slower; --loop=auto becomes graph."),
-    ("mixed_precision", flags.DEFINE_enum, "float32", "The Keras precision policy.", runtime.PRECISIONS),
-)  # fmt: skip
 
 
 def run(
@@ -111,8 +63,8 @@ def run(
 ) -> NoReturn:
     """Defines the flags, parses the command line, runs the experiment and exits the process.
 
-    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM, SIGINT, SIGHUP or SIGXCPU and saved, to be run again; 76 ended by
-    the watchdog. A failure's last line on standard error says what to do.
+    Exit codes: 0 done; 1 failed; 75 ended by SIGTERM, SIGINT, SIGHUP, SIGXCPU or --max_time and saved, to be run
+    again; 76 ended by the watchdog. A failure's last line on standard error says what to do.
 
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
@@ -176,12 +128,16 @@ class _Session:
       strategy: None until it is made.
       controller: None until it is built.
       earlier: `run.json` as it was before this process.
+      temporary: the run directory of a dry run, which is removed at the end.
+      tried: the last line of a dry run that went well.
     """
 
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: tf.distribute.Strategy | None = None
     controller: Controller | None = None
     earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+    temporary: str = ""
+    tried: str = ""
 
     def __enter__(self) -> None: ...
 
@@ -226,17 +182,21 @@ def _run_experiment(
     actions: Sequence[Act],
     argv: Sequence[str],
 ) -> None:
-    from looplib.extras.tools import preflight
+    from looplib.extras.tools import dry_run, preflight
 
     values = session.values
+    if values["dry_run"]:
+        redirected = dry_run.redirect(values["strategy"], values["mode"])
+        session.temporary = redirected["model_dir"]
+        values.update(redirected)
     config, others = settings()
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings())
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
-    _check(values, argv)
+    command_line.check(values, argv)
     session.earlier = run_json.read(session.report_path)
-    session.strategy = runtime.setup(**{name: values[name] for name in _OF_THE_MACHINE})
+    session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
     session.controller = controller = _make_controller(build, config, values, session.strategy, actions)
@@ -246,7 +206,10 @@ def _run_experiment(
     controller.clock.add_start()
     if started:
         started(config, controller)
-    _run_mode(controller, values)
+    if values["dry_run"]:
+        session.tried = dry_run.try_out(controller)
+    else:
+        _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
     controller.report.write("done")
 
@@ -273,15 +236,19 @@ def _make_controller(
         steps_per_loop=values["steps_per_loop"],
         loop=values["loop"],
         seed=values["seed"],
-        checkpoints=_policy(values),
+        checkpoints=command_line.policy(values),
         actions=actions,
         config=config,
+        max_time=values["max_time"],
+        overfit_batch=values["overfit_batch"],
     )
     controller.report.flags = values
     return controller
 
 
 def _done(session: _Session, _: None) -> Outcome:
+    if session.tried:
+        return outcome.done(session.tried)
     line = f"done at step {session.controller.global_step}; the run directory is {session.values['model_dir']}"
     return outcome.done(line if session.controller.is_chief else "")
 
@@ -328,6 +295,8 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     failed, controller = how.code == EXIT_FAILED, session.controller
     if how.code != EXIT_DONE:
         session.close(how.status, how.sentence if failed else "")
+    if session.temporary:
+        shutil.rmtree(session.temporary, ignore_errors=True)
     if controller and controller.is_chief and not failed:
         print(*controller.clock.summary(), sep="\n")
     sys.stdout.flush()
@@ -344,45 +313,6 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
         sys.stdout.flush()
         os._exit(how.code)
     sys.exit(how.code)
-
-
-def _policy(values: dict[str, Any]) -> CheckpointPolicy:
-    keep = [KeepLast(values["keep_last"])]
-    if values["keep_best"]:
-        mode, colon, metric = values["keep_best"].partition(":")
-        keep.append(KeepBest(metric, mode) if colon else KeepBest(mode))
-    if values["keep_every"] is not None:
-        keep.append(KeepEvery(values["keep_every"]))
-    return CheckpointPolicy(
-        every_steps=values["checkpoint_interval"],
-        keep=tuple(keep),
-        partial=values["partial_restore"],
-        warm_start=values["warm_start"] or "",
-        continue_from=values["continue_from"] or "",
-        start_anew=values["start_anew"],
-        guards=Guards(
-            non_finite=values["non_finite"],
-            spike_score=values["spike_score"],
-            loss_limit=math.inf if values["loss_limit"] is None else values["loss_limit"],
-            loss_limit_from=values["loss_limit_from"],
-            on_spike=values["on_spike"],
-            rollbacks=values["rollbacks"],
-            stall_limit=values["stall_limit"],
-        ),
-    )
-
-
-def _check(values: dict[str, Any], argv: Sequence[str]) -> None:
-    if len(argv) > 1:
-        raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
-    if not values["model_dir"]:
-        raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
-    for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size"):
-        if values[name] < 1:
-            raise UsageError(f"--{name} is {values[name]}; expected at least 1")
-    for name in ("train_steps", "eval_steps"):
-        if values[name] < 1 and values[name] != -1:
-            raise UsageError(f"--{name} is {values[name]}; expected at least 1, or -1 for all data")
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from looplib.report import run_json
 from looplib.report.clock import Clock
 from looplib.report.writer import Writer
 from looplib.report.writers import Writers, make_writers
-from looplib.task import checks
+from looplib.task import checks, model_table
 from looplib.task.actions import ActionStates, Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import RunRecord
@@ -52,8 +52,10 @@ class Run:
       writers: the user's writers; None for looplib's own.
       actions: the user's actions, some of which have a state.
       config: the program's own settings, for `run.json`.
+      max_time: seconds after which a training saves and ends; None for no limit.
 
     Attributes:
+      model_dir: the run directory, or None.
       clock: adds up the time of the run by phase.
       loops: the loops of the trainer and the evaluators.
       window: the training steps since the last report; only with a trainer.
@@ -85,6 +87,7 @@ class Run:
         writers: Sequence[Writer] | None,
         actions: Sequence[Callable[[Event], object]],
         config: Any,
+        max_time: float | None = None,
     ) -> None:
         self.clock = Clock()
         self.workers = Workers(settings.strategy)
@@ -92,7 +95,8 @@ class Run:
         self.writers = Writers([])
         self.restored_from: str | None = None
         self.last_evaluation: dict[str, Metrics] = {}
-        self._model_dir, self._policy, self._settings = model_dir, policy, settings
+        self.model_dir, self._policy, self._settings = model_dir, policy, settings
+        self._max_time = max_time
         self._trains = self._closed = self._save_noted = False
         action_states = ActionStates(actions)
         self._continued_from: tuple[int, int] | None = None  # a step, and the last report before it
@@ -111,14 +115,17 @@ class Run:
         self.watchdog = Watchdog(
             self.clock, self.loops.progress, lambda: self.directory.latest, policy.guards.stall_limit
         )
-        self._open(trainer, checks.collect_state(trainer, evaluators))
+        objects = checks.collect_state(trainer, evaluators)
+        if trainer:
+            self.report.model = model_table.note(trainer)
+        self._open(trainer, objects)
 
     # Building.
 
     def _make_report(self, config: Any) -> run_json.RunReport:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
         return run_json.RunReport(
-            path=run_json.path_of(self._model_dir, self.directory.writes) if writes else None,
+            path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,
@@ -164,23 +171,6 @@ class Run:
                     raise
                 path = newer
 
-    def follow(self, timeout: float | None) -> Iterator[None]:
-        """Restores each new checkpoint of another job.
-
-        Args:
-          timeout: seconds to wait for one; None waits forever.
-        """
-        known = None
-        while path := self.directory.wait_for_newer(known, timeout):
-            try:
-                self.restore(path)
-            except UsageError:
-                if tf.io.gfile.exists(path + ".commit") or self.workers.count > 1:
-                    raise
-                continue  # the training has meanwhile deleted it, and has newer ones
-            yield
-            known = self.restored_from
-
     # What a controller does between loops.
 
     @property
@@ -215,6 +205,18 @@ class Run:
             self._parts.restore(self.store.record, step, position)
             self._continued_from = step, self.store.record.reported.get("train", 0)
         return path
+
+    def restore_best(self) -> str | None:
+        """Restores the best checkpoint, with its scores as the last evaluation; returns its path, or None."""
+        best = self.directory.agreed_best()
+        if best is None:
+            return None
+        self.restore(best.path)
+        self.last_evaluation = {}
+        for name, value in best.scores.items():
+            split, _, metric = name.partition("/")
+            self.last_evaluation.setdefault(split, {})[metric] = value
+        return best.path
 
     def go_back(self, trouble: Trouble) -> None:
         """Restores the checkpoint before a trouble, with the data after it, if the policy allows it."""
@@ -259,11 +261,6 @@ class Run:
         self.store.record.reported[split] = step
         if split == "train":
             self.store.record.train = metrics
-
-    def lacks_an_evaluation(self) -> bool:
-        """Returns whether an evaluator has not reported at the current step."""
-        reported, step = self.store.record.reported, self.step
-        return any(reported.get(name) != step for name in self.loops.evaluations)
 
     def note_evaluation(self, step: int, results: dict[str, Metrics]) -> None:
         """Keeps the metrics of all evaluators, also with the checkpoint of their step."""
@@ -318,6 +315,7 @@ class Run:
                 self.report.of_a_start(self.restored_from),
                 notice.listening(),
                 notice.deferred(lambda: self.clock.current[0] == "save" or self.store.saving),
+                notice.limited(self.clock.left_of(self._max_time), f"max_time of {self._max_time or 0:g} s"),
                 self.watchdog.watching(),
             ):
                 if self._policy.guards.may_roll_back and self.store and self.directory.agreed_latest() is None:
@@ -335,8 +333,8 @@ class Run:
             self._trains = False
 
     def leave(self, step: int) -> NoReturn:
-        """Ends the run for a signal: saves, flushes, raises `Preempted`."""
-        signal = notice.requested or "a signal to another worker"
+        """Ends the run for a signal or a time limit: saves, flushes, raises `Preempted`."""
+        signal = notice.requested or "a signal or time limit of another worker"
         if not self._trains:
             raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
         if self.store:
@@ -365,10 +363,10 @@ class Run:
         """Closes this run, because another controller of the process is being built for its directory."""
         if self._trains:
             raise UsageError(
-                f"another controller of this process is training in {self._model_dir}; wait until it ends, or use "
+                f"another controller of this process is training in {self.model_dir}; wait until it ends, or use "
                 "a separate model_dir"
             )
-        logging.warning("the controller that was built earlier for %s is closed, because a new one is", self._model_dir)
+        logging.warning("the controller that was built earlier for %s is closed, because a new one is", self.model_dir)
         try:
             self.close()
         except UsageError as error:  # a failed save of that run, and not of the new one
@@ -376,9 +374,9 @@ class Run:
 
     def refuse_without_state(self) -> None:
         """Raises `UsageError` if a run that only evaluates has no checkpoint to evaluate."""
-        if self._model_dir and not self.loops.training and not self.restored_from:
+        if self.model_dir and not self.loops.training and not self.restored_from:
             raise UsageError(
-                f"there is no checkpoint in {self._model_dir} to evaluate; train first, or name the directory of a "
+                f"there is no checkpoint in {self.model_dir} to evaluate; train first, or name the directory of a "
                 "training"
             )
 

@@ -13,7 +13,7 @@ from looplib.report.clock import Clock
 
 
 class Time:
-    """A time that passes when told."""
+    """A time that passes on demand."""
 
     def __init__(self):
         self.now = 100.0
@@ -63,7 +63,7 @@ def verdict_of_saves(forced, others):
     return clock.summary()[1]
 
 
-def test_saves_that_evaluations_ask_for_are_told_from_those_of_the_interval():
+def test_saves_that_evaluations_ask_for_are_distinguished_from_those_of_the_interval():
     start = "overhead-bound: 91% of the time is overhead, most of it save; "
     assert verdict_of_saves(forced=8, others=2).startswith(
         start + "evaluate less often, because each evaluation saves first"
@@ -72,7 +72,7 @@ def test_saves_that_evaluations_ask_for_are_told_from_those_of_the_interval():
 
 
 @pytest.mark.alone
-def test_a_run_that_evaluates_often_and_saves_seldom_is_told_to_evaluate_less_often(tmp_path, monkeypatch):
+def test_a_run_that_evaluates_often_and_saves_seldom_is_advised_to_evaluate_less_often(tmp_path, monkeypatch):
     commit = commits.commit
     monkeypatch.setattr(commits, "commit", lambda path, step: (sleep(0.3), commit(path, step))[1])  # a slow disk
     trainer, evaluator = toy.build(make_strategy("default"))

@@ -116,8 +116,9 @@ def close_controllers():
 
 
 def more(values):
-    """Marks values of a parameter as repetitions."""
-    return [pytest.param(value, marks=pytest.mark.repetition) for value in values]
+    """Marks values of a parameter, or tuples of the values of several, as repetitions."""
+    values = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*value, marks=pytest.mark.repetition) for value in values]
 
 
 def repetitions(few, many):

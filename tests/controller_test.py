@@ -1,4 +1,4 @@
-"""The schedule, resuming, hooks, actions, and bad input told early."""
+"""The schedule, resuming, hooks, actions, and bad input refused early."""
 
 import os
 
@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib.checkpoint import run_directory
@@ -86,8 +86,16 @@ def test_training_metrics_cover_the_whole_window_between_summaries(tmp_path):
         assert found[step] == pytest.approx(losses[step - 4 : step].mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
-@pytest.mark.parametrize("stops", [[20, 40], [7, 40], [10, 13, 22, 40]])
+@pytest.mark.parametrize(
+    "name, stops",
+    [
+        ("default", [10, 13, 22, 40]),
+        ("mirrored_x2", [7, 40]),
+        *more(
+            [("default", [20, 40]), ("default", [7, 40]), ("mirrored_x2", [20, 40]), ("mirrored_x2", [10, 13, 22, 40])]
+        ),
+    ],
+)
 def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name, stops, tmp_path):
     strategy = make_strategy(name)
     whole, _, _ = run(tmp_path / "whole", 40, strategy=strategy)
@@ -338,7 +346,7 @@ def test_bad_intervals_are_sentences(interval):
     assert controller.global_step == 0
 
 
-def test_what_is_missing_is_told():
+def test_what_is_missing_is_named():
     trainer, evaluator = build()
     controller = toy.controller(DEFAULT, trainer)
     for call, message in (
@@ -373,7 +381,7 @@ def test_a_directory_that_cannot_be_written_is_a_sentence(path):
         toy.controller(DEFAULT, trainer, model_dir=path)
 
 
-def test_other_data_order_after_a_restart_is_told(tmp_path, caplog):
+def test_a_change_of_the_data_order_after_a_restart_is_logged(tmp_path, caplog):
     run(tmp_path, 8, None)
     run(tmp_path, 12, None, seed=5)
     assert "seed was 0 in the checkpoint and is 5 in this run" in caplog.text
@@ -396,7 +404,7 @@ def test_an_action_cannot_train_or_restore_inside_a_training(call, tmp_path):
         run(tmp_path, 8, None, actions=[lambda event: call(event.controller)])
 
 
-def test_training_goes_on_exactly_after_data_that_could_not_be_read():
+def test_training_continues_exactly_after_data_that_could_not_be_read():
     failures = iter([True])
 
     class Flaky(toy.Regression):

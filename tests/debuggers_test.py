@@ -12,7 +12,7 @@ import time
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-LIMIT = 1.5
+LIMIT = 2.0
 PROGRAM = """
 import dataclasses, sys, time
 sys.path[:0] = [{tests!r}, {root!r}]
@@ -51,9 +51,9 @@ def start(what, folder, python=sys.executable, **streams):
 class Terminal:
     """A program on a terminal of its own, and the person in front of it."""
 
-    def __init__(self, what, folder):
+    def __init__(self, what, folder, python):
         self._end, theirs = pty.openpty()
-        self.process = start(what, folder, stdin=theirs, stdout=theirs, stderr=theirs)
+        self.process = start(what, folder, python, stdin=theirs, stdout=theirs, stderr=theirs)
         os.close(theirs)
         self.text = ""
 
@@ -85,10 +85,10 @@ class Terminal:
     [("breakpoint()", "(Pdb)", "continue"), ("import code; code.interact()", ">>>", "\x04")],  # the end of the input
     ids=["pdb", "code.interact"],
 )
-def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, tmp_path):
-    terminal = Terminal(what, tmp_path)
+def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, python, tmp_path):
+    terminal = Terminal(what, tmp_path, python)
     terminal.read_until(prompt)
-    time.sleep(4 * LIMIT)
+    time.sleep(3 * LIMIT)
     assert terminal.process.poll() is None, terminal.text
     if prompt == "(Pdb)":
         terminal.type("p self.steps")
@@ -102,8 +102,10 @@ def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, tm
     assert "done at step 9" in terminal.text
 
 
-def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(tmp_path):
-    terminal = Terminal("from looplib.health import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path)
+def test_ctrl_c_at_the_prompt_does_not_end_the_process_after_the_grace(python, tmp_path):
+    terminal = Terminal(
+        "from looplib.health import preemption; preemption.GRACE_SECONDS = 1.0; breakpoint()", tmp_path, python
+    )
     terminal.read_until("(Pdb)")
     terminal.process.send_signal(signal.SIGINT)
     terminal.read_until("ends the process at once", 10)

@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -38,9 +37,9 @@ def run(python, program, folder, *arguments, timeout=600, **environment):
 
 
 def readme(python, folder):
-    """The README's trainer, with Python itself, and once more with more steps."""
+    """The README's trainer, and once more with more steps."""
     (program,) = programs("README.md")
-    return run(sys.executable, program, folder), run(python, program.replace("steps=500", "steps=600"), folder)
+    return run(python, program, folder), run(python, program.replace("steps=500", "steps=600"), folder)
 
 
 def guide(python, folder):
@@ -96,7 +95,7 @@ def results(folders, python):
         return dict(zip(PAGES, pool.map(lambda name: PAGES[name](python, folders[name]), PAGES)))
 
 
-def test_the_readmes_trainer_runs_as_printed_and_goes_on(results):
+def test_the_readmes_trainer_runs_as_printed_and_resumes(results):
     (program,) = programs("README.md")
     assert len(program.strip().splitlines()) <= 35
     first, again = results["readme"]

@@ -1,5 +1,9 @@
 """GradientTrainer: the update of a loss is numpy's, on any number of replicas and micro-batches."""
 
+import os
+import subprocess
+import sys
+
 import keras as keras3
 import numpy as np
 import pytest
@@ -543,3 +547,41 @@ def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path,
     assert "is not empty" in capsys.readouterr().err
     assert looplib_main(["average", str(run), str(tmp_path / "more"), "--last=4"]) == 2
     assert "has 3 intact checkpoints, and --last is 4" in capsys.readouterr().err
+
+
+PROBED = """
+import sys
+sys.path[:0] = {path!r}
+import keras, tensorflow as tf, looplib
+
+class Wide(looplib.GradientTrainer):
+    def __init__(self):
+        layers = [keras.Input((8,)), keras.layers.BatchNormalization(), keras.layers.Dense(100000), keras.layers.Dense(1)]
+        super().__init__(keras.Sequential(layers), keras.optimizers.SGD(0.01), micro_batches="auto")
+
+    def dataset(self, context):
+        return context.indices(512).map(lambda i: tf.ones([context.per_replica_batch_size, 8]))
+
+    def loss_fn(self, inputs):
+        return tf.square(self.model(inputs, training=True))[:, 0]
+
+trainer = Wide()
+before = trainer.model.layers[0].get_weights()[2]
+with looplib.Controller(trainer=trainer, global_batch_size=512, writers=[]) as controller:
+    moved = (trainer.model.layers[0].get_weights()[2] != before).any()
+    controller.train(1)
+print("parts", trainer.micro_batches, "moved", moved)
+"""
+
+
+@pytest.mark.parametrize("megabytes, expected", [(1500, [1]), (120, [4, 8])])
+def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, tmp_path):
+    """TensorFlow's own limit for the CPU's memory stands for a GPU's; one activation has 205 MB."""
+    program = tmp_path / "program.py"
+    program.write_text(PROBED.format(path=sys.path))
+    limits = {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(megabytes)}
+    environment = {**os.environ, **limits, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts, moved = done.stdout.split()[-3], done.stdout.split()[-1]
+    assert int(parts) in expected and moved == "False", done.stdout

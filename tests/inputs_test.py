@@ -1,10 +1,12 @@
 """Batch math, the keyed permutation and the distribution of data."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.task import input_context
@@ -60,7 +62,7 @@ def test_a_permutation_of_imagenet_size_is_one():
     assert np.abs(np.diff(ids)).mean() == pytest.approx(n / 3, rel=0.01)
 
 
-@pytest.mark.parametrize("n", [1437, 60_000, 1_000_003])
+@pytest.mark.parametrize("n", [1437, 60_000, *more([1_000_003])])
 def test_the_orders_of_epochs_are_independent(n):
     epochs = [next(iter(context(global_batch_size=n, start_step=epoch).indices(n))).numpy() for epoch in range(6)]
     correlations = np.corrcoef(np.stack([np.arange(n), *epochs]))[np.triu_indices(7, 1)]
@@ -173,11 +175,22 @@ def run(strategy, trainer_class, steps, **settings):
     return trainer, controller
 
 
+STRATEGIES = ["default", "one_device", "mirrored_x2", "mirrored_x4"]
+
+
+def chosen(names, values, once):
+    """Parametrizes a test by a product of strategies and other values, of which all but some are repetitions."""
+    product = itertools.product(*values)
+    marked = [pytest.param(*case, marks=() if case in once else pytest.mark.repetition) for case in product]
+    return pytest.mark.parametrize(names, marked, indirect=["strategy"])
+
+
 def shuffled(context):
     data = examples().shuffle(37, seed=context.seed).repeat()
     return data.batch(context.per_replica_batch_size, drop_remainder=True)
 
 
+@pytest.mark.parametrize("strategy", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])], indirect=True)
 def test_an_ordinary_pipeline_resumes_by_skipping(strategy, tmp_path):
     whole, _ = run(strategy, pipeline(shuffled), 12)
     first, _ = run(strategy, pipeline(shuffled), 7, model_dir=tmp_path)
@@ -187,12 +200,13 @@ def test_an_ordinary_pipeline_resumes_by_skipping(strategy, tmp_path):
 
 
 def test_an_ordinary_pipeline_gives_one_order_on_any_number_of_replicas():
-    runs = [run(make_strategy(name), pipeline(shuffled), 12)[0] for name in ("default", "mirrored_x2", "mirrored_x4")]
+    names = ["default", "mirrored_x2", *repetitions([], ["mirrored_x4"])]
+    runs = [run(make_strategy(name), pipeline(shuffled), 12)[0] for name in names]
     for other in runs[1:]:
         np.testing.assert_array_equal(np.stack(runs[0].order), np.stack(other.order))
 
 
-@pytest.mark.parametrize("loop", ["graph", "eager"])
+@chosen("strategy, loop", [STRATEGIES, ["graph", "eager"]], [("default", "graph"), ("mirrored_x2", "eager")])
 def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path):
     finite = lambda context: examples(32).batch(context.per_replica_batch_size, drop_remainder=True)
     trainer, controller = run(strategy, pipeline(finite), -1, loop=loop, model_dir=tmp_path, steps_per_loop=1)
@@ -203,8 +217,19 @@ def test_finite_data_ends_at_the_right_step_with_a_save(strategy, loop, tmp_path
     assert controller.global_step == 4
 
 
-@pytest.mark.parametrize("steps_per_loop, n, end", [(3, 32, 4), (4, 32, 4), (100, 32, 4), (2, 37, 5)])
-def test_finite_data_ends_exactly_whatever_the_loop(strategy, steps_per_loop, n, end):
+@chosen(
+    "strategy, loop_n_end",
+    [STRATEGIES, [(3, 32, 4), (4, 32, 4), (100, 32, 4), (2, 37, 5)]],
+    [
+        ("default", (3, 32, 4)),
+        ("one_device", (4, 32, 4)),
+        ("mirrored_x2", (100, 32, 4)),
+        ("mirrored_x2", (2, 37, 5)),
+        ("mirrored_x4", (2, 37, 5)),
+    ],
+)
+def test_finite_data_ends_exactly_whatever_the_loop(strategy, loop_n_end):
+    steps_per_loop, n, end = loop_n_end
     seen = []
 
     class Seen(toy.Regression):

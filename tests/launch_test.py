@@ -42,12 +42,11 @@ def weights(model_dir):
 
 @pytest.fixture(scope="module")
 def replicas(python, tmp_path_factory):
-    """One small run on 1, 2 and 4 virtual devices, the first with Python itself."""
+    """One small run on 1, 2 and 4 virtual devices."""
     folder = tmp_path_factory.mktemp("replicas")
 
     def run(n):
-        command = sys.executable if n == 1 else python
-        return folder / str(n), start(command, f"--model_dir={folder}/{n}", f"--num_virtual_devices={n}", *SMALL)
+        return folder / str(n), start(python, f"--model_dir={folder}/{n}", f"--num_virtual_devices={n}", *SMALL)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # as many as the smallest machine has cores
         return dict(zip((1, 2, 4), pool.map(run, (1, 2, 4))))
@@ -118,7 +117,7 @@ def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, python, tmp_path):
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         while not (tmp_path / "run.json").exists():
             time.sleep(0.1)
-        time.sleep(2)
+        time.sleep(1)
         process.send_signal(signum)
         last = process.communicate(timeout=60)[1].strip().splitlines()[-1]
     assert process.returncode == 75
@@ -137,7 +136,7 @@ def test_help_shows_the_flags(python):
         assert text in result.stdout
 
 
-def test_the_same_command_goes_on_and_evaluates(replicas, python, tmp_path):
+def test_the_same_command_resumes_and_evaluates(replicas, python, tmp_path):
     whole, _ = replicas[1]
     for steps in ("--train_steps=30", "--train_steps=60"):
         result = start(python, f"--model_dir={tmp_path}", *SMALL, steps)
@@ -196,7 +195,7 @@ def test_bad_input_is_a_sentence_and_code_1(case, nursery, tmp_path):
     assert sentence in life.output() and "Traceback" not in life.output()
 
 
-def test_a_crash_names_the_checkpoint_to_go_on_from(python, tmp_path):
+def test_a_crash_names_the_checkpoint_to_resume_from(python, tmp_path):
     code = "import crashing; crashing.main()"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}{os.pathsep}{ROOT / 'tests'}"}
     (tmp_path / "crashing.py").write_text(

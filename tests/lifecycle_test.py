@@ -1,4 +1,4 @@
-"""A controller over its life: one writer, restoring and training on, actions with a memory, what run.json tells."""
+"""A controller over its life: one writer, restoring and training further, actions with a memory, what run.json says."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import UsageError
@@ -225,7 +225,10 @@ def test_what_a_checkpoint_calls_reported_is_on_the_disk_before_its_marker_is(tm
 # The step.
 
 
-def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(strategy, tmp_path):
+@pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
+def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(name, tmp_path):
+    strategy = make_strategy(name)
+
     class Counting(toy.Regression):
         def step_fn(self, inputs):
             self.global_step.assign_add(1, read_value=False)

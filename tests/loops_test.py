@@ -1,4 +1,4 @@
-"""One trace per function and flat memory over 1,000 loops and 200 evaluations; the loop as a function."""
+"""One trace per function and flat memory over many loops and evaluations; the loop as a function."""
 
 import ctypes
 import gc
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, repetitions
 
 import looplib
 from looplib.loop.base import Request
@@ -21,7 +21,8 @@ def resident_bytes():
 
 
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
-def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory_flat(name, tmp_path):
+def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_path):
+    """With --all, 1,000 loops and 200 evaluations."""
     strategy = make_strategy(name)
     trainer, evaluator = toy.build(strategy)
     traced = []
@@ -30,20 +31,21 @@ def test_a_thousand_loops_and_two_hundred_evaluations_trace_once_and_keep_memory
     settings = dict(
         model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep=(looplib.KeepLast(2),))
     )
+    warm_up, window = repetitions((400, 50), (500, 200))
     with toy.controller(strategy, trainer, evaluator, **settings) as controller:
-        controller.train_and_evaluate(500, 5)
+        controller.train_and_evaluate(warm_up, 5)
         memory = []
-        for step in range(500, 1501, 200):
+        for step in range(warm_up, warm_up + 5 * window + 1, window):
             controller.train_and_evaluate(step, 5)
             trainer.order.clear()
             memory.append(resident_bytes() / 2**20)
-        assert controller.global_step == 1500
+        assert controller.global_step == warm_up + 5 * window
         assert (controller.loops["train"].traces, controller.loops["eval"].traces) == (1, 1)
         assert len(traced) == strategy.num_replicas_in_sync
     # TensorFlow's pools grow by some MB now and then, so the median of five windows; making an iterator on several
     # devices costs it 10 kB for ever, looplib or not.
     grown = np.median(np.diff(memory))
-    assert grown < 1.0, f"{grown:.2f} MB more for 200 loops and 40 evaluations: {np.round(memory, 1)}"
+    assert grown < 1.0, f"{grown:.2f} MB more for {window} loops, with evaluations: {np.round(memory, 1)}"
 
 
 def test_data_of_another_structure_is_traced_again_with_a_warning(caplog):
@@ -72,7 +74,7 @@ def test_the_graph_loop_equals_a_plain_loop_over_tf_function():
 
 
 def test_a_loop_of_many_steps_is_one_call():
-    """Host code runs once a loop, not once a step: 2,000 steps with a counting Python action."""
+    """Host code runs once a loop, not once a step."""
     trainer, _ = toy.build(make_strategy("default"))
     calls = []
     trainer.loop_end = lambda metrics: calls.append(1) or {}

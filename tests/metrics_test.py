@@ -1,9 +1,11 @@
 """Reductions are exact over steps, replicas and uneven batches, and say how they reduce or fail."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 
@@ -32,7 +34,7 @@ def evaluate(strategy, evaluator, global_batch_size=16, steps=-1, **settings):
     return controller.evaluate(steps)["eval"]
 
 
-@pytest.mark.parametrize("n", [1, 7, 63, 64, 65, 1003])
+@pytest.mark.parametrize("n", [1, 1003, *more([7, 63, 64, 65])])
 def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
     found = evaluate(
         strategy,
@@ -65,7 +67,7 @@ def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
     assert found["positive"] == pytest.approx((values > 0).mean(), rel=1e-12)
 
 
-@pytest.mark.parametrize("batch, n", [(4, 12), (4, 13), (1, 3), (5, 41)])
+@pytest.mark.parametrize("batch, n", [(4, 13), (1, 3), *more([(4, 12), (5, 41)])])
 def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
     size = batch * strategy.num_replicas_in_sync
     for drop in (False, True):
@@ -75,7 +77,15 @@ def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
         assert (found["examples"], found["id"]) == (kept, pytest.approx(np.arange(kept).mean()))
 
 
-def test_keras_metrics_of_both_families_reduce_exactly(strategy, keras):
+# Pairs of each strategy and family; the rest of their product with --all.
+STRATEGIES, FAMILIES = ("default", "one_device", "mirrored_x2", "mirrored_x4"), ("keras", "tf_keras")
+FEW = [("default", "keras"), ("mirrored_x2", "tf_keras"), ("mirrored_x4", "keras")]
+EACH = [*FEW, *more(each for each in itertools.product(STRATEGIES, FAMILIES) if each not in FEW)]
+
+
+@pytest.mark.parametrize("name, family", EACH)
+def test_keras_metrics_of_both_families_reduce_exactly(name, family):
+    strategy, keras = make_strategy(name), pytest.importorskip(family)
     with strategy.scope():
         metrics = {"mean": keras.metrics.Mean(), "auc": keras.metrics.AUC(), "mse": keras.metrics.MeanSquaredError()}
     labels = (np.arange(2000) % 2).astype(np.float32)
@@ -151,7 +161,7 @@ def test_ragged_features_beside_dense_labels_are_counted_by_row():
     assert found == {"examples": 4, "sum": 10.0, "y": 1.5}
 
 
-def test_an_evaluation_set_found_empty_only_by_reading_is_told_when_the_controller_is_built():
+def test_an_evaluation_set_found_empty_only_by_reading_is_refused_when_the_controller_is_built():
     data = lambda context: tf.data.Dataset.range(8).filter(lambda i: i < 0).batch(4).map(lambda i: (i,))
     with pytest.raises(looplib.UsageError, match="the evaluation data set 'eval' is empty"):
         looplib.Controller(evaluator=Values(0, lambda i: {"i": i}, data), global_batch_size=4, writers=[])
@@ -164,8 +174,10 @@ def test_several_evaluators_report_under_their_names():
     assert {name: metrics["examples"] for name, metrics in found.items()} == {"short": 3, "long": 9}
 
 
-def test_a_replica_without_examples_does_not_run_the_step(strategy, keras):
+@pytest.mark.parametrize("name, family", EACH)
+def test_a_replica_without_examples_does_not_run_the_step(name, family):
     """A convolution fused with its activation fails on an empty batch, and a mean of nothing is NaN."""
+    strategy, keras = make_strategy(name), pytest.importorskip(family)
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -213,8 +225,17 @@ BAD_OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("loop", ["graph", "eager"])
-@pytest.mark.parametrize("case", BAD_OUTPUTS)
+EAGER = ("a scalar without a reduction", "not a dict")
+
+
+@pytest.mark.parametrize(
+    "case, loop",
+    [
+        *((case, "graph") for case in BAD_OUTPUTS),
+        *((case, "eager") for case in EAGER),
+        *more((case, "eager") for case in BAD_OUTPUTS if case not in EAGER),
+    ],
+)
 def test_a_wrong_return_value_is_a_sentence_at_the_first_step(case, loop):
     outputs, message = BAD_OUTPUTS[case]
     if loop == "eager" and case == "a total of unknown shape":

@@ -189,65 +189,91 @@ def test_every_class_of_optimizers_equals_keras_on_one_device(keras):
 
 
 def test_every_option_equals_keras_on_one_device(keras):
+    check(keras, options(keras), "mirrored_x2", loop="eager")
+
+
+@pytest.mark.repetition
+def test_every_option_equals_keras_on_one_device_in_a_graph_too(keras):
     check(keras, options(keras), "mirrored_x2")
 
 
 def test_four_replicas_equal_keras_on_one_device_too(keras):
-    names = ["global_clipnorm", "average overwrites", "accumulate, average", "dynamic", "several"]
+    """In a graph, where an update that depends on the step or on the gradients is a branch."""
+    names = ["average overwrites", "accumulate, average", "dynamic", "several"]
     check(keras, {name: case for name, case in options(keras).items() if name in names}, "mirrored_x4")
 
 
-def test_a_gradient_that_overflows_on_one_replica_leaves_the_step_out_on_all(keras):
+@pytest.mark.parametrize(
+    "keras, loop",
+    [("keras", "graph"), ("tf_keras", "eager"), pytest.param("tf_keras", "graph", marks=pytest.mark.repetition)],
+    indirect=["keras"],
+)
+def test_a_gradient_that_overflows_on_one_replica_leaves_the_step_out_on_all(keras, loop):
     x = X.copy()
     x[3 * BATCH + 6] = np.inf  # of the last replica
-    zoo = check(keras, dynamic(keras), "mirrored_x2", x=x)
+    zoo = check(keras, dynamic(keras), "mirrored_x2", loop=loop, x=x)
     assert all(np.isfinite(value).all() for found in zoo.values().values() for value in found)
 
 
 class Sentences(looplib.Trainer):
-    """Trains an embedding on sentences, padded with word 0 to the longest one of a replica's batch."""
+    """Trains embeddings, one for each optimizer, on sentences padded with word 0 to the longest of a replica's batch."""
 
-    def __init__(self, keras, make):
-        self.model = keras.Sequential(
-            [keras.layers.InputLayer((None,), dtype="int64"), keras.layers.Embedding(WORDS, CLASSES)]
-        )
-        self.model.layers[-1].set_weights([TABLE])
-        self.optimizer = make()
+    def __init__(self, keras, makes):
+        self.models, self.optimizers = [], [make() for make in makes]
+        for _ in makes:
+            layers = [keras.layers.InputLayer((None,), dtype="int64"), keras.layers.Embedding(WORDS, CLASSES)]
+            self.models.append(keras.Sequential(layers))
+            self.models[-1].layers[-1].set_weights([TABLE])
+        for model, optimizer in zip(self.models, self.optimizers):
+            if hasattr(optimizer, "build"):
+                optimizer.build(model.trainable_variables)
 
     def dataset(self, context):
         words = tf.data.Dataset.from_tensor_slices(tf.ragged.constant(SENTENCES, dtype=tf.int64))
         return words.map(lambda row: row).padded_batch(context.per_replica_batch_size, padded_shapes=[None])
 
     def step_fn(self, ids):
-        with tf.GradientTape() as tape:
-            errors = tf.reduce_sum(tf.square(self.model(ids) - 1), 2) * tf.cast(ids > 0, tf.float32)
-            loss = self.global_mean(tf.reduce_sum(errors, axis=1))
-        gradients = tape.gradient(loss, self.model.trainable_variables)
-        assert isinstance(gradients[0], tf.IndexedSlices)
-        self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
+        for model, optimizer in zip(self.models, self.optimizers):
+            with tf.GradientTape() as tape:
+                errors = tf.reduce_sum(tf.square(model(ids) - 1), 2) * tf.cast(ids > 0, tf.float32)
+                loss = self.global_mean(tf.reduce_sum(errors, axis=1))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            assert isinstance(gradients[0], tf.IndexedSlices)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
         return {"loss": tf.reduce_sum(errors, axis=1)}
 
 
-@pytest.mark.parametrize("name", ["mirrored_x2", "mirrored_x4"])  # with another reduction each
-def test_sparse_gradients_of_varying_length_equal_keras_on_one_device(name, keras):
+@pytest.mark.parametrize(
+    "keras, name",  # with another reduction each
+    [
+        ("keras", "mirrored_x2"),
+        ("tf_keras", "mirrored_x4"),
+        *(
+            pytest.param(*case, marks=pytest.mark.repetition)
+            for case in [("keras", "mirrored_x4"), ("tf_keras", "mirrored_x2")]
+        ),
+    ],
+    indirect=["keras"],
+)
+def test_sparse_gradients_of_varying_length_equal_keras_on_one_device(keras, name):
     kinds = keras.optimizers
     makes = [lambda: kinds.SGD(0.1, clipnorm=0.5), lambda: kinds.Adam(0.1)]
     if keras is tf_keras:  # which updates only the rows that are in the batch
         makes.append(lambda: kinds.legacy.SGD(0.1, momentum=0.9))
     else:
         makes.append(lambda: kinds.RMSprop(0.1, gradient_accumulation_steps=2, clipvalue=0.1))
-    for make in makes:
-        with make_strategy(name).scope():
-            trainer = Sentences(keras, make)
-        with looplib.Controller(
-            trainer=trainer, strategy=make_strategy(name), global_batch_size=BATCH, steps_per_loop=STEPS, writers=[]
-        ) as controller:
-            controller.train(-1)
-        alone = Sentences(keras, make)
-        alone.global_batch_size = BATCH
-        for i in range(0, len(SENTENCES), BATCH):
-            alone.step_fn(tf.ragged.constant(SENTENCES[i : i + BATCH], dtype=tf.int64).to_tensor())
-        np.testing.assert_allclose(values(trainer.model)[0], values(alone.model)[0], rtol=1e-4, atol=1e-5)
+    with make_strategy(name).scope():
+        trainer = Sentences(keras, makes)
+    with looplib.Controller(
+        trainer=trainer, strategy=make_strategy(name), global_batch_size=BATCH, steps_per_loop=STEPS, writers=[]
+    ) as controller:
+        controller.train(-1)
+    alone = Sentences(keras, makes)
+    alone.global_batch_size = BATCH
+    for i in range(0, len(SENTENCES), BATCH):
+        alone.step_fn(tf.ragged.constant(SENTENCES[i : i + BATCH], dtype=tf.int64).to_tensor())
+    for found, expected in zip(trainer.models, alone.models):
+        np.testing.assert_allclose(values(found)[0], values(expected)[0], rtol=1e-4, atol=1e-5)
 
 
 def small_zoo(name, make=lambda: keras3.optimizers.SGD(0.1, clipnorm=0.5)):
@@ -260,18 +286,15 @@ def controller_of(zoo, name, **settings):
     return looplib.Controller(trainer=zoo, **settings)
 
 
-@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"], indirect=True)
-def test_a_closed_controller_leaves_optimizers_as_they_were(name, keras):
+@pytest.mark.parametrize("name, loop", [("default", "graph"), ("mirrored_x2", "eager")])
+def test_a_closed_controller_leaves_optimizers_as_they_were(name, loop, keras):
     with make_strategy(name).scope():
-        zoo = Zoo(
-            keras, {key: case for key, case in options(keras).items() if key in ("clipnorm", "several", "dynamic")}
-        )
+        zoo = Zoo(keras, {key: case for key, case in options(keras).items() if key in ("several", "dynamic")})
     inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in zoo.optimizers]
     mine = vars(inner[0])["update_step"] = functools.partial(type(inner[0]).update_step, inner[0])  # a user's own
     every = [*zoo.optimizers, *inner]
     before = [dict(vars(optimizer)) for optimizer in every]
-    with controller_of(zoo, name) as controller:
+    with controller_of(zoo, name, loop=loop) as controller:
         assert [dict(vars(optimizer)) for optimizer in every] != before
         controller.train(-1)
     assert vars(inner[0])["update_step"] is mine
@@ -351,7 +374,7 @@ def test_an_optimizer_inside_of_another_one_sums_once_and_alone_too():
 
     with make_strategy("mirrored_x2").scope():
         zoo = Both()
-    with controller_of(zoo, "mirrored_x2") as controller:
+    with controller_of(zoo, "mirrored_x2", loop="eager") as controller:
         controller.train(-1)
     alone = Both()
     alone.global_batch_size = BATCH

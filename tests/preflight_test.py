@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import inspect
+import itertools
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ import tensorflow as tf
 import tf_keras
 import toy
 import unfit
+from conftest import more
 
 import looplib
 from looplib import __main__ as tools
@@ -44,10 +46,9 @@ def check(python, platform, options, binary):
 
 @pytest.fixture(scope="module")
 def results(python):
-    """All cases, the good one with Python itself; two at a time, as many as the smallest machine has cores."""
+    """All cases; two at a time, as many as the smallest machine has cores."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        run = lambda case: check(sys.executable if case == "good" else python, *CASES[case])
-        return dict(zip(CASES, pool.map(run, CASES)))
+        return dict(zip(CASES, pool.map(lambda case: check(python, *CASES[case]), CASES)))
 
 
 def line_of(marker):
@@ -218,8 +219,14 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layers", LAYERS)
-def test_the_layers_of_both_families_lower(layers, keras):
+# The families in turn; the other one of each layer with --all.
+IN_TURN = list(zip(LAYERS, itertools.cycle(["keras", "tf_keras"])))
+OTHERS = list(zip(LAYERS, itertools.cycle(["tf_keras", "keras"])))
+
+
+@pytest.mark.parametrize("layers, family", [*IN_TURN, *more(OTHERS)])
+def test_the_layers_of_both_families_lower(layers, family):
+    keras = pytest.importorskip(family)
     """With what they keep, draw at random and hand from step to step."""
     model = keras.Sequential([keras.layers.InputLayer((4,)), *LAYERS[layers](keras), keras.layers.Dense(2)])
     result = look(train, model=model, keras=keras)
@@ -285,7 +292,7 @@ def test_a_lookup_table_is_found():
     assert any(kind == "unsupported op" and "# in the step" in line for kind, line in kinds(look(step)))
 
 
-def test_where_tensorflow_has_hidden_what_is_not_public_less_is_told(monkeypatch):
+def test_where_tensorflow_has_hidden_what_is_not_public_less_is_reported(monkeypatch):
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
     assert _tf._graph_of(object(), "f") is None
     monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)

@@ -12,7 +12,7 @@ TESTS = {
     "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
     "report": ["clock", "writers"],
-    "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "trainer"],
+    "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "plateau", "trainer"],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent
 

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).absolute().parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
 FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() and path.name != "__pycache__")
-# A room may import from the levels below its own; files and rooms of one level do not import each other, but for the
+# A room may import from the levels below its own; files and rooms of one level do not import each other, except the
 # ground level, whose files are small and have an order of their own.
 LEVELS = [
     {"errors", "files", "console", "source_locations", "_keras", "_tf"},
@@ -25,7 +25,8 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
-    {"run"},
+    {"run", "command_line"},
+    {"evaluations"},
     {"controller"},
     {"launch"},
 ]

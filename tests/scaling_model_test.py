@@ -54,7 +54,7 @@ def test_the_simulation_agrees_with_dalys_model(mean):
     interval, stall, lost = save_interval(5.0, mean), 5.0, 60.0
     work = 3000 * mean
     share = work / simulate(work, interval, stall, 0.0, lost, mean)
-    # Daly lets failures strike a restart as any other time, and begins each segment anew; 3,000 failures are drawn.
+    # Daly lets failures strike a restart as any other time, and begins each segment again; 3,000 failures are drawn.
     assert share == pytest.approx(useful_share(interval, stall, lost, mean), rel=0.03)
 
 

@@ -7,10 +7,13 @@ import ast
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import make_strategy
 
 from looplib import _tf, source_locations
 from looplib.data import iterator_state
@@ -35,6 +38,12 @@ def run(program: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def error_of(function: Callable, *arguments: Any) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: B017, PT011 - of types that have no public name
+        function(*arguments)
+    return caught.value
 
 
 # What each function of _tf.py depends on, tried with the TensorFlow that is installed.
@@ -121,6 +130,45 @@ def xlas_plan_of_memory(folder: pathlib.Path) -> None:
     assert found is not None and 4_000_000 <= found <= 12_000_000
 
 
+def the_difference_between_an_error_of_the_data_and_of_the_step(folder: pathlib.Path) -> None:
+    def refuse(number: tf.Tensor) -> tf.Tensor:
+        tf.debugging.assert_less(number, tf.constant(0, tf.int64))
+        return number
+
+    @tf.function
+    def read(iterator: Iterator[tf.Tensor]) -> tf.Tensor:
+        return next(iterator)
+
+    numbers = tf.data.Dataset.range(3)
+    for data in (numbers.map(refuse), numbers.map(lambda i: tf.numpy_function(refuse, [i], tf.int64))):
+        assert _tf.is_of_the_input(error_of(read, iter(data)))
+    assert not _tf.is_of_the_input(error_of(tf.function(lambda: tf.debugging.check_numerics(1 / tf.zeros([]), ""))))
+
+
+def the_error_of_a_variable_that_is_made_too_late(folder: pathlib.Path) -> None:
+    made = []
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        if len(made) < 2:
+            made.append(tf.Variable(x * 2.0))
+        return made[0] * x
+
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        outer = tf.function(lambda x: strategy.run(step, (x,)))
+        error = error_of(outer.get_concrete_function, tf.TensorSpec([]))
+    assert _tf.is_late_variable(error), type(error)
+    assert not _tf.is_late_variable(ValueError("another"))
+
+
+def the_op_at_the_end_of_a_message(folder: pathlib.Path) -> None:
+    data = tf.data.Dataset.range(3).map(lambda i: tf.numpy_function(lambda j: np.int64(j), [i], tf.int64))
+    variant = tf.nest.flatten(iter(data), expand_composites=True)[0]
+    error = error_of(lambda: tf.raw_ops.SerializeIterator(resource_handle=variant, external_state_policy=2))
+    message = _tf.message_without_op(error)
+    assert "{{" not in message and "[Op" not in message and "stateful" in message, error.message
+
+
 def the_users_frames_in_a_message(folder: pathlib.Path) -> None:
     def raising() -> float:
         raise RuntimeError("no such example")  # here
@@ -146,7 +194,9 @@ def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> Non
     (folder / "table.csv").write_text("1\n2\n")
     rows = tf.data.Dataset.range(8)
     table = tf.data.experimental.CsvDataset(str(folder / "table.csv"), [tf.int32])
-    assert {"Root", "Shuffle"} <= iterator_state.stages(iter(rows.shuffle(4)))
+    nested = iter(rows.shuffle(4).flat_map(lambda i: tf.data.Dataset.range(i + 1)).batch(2))
+    next(nested)  # which makes the inner one
+    assert {"Root", "Range", "Shuffle", "FlatMap", "BatchV2"} <= iterator_state.stages(nested)
     for dataset, reason in ((table, "it reads CSV files"), (rows.cache(str(folder / "cache")), "it caches in files")):
         with pytest.raises(iterator_state.UnsavableError, match=reason):
             iterator_state.save(iter(dataset))
@@ -212,6 +262,9 @@ USES = [
     the_size_that_xla_needs_as_a_constant,
     the_sizes_that_depend_on_values,
     xlas_plan_of_memory,
+    the_difference_between_an_error_of_the_data_and_of_the_step,
+    the_error_of_a_variable_that_is_made_too_late,
+    the_op_at_the_end_of_a_message,
     the_users_frames_in_a_message,
     the_stages_and_keys_in_the_state_of_an_iterator,
     the_structure_of_a_checkpoint,

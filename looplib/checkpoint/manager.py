@@ -47,6 +47,9 @@ class Checkpoints:
       check: raises `UsageError` if the directory is not this process's any more; called before files are written and
         before they are committed.
       sync: puts on the disk what the checkpoint calls reported; called before the commit.
+
+    Attributes:
+      committed: the paths that were committed here, of which the owner takes those that it has seen out.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Checkpoints:
         self._snapshots: Snapshots | None = None
         self._thread: threading.Thread | None = None
         self._error: UsageError | None = None
+        self.committed: list[str] = []
 
     def save(self, step: int, wait: bool) -> str:
         """Saves the state as `ckpt-<step>`.
@@ -154,6 +158,7 @@ class Checkpoints:
         self._sync()
         self._check()
         commits.commit(path, step)
+        self.committed.append(path)
         self._prune()
         if commits.list_is_foreign(self.directory):
             return

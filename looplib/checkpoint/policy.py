@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 from looplib.checkpoint.marker import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.health.guards import Guards
+from looplib.task.monitored import mode_of
 
 
 @runtime_checkable
@@ -38,11 +38,6 @@ class KeepLast:
         return list(kept[: self.number])
 
 
-# Words of a metric's name, between "/", "_" and the like, that say which of two values is better.
-_LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
-_MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
-
-
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
     """Keeps the checkpoints with the best values of a metric. A value that is NaN is never among the best.
@@ -63,20 +58,7 @@ class KeepBest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "number", whole_number("KeepBest.number", self.number))
-        if self.mode not in ("max", "min", None) or "/" not in self.metric:
-            raise UsageError(
-                f"KeepBest got the metric {self.metric!r} and the mode {self.mode!r}; expected <evaluator>/<metric>, "
-                'such as "eval/accuracy", and "max" or "min"'
-            )
-        if self.mode is None:
-            words = set(re.split(r"[^a-z0-9]+", self.metric.partition("/")[2].lower()))
-            less, more = bool(words & _LESS), bool(words & _MORE)
-            if less == more:
-                raise UsageError(
-                    f"KeepBest got the metric {self.metric!r} without a mode, and the name does not imply whether "
-                    'higher or lower is better; give "max" or "min"'
-                )
-            object.__setattr__(self, "mode", "min" if less else "max")
+        object.__setattr__(self, "mode", mode_of("KeepBest", self.metric, self.mode))
 
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
         """Returns those of `kept`, newest first, to keep; of equal ones the newer."""

@@ -199,8 +199,8 @@ class RunDirectory:
             self._verified = done.path if done else None
         return self._agreed(done)
 
-    def best(self) -> str | None:
-        """Returns the path of the best committed checkpoint by the policy's first `KeepBest`; None without one.
+    def best(self) -> Commit | None:
+        """Returns the best committed checkpoint by the policy's first `KeepBest`; None without one.
 
         Raises:
           UsageError: if the policy has no `KeepBest`.
@@ -212,7 +212,11 @@ class RunDirectory:
                 'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))'
             )
         kept = commits.committed(self.checkpoints) if self.checkpoints else []
-        return next((done.path for done in rule.select(kept)), None)
+        return next(iter(rule.select(kept)), None)
+
+    def agreed_best(self) -> Commit | None:
+        """Returns `best` as the chief sees it; workers wait for each other."""
+        return self._agreed(self.best())
 
     def check_intact(self, path: str) -> None:
         """Reads all of a checkpoint before TensorFlow does, because TensorFlow may crash on a damaged one.

@@ -135,6 +135,11 @@ class Store:
         """Returns whether a save is being written in the background."""
         return self._checkpoints is not None and self._checkpoints.saving
 
+    def take_committed(self) -> list[str]:
+        """Returns the paths of the checkpoints that this process has committed since the last call."""
+        committed = self._checkpoints.committed if self._checkpoints else []
+        return [committed.pop(0) for _ in range(len(committed))]
+
     def wait(self) -> None:
         """Waits for a save under way.
 

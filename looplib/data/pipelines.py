@@ -28,6 +28,7 @@ def distribute(
     seed: int,
     training: bool,
     start_step: int = 0,
+    overfit_batch: bool = False,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy.
 
@@ -38,6 +39,7 @@ def distribute(
       seed: the run's seed.
       training: whether this is training data.
       start_step: global batches that the run has consumed.
+      overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
@@ -46,7 +48,7 @@ def distribute(
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     on_host = remote or host_stream.runs_on_host(strategy)
     settings = dict(global_batch_size=global_batch_size, num_replicas=replicas, seed=seed, training=training)
-    pipelines = _Pipelines(task, settings, start_step, workers, on_host)
+    pipelines = _Pipelines(task, settings, start_step, workers, on_host, overfit_batch)
 
     def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
         if remote:  # each worker builds its own; the coordinator looks at one
@@ -100,6 +102,7 @@ class _Pipelines:
       start_step: global batches that the run has consumed.
       workers: the workers of the strategy.
       on_host: whether the batches go through no iterator of tf.distribute.
+      overfit_batch: whether each step gets the first batch.
 
     Attributes:
       who: the class name of the task, for messages.
@@ -111,11 +114,17 @@ class _Pipelines:
     """
 
     def __init__(
-        self, task: Trainer | Evaluator, settings: dict[str, Any], start_step: int, workers: Workers, on_host: bool
+        self,
+        task: Trainer | Evaluator,
+        settings: dict[str, Any],
+        start_step: int,
+        workers: Workers,
+        on_host: bool,
+        overfit_batch: bool,
     ) -> None:
         self.who = type(task).__name__
         self._task, self._settings, self._start_step = task, settings, start_step
-        self._workers, self._on_host = workers, on_host
+        self._workers, self._on_host, self._overfit_batch = workers, on_host, overfit_batch
         self.newest: tf.data.Dataset | None = None
         self.contexts: list[InputContext] = []
         self.cardinalities: list[int] = []
@@ -124,7 +133,9 @@ class _Pipelines:
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
-        context, dataset = self._build(tf_context, self._start_step)
+        context, dataset = self._build(tf_context, 0 if self._overfit_batch else self._start_step)
+        if self._overfit_batch:
+            dataset = _first_again(dataset, context)
         if self._workers.count > 1 and not context.asked_for_its_part:
             raise UsageError(
                 f"{self.who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
@@ -183,6 +194,15 @@ class _Pipelines:
                 **self._settings,
             )
         )
+
+
+def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dataset:
+    """Repeats the batches of the first step without end; as they are if there are not enough for a step."""
+    first = dataset.take(context.replicas_per_pipeline)
+    if 0 <= first.cardinality() < context.replicas_per_pipeline:
+        return first
+    context.positioned = True  # every step has the same batch
+    return first.cache().repeat()
 
 
 def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:

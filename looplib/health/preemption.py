@@ -1,7 +1,8 @@
-"""Preemption: SIGTERM, SIGINT, SIGHUP and SIGXCPU end a run after its current step, with a save, and exit code 75.
+"""Preemption: a signal or a time limit ends a run after its current step, with a save, and exit code 75.
 
-While a `tf.function` runs, Python's signal handlers wait. A thread therefore reads the signals from a pipe
-(`signal.set_wakeup_fd`) and sets a variable that the loops on the device read between steps.
+The signals are SIGTERM, SIGINT, SIGHUP and SIGXCPU. While a `tf.function` runs, Python's signal handlers wait. A thread
+therefore reads the signals from a pipe (`signal.set_wakeup_fd`) and sets a variable that the loops on the device read
+between steps.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ class Notice:
     """The request to end this process, if one has come. There is one notice in a process: the module's `notice`.
 
     Attributes:
-      requested: the name of the signal that came, such as "SIGTERM", or "".
+      requested: the name of the signal that came, such as "SIGTERM", or the time limit that was reached; else "".
       step_seconds: how long the slowest step took; three times as long is given to the current one, and at least 15 s.
     """
 
@@ -109,6 +110,36 @@ class Notice:
             self._deferred -= 1
             self._busy = previous
 
+    @contextlib.contextmanager
+    def limited(self, seconds: float | None, limit: str) -> Iterator[None]:
+        """Ends the run as a signal does, if this `with` block inside `deferred` takes longer than some seconds.
+
+        Args:
+          seconds: the limit; None for none.
+          limit: its name, for `requested`.
+        """
+        if seconds is None:
+            yield
+            return
+        timer = threading.Timer(max(0.0, seconds), self._reach, [limit])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+            if self.requested == limit and not self._owns_the_process:  # so that a training after this one goes on
+                self.requested = ""
+                self.flag.assign(False)
+
+    def _reach(self, limit: str) -> None:
+        """Asks the run to end because a time limit is reached, unless a signal did before."""
+        if not self.requested:
+            self.requested = limit
+            logging.info("%s is reached: the run ends after the current step", limit)
+        self.flag.assign(True)
+
     def _start(self, owns_the_process: bool) -> None:
         self.requested = ""
         self._owns_the_process = owns_the_process
@@ -155,7 +186,7 @@ class Notice:
         return not self._owns_the_process and (getattr(sys, "ps1", None) is not None or bool(sys.flags.interactive))
 
     def _listen(self) -> None:
-        left = math.inf  # seconds that the current step has to end
+        left, asked = math.inf, False  # left: seconds that the current step has to end
         while True:
             ready = select.select([self._read], [], [], _TICK)[0]
             received = os.read(self._read, 64) if ready else None
@@ -163,25 +194,27 @@ class Notice:
                 return  # closed by _end
             left -= self._ran.since_last()
             for signum in received or b"":
-                if self._count(signum):
-                    left = max(GRACE_SECONDS, 3 * self.step_seconds)
+                self._count(signum)
+            if bool(self.requested) != asked:
+                asked = not asked
+                left = max(GRACE_SECONDS, 3 * self.step_seconds) if asked else math.inf
             if left < 0 and not self._busy():
                 self._end_the_step()
                 left = math.inf
 
-    def _count(self, signum: int) -> bool:
-        """Counts a signal; returns whether it is the first."""
+    def _count(self, signum: int) -> None:
+        """Counts a signal, and asks the run to end if it is the first."""
         if signum not in SIGNALS or signal.getsignal(signum) != self._handle:
-            return False  # a debugger, say, has taken it for itself
+            return  # a debugger, say, has taken it for itself
         if signum in _REPEATED and self._received:
-            return False
+            return
         self._received += 1
         name = signal.Signals(signum).name
         raises = signum == signal.SIGINT and not self._owns_the_process
         if self._received > 1:
             if not raises:
                 _leave(128 + signum, f"received a second signal ({name}): exiting without a save")
-            return False
+            return
         self.requested = name
         self.flag.assign(True)
         logging.warning(
@@ -189,11 +222,11 @@ class Notice:
             name,
             "raises KeyboardInterrupt" if raises else "has no effect" if signum in _REPEATED else "ends it immediately",
         )
-        return True
 
     def _end_the_step(self) -> None:
         """Ends the process because the current step has not ended in time; in a session or a debugger it only warns."""
-        if self.requested == "SIGINT" and (debuggers.hold_a_thread() or self._in_a_session()):
+        signals = [signum.name for signum in SIGNALS if signum != signal.SIGINT]
+        if self.requested not in signals and (debuggers.hold_a_thread() or self._in_a_session()):
             logging.warning(
                 "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
                 "SIGTERM ends the process at once"

@@ -125,6 +125,7 @@ class Specification:
       start_step: global batches that were consumed before.
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
+      overfit_batch: whether each step gets the first batch of the data.
     """
 
     split: str
@@ -139,6 +140,7 @@ class Specification:
     start_step: int = 0
     non_finite: str = "off"
     chosen: EngineChoice | None = None
+    overfit_batch: bool = False
 
     @property
     def training(self) -> bool:

@@ -37,6 +37,7 @@ class LoopSettings:
     global_batch_size: int | None
     steps_per_loop: int
     seed: int
+    overfit_batch: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_loop", whole_number("steps_per_loop", self.steps_per_loop))
@@ -55,7 +56,7 @@ class LoopSettings:
     @property
     def flags(self) -> dict[str, int | str | None]:
         """The settings that a binary takes as flags, by the names of these."""
-        return {**self.recorded, "steps_per_loop": self.steps_per_loop}
+        return {**self.recorded, "steps_per_loop": self.steps_per_loop, "overfit_batch": self.overfit_batch}
 
 
 class Loops:
@@ -129,6 +130,7 @@ class Loops:
                 start_step=start_step,
                 counter=self.global_step,
                 non_finite=non_finite,
+                overfit_batch=settings.overfit_batch,
             )
         for name, task in evaluators.items():
             size = task.global_batch_size or settings.global_batch_size

@@ -82,6 +82,7 @@ class TaskLoop(TrainingLoop):
             seed=spec.seed,
             training=spec.training,
             start_step=self._start_step,
+            overfit_batch=spec.overfit_batch,
         )
 
     def _check_for_a_batch(self) -> None:
@@ -269,6 +270,13 @@ class TaskLoop(TrainingLoop):
 
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
+    if spec.overfit_batch and (
+        isinstance(spec.task, OwnLoop) or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy)
+    ):
+        raise UsageError(
+            f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a trainer "
+            "with data of looplib's, and no parameter servers; leave out --overfit_batch"
+        )
     return spec.task.make_loop(spec) if isinstance(spec.task, OwnLoop) else TaskLoop(spec)
 
 

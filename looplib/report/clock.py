@@ -24,6 +24,9 @@ _AGAINST = {
 class Clock:
     """Adds up the seconds of phases that never overlap: time in an inner phase does not count for the outer one.
 
+    Attributes:
+      of_process: whether it counts from the start of the process.
+
     Example:
         clock = Clock()
         with clock.phase("train"):
@@ -40,6 +43,7 @@ class Clock:
         self._calls: dict[str, int] = {}
         self._before_evaluations = 0.0
         self._entered = 0
+        self.of_process = False
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -79,6 +83,7 @@ class Clock:
 
     def add_start(self) -> None:
         """Counts the time from the start of the process to this clock's own as "start"."""
+        self.of_process = True
         self.add("start", max(0.0, _process_seconds() - self.seconds()["wall"]))
 
     @contextlib.contextmanager
@@ -119,6 +124,10 @@ class Clock:
         if calls and train / calls < _SHORT_CALL:
             return f"overhead-bound: a call of the loop takes {1e3 * train / calls:.1f} ms; {_AGAINST['report']}"
         return f"compute-bound: the device computes {train / wall:.0%} of the time; {_AGAINST['train']}"
+
+    def left_of(self, limit: float | None) -> float | None:
+        """Returns the seconds left of a limit that counts from the start of the process, or else from now."""
+        return limit - self.seconds()["wall"] if limit is not None and self.of_process else limit
 
     def of(self, name: str) -> float:
         """Returns the seconds of one phase so far."""

@@ -65,6 +65,7 @@ class RunReport:
       standing: function without arguments that returns the `Standing` of the run.
       check: raises `UsageError` if the run directory is not this process's any more; nothing is written then.
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
+      model: dict of the trainer's number of parameters and its variables; None without a trainer.
     """
 
     path: str | None
@@ -75,6 +76,7 @@ class RunReport:
     standing: Callable[[], Standing]
     check: Callable[[], None]
     config: Any = None
+    model: dict[str, Any] | None = None
     _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
@@ -156,6 +158,7 @@ class RunReport:
             "started": starts[0]["started"],
             "seconds": _added_up(starts),
             "starts": starts,
+            **({"model": self.model} if self.model else {}),
         }
         try:
             self.check()

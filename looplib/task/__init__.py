@@ -1,7 +1,7 @@
 """What a user subclasses, what a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
-    actions: Action, ActionStates, Event
+    actions: Action, ActionStates, Event, attending, tell_saves
     averages: WeightAverages
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     evaluator: Evaluator
@@ -11,9 +11,12 @@ Names that other rooms may use, by file:
     learning_rates: LearningRates
     loss_scale: none
     micro_batches: none
+    model_table: note
+    monitored: mode_of
     own_loop: OwnLoop
     parts: none
     perturbation: VARIABLE, nudge, requested
+    plateau: EarlyStopping, ReduceOnPlateau
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, all_gather, each, last, mean, total
     state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, variables_below, variables_of

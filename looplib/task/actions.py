@@ -2,9 +2,11 @@
 
 import abc
 import collections
+import contextlib
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,8 +47,11 @@ class Event:
 class Action(abc.ABC):
     """An action whose memory is part of the checkpoints, so that a resumed run continues with it.
 
+    Its hooks, which do nothing by default, are called around a training. Where several workers train, all call the
+    hooks, except `on_save`, which only the chief calls.
+
     Example:
-        class EarlyStopping(looplib.Action):
+        class StopLate(looplib.Action):
             def __init__(self, patience=3):
                 self.patience, self.best, self.waited = patience, float("inf"), 0
 
@@ -79,6 +84,64 @@ class Action(abc.ABC):
     @abc.abstractmethod
     def load(self, state: Any) -> None:
         """Takes what `state` returned when the checkpoint was saved, as `json.loads` returns it."""
+
+    def on_start(self, controller: Any) -> None:
+        """Takes the `Controller` when a training starts, before its first step; it may call `controller.stop()`."""
+
+    def on_save(self, path: str, controller: Any) -> None:
+        """Takes the path of each checkpoint that a training has committed.
+
+        It is called in the training's thread, at the next report, save or evaluation after the commit.
+        """
+
+    def on_exception(self, error: BaseException, controller: Any) -> None:
+        """Takes what has ended a training before its time, such as `looplib.Preempted` for a signal.
+
+        It is called once the state is saved, if it could be. What it raises is only logged.
+        """
+
+    def on_end(self, controller: Any) -> None:
+        """Takes the `Controller` when a training has ended as planned, or was stopped by an action."""
+
+
+def tell_saves(actions: Sequence[Callable[[Event], object]], paths: Sequence[str], controller: Any) -> None:
+    """Calls the hook `on_save` of actions for some checkpoints."""
+    for path in paths:
+        for action in _hooked(actions):
+            action.on_save(path, controller)
+
+
+@contextlib.contextmanager
+def attending(
+    actions: Sequence[Callable[[Event], object]], take_saves: Callable[[], list[str]], controller: Any
+) -> Iterator[None]:
+    """Calls the other hooks of actions around a training, the `with` block.
+
+    Args:
+      actions: the controller's actions.
+      take_saves: function that returns the paths of the checkpoints that no hook has seen.
+      controller: the `Controller`.
+    """
+    for action in _hooked(actions):
+        action.on_start(controller)
+    try:
+        yield
+    except BaseException as error:
+        calls = [lambda: tell_saves(actions, take_saves(), controller)]
+        calls += [functools.partial(action.on_exception, error, controller) for action in _hooked(actions)]
+        for call in calls:
+            try:
+                call()
+            except Exception:  # the first error is the one to know of
+                logging.exception("a hook of an action failed after the training did")
+        raise
+    tell_saves(actions, take_saves(), controller)
+    for action in _hooked(actions):
+        action.on_end(controller)
+
+
+def _hooked(actions: Sequence[Callable[[Event], object]]) -> list[Action]:
+    return [action for action in actions if isinstance(action, Action)]
 
 
 def _plain(value: object) -> object:

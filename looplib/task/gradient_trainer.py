@@ -12,7 +12,8 @@ from looplib.cluster import gradient_sum
 from looplib.errors import UsageError, whole_number
 from looplib.task import gradients as gradient_math
 from looplib.task import loss_scale as scaling
-from looplib.task import micro_batches, parts, reductions
+from looplib.task import micro_batches as splitting
+from looplib.task import parts, reductions
 from looplib.task.averages import WeightAverages
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Trainer
@@ -50,7 +51,8 @@ class GradientTrainer(Trainer):
       optimizer: Keras optimizer of the model's family. Or a dict from regular expression to optimizer: a variable is
         updated by the optimizer of the first expression that `re.search` finds in its name; "" matches all.
       micro_batches: int, number of parts of the per-replica batch that are computed one after the other, in the memory
-        of one part. The update is that of the whole batch, also for parts of unequal weight.
+        of one part. The update is that of the whole batch, also for parts of unequal weight. "auto" tries the divisors
+        of the per-replica batch, from 1 upwards, on a batch of zeros, and takes the first whose memory suffices.
       clip_value, clip_norm, clip_global_norm, clip_adaptive: floats, limits for the gradient of the global batch; see
         `Clipping`. They are applied in this order.
       average_decay: float, keeps exponential moving averages of the trained weights with this decay, as the attribute
@@ -64,6 +66,11 @@ class GradientTrainer(Trainer):
         ("bias", "gamma", "beta").
       report: metrics to add, each the last step's: "learning_rate", "gradient_norm" (before clipping), "weight_norm"
         (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
+
+    Attributes:
+      micro_batches: the number of parts; None until "auto" is decided, when the step is traced.
+      averages: `WeightAverages`, or None.
+      loss_scale: `DynamicLossScale`, or None.
 
     Raises:
       UsageError: for bad input, as a sentence.
@@ -88,7 +95,7 @@ class GradientTrainer(Trainer):
         model: Any,
         optimizer: Any,
         *,
-        micro_batches: int = 1,
+        micro_batches: int | str = 1,
         clip_value: float | None = None,
         clip_norm: float | None = None,
         clip_global_norm: float | None = None,
@@ -101,7 +108,8 @@ class GradientTrainer(Trainer):
         report: Sequence[str] = (),
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self._micro_batches = whole_number("micro_batches", micro_batches)
+        auto = micro_batches == "auto"
+        self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
         self._clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         self._report = _checked_reports(report)
         _check_model(model)
@@ -132,7 +140,9 @@ class GradientTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
-        if self._micro_batches == 1:
+        if self.micro_batches is None:
+            self.micro_batches = splitting.fitting(self._probe, inputs)
+        if self.micro_batches == 1:
             backward = self._backward(inputs)
         else:
             backward = self._accumulated(inputs)
@@ -165,28 +175,37 @@ class GradientTrainer(Trainer):
                 weight = tf.cast(tf.shape(losses)[0], target.dtype)
         auxiliary = None
         if own := list(self.model.losses) if _keras.is_layer(self.model) else []:
-            shares = tf.distribute.get_strategy().num_replicas_in_sync * self._micro_batches
+            shares = tf.distribute.get_strategy().num_replicas_in_sync * self.micro_batches
             auxiliary = tf.add_n([tf.cast(loss, target.dtype) for loss in own]) / shares
             if weight is None:
                 target, auxiliary = target + auxiliary, None
         scale = None if self.loss_scale is None else self.loss_scale.scale
         return _times(target, scale), weight, _times(auxiliary, scale)
 
+    def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
+        """Computes the gradients in `count` parts, for `fitting`."""
+        self.micro_batches = count
+        try:
+            backward = self._backward(inputs) if count == 1 else self._accumulated(inputs)
+        finally:
+            self.micro_batches = None
+        return _flattened(backward, self._trained)
+
     def _accumulated(self, inputs: Any) -> _Backward:
         """Computes micro-batch after micro-batch; its gradients are dense."""
-        metric_sums, structure = micro_batches.MetricSums(), {}
+        metric_sums, structure = splitting.MetricSums(), {}
 
         def compute(part: Any) -> list[tf.Tensor]:
             backward = self._backward(part)
             structure.update(auxiliary=len(backward.auxiliary), weighted=backward.weight is not None)
             return _flattened(backward, self._trained) + metric_sums.pack(backward.metrics)
 
-        sums = micro_batches.summed(compute, inputs, self._micro_batches)
+        sums = splitting.summed(compute, inputs, self.micro_batches)
         count = len(self._trained)
         data, sums = sums[:count], sums[count:]
         auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
         weight, sums = (sums[0], sums[1:]) if structure["weighted"] else (None, sums)
-        return _Backward(data, auxiliary, weight, metric_sums.unpack(sums, self._micro_batches))
+        return _Backward(data, auxiliary, weight, metric_sums.unpack(sums, self.micro_batches))
 
     # The update.
 

@@ -25,10 +25,9 @@ class LearningRates:
 
     def __init__(self, trainer: Trainer) -> None:
         self._optimizers = {
-            str(number): getattr(optimizer, "inner_optimizer", optimizer)
-            for number, optimizer in enumerate(_keras.optimizers(trainer))
+            str(number): updating(optimizer) for number, optimizer in enumerate(_keras.optimizers(trainer))
         }
-        rates = {number: _constant_rate(optimizer) for number, optimizer in self._optimizers.items()}
+        rates = {number: constant_rate(optimizer) for number, optimizer in self._optimizers.items()}
         self.built = {number: rate for number, rate in rates.items() if rate is not None}
 
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
@@ -40,7 +39,7 @@ class LearningRates:
         """
         for number, rate in self.built.items():
             optimizer = self._optimizers[number]
-            restored = _constant_rate(optimizer)
+            restored = constant_rate(optimizer)
             name = type(optimizer).__name__
             if restored is None or restored == rate:
                 continue
@@ -58,7 +57,12 @@ class LearningRates:
                 )  # fmt: skip
 
 
-def _constant_rate(optimizer: object) -> float | None:
+def updating(optimizer: object) -> object:
+    """Returns the optimizer that updates: the one inside of an optimizer that scales the loss."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def constant_rate(optimizer: object) -> float | None:
     """Returns the learning rate of a Keras optimizer; None for a schedule, or where its configuration has none."""
     try:
         rate = optimizer.get_config().get("learning_rate")

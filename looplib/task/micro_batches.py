@@ -1,9 +1,11 @@
 """Gradient accumulation: a batch is computed in parts, one after the other, in the memory of one part."""
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from absl import logging
 
 from looplib import _keras
 from looplib.errors import UsageError
@@ -45,6 +47,53 @@ def summed(compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int) -
 
     _, sums = tf.while_loop(lambda number, _: number < count, add, (tf.constant(0), zeros), parallel_iterations=1)
     return list(sums)
+
+
+@tf.autograph.experimental.do_not_convert
+def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
+    """Returns the smallest number of parts of a batch whose gradients fit into memory.
+
+    Each number is tried on a batch of zeros, outside of the graph that is being traced. What that changes, such as
+    moving statistics, is restored.
+
+    Args:
+      compute: function of a batch and a number of parts, which returns the gradients.
+      inputs: the batch; its shapes are static.
+
+    Raises:
+      UsageError: if a shape is not static, or the memory does not suffice for one example.
+    """
+    leaves = tf.nest.flatten(inputs)
+    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.is_fully_defined() and leaf.shape.rank for leaf in leaves):
+        raise UsageError(
+            'micro_batches="auto" needs batches of static shapes, with the batch as the first dimension of each '
+            "tensor; give a number"
+        )
+    size = leaves[0].shape[0]
+    specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
+    for count in (number for number in range(1, size + 1) if size % number == 0):
+        function = tf.function(lambda *batch, count=count: compute(tf.nest.pack_sequence_as(inputs, batch), count))
+        # In a thread that is not tracing; tf.init_scope would leave the graph too, but stops all gradient tapes.
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            if thread.submit(_fits, function, specs).result():
+                logging.info("micro_batches=auto: a per-replica batch of %d fits into memory in %d parts", size, count)
+                return count
+    raise UsageError(
+        "the memory does not suffice for the gradients of one example; use a smaller model, or rematerialize"
+    )
+
+
+def _fits(function: tf.types.experimental.PolymorphicFunction, specs: list[tf.TensorSpec]) -> bool:
+    """Runs a function on zeros; returns whether the memory suffices. Restores the variables."""
+    traced = function.get_concrete_function(*specs)
+    before = [variable.read_value() for variable in traced.variables]
+    try:
+        return traced(*(tf.zeros(spec.shape, spec.dtype) for spec in specs)) is not None
+    except tf.errors.ResourceExhaustedError:
+        return False
+    finally:
+        for variable, value in zip(traced.variables, before):
+            variable.assign(value)
 
 
 def _divided(inputs: Any, count: int) -> Callable[[tf.Tensor], Any]:

@@ -1,6 +1,7 @@
-"""A disk that is full, or cannot be written, while a run trains on it: nothing committed is lost, and it goes on."""
+"""A disk that is full, or cannot be written, while a run trains on it: nothing committed is lost, and it resumes."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -50,16 +51,25 @@ def fill_until_it_ends(life, folder, leave):
             return path
 
 
+# A checkpoint is 4.6 MB; three are kept, and a fourth is written before one is deleted.
+ARGUMENTS = ["--config.state_mb=4", "--keep_last=2", "--config.slow_step=0.01", "--train_steps=40"]
+
+
+@pytest.fixture(scope="module")
+def whole(nursery, tmp_path_factory):
+    """A run on a disk with space."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    life = nursery.life(folder, *ARGUMENTS)
+    assert life.code() == 0, life.output()
+    return folder
+
+
 @pytest.mark.parametrize("leave", [0, 3 * MB])
-def test_a_disk_that_gets_full_ends_a_run_with_a_sentence_and_it_goes_on_once_there_is_space(
-    leave, nursery, disk, tmp_path
+def test_a_disk_that_gets_full_ends_a_run_with_a_sentence_and_it_resumes_once_there_is_space(
+    leave, nursery, disk, whole
 ):
     """Full at once, so that nothing can be reported either, and full in the midst of a later save."""
-    # A checkpoint is 4.6 MB; three are kept, and a fourth is written before one is deleted.
-    arguments = ["--config.state_mb=4", "--keep_last=2", "--config.slow_step=0.01"]
-    whole, run = tmp_path / "whole", disk / "run"
-    life = nursery.life(whole, *arguments)
-    assert life.code() == 0, life.output()
+    arguments, run = ARGUMENTS, disk / "run"
     life = nursery.life(run, *arguments)
     while saved_step(run) < 12 and not life.ended(0.001):
         pass
@@ -82,16 +92,23 @@ def test_a_disk_that_gets_full_ends_a_run_with_a_sentence_and_it_goes_on_once_th
     assert json.loads((run / "run.json").read_text())["status"] == "done"
 
 
-# In one process: when a background save fails, when is it told?
+# In one process: when a background save fails, when is the error raised?
 
 
-def start(folder, actions=(), every=4, **settings):
+def start(folder, actions=(), every=4):
+    """Builds a trainer and a controller that goes step by step: a graph would take a second to trace."""
     keras3.utils.set_random_seed(0)
     trainer = toy.Regression(optimizer="adam")
     evaluator = toy.RegressionEvaluator(trainer.model)
     policy = looplib.CheckpointPolicy(every_steps=every)
     return trainer, toy.controller(
-        make_strategy("default"), trainer, evaluator, model_dir=folder, checkpoints=policy, actions=actions, **settings
+        make_strategy("default"),
+        trainer,
+        evaluator,
+        model_dir=folder,
+        checkpoints=policy,
+        actions=actions,
+        loop="eager",
     )
 
 
@@ -116,6 +133,7 @@ def writable(folder, yes):
             pytest.skip(f"a directory cannot be made read-only here: {result.stderr.strip()}")
 
 
+@functools.cache
 def expected_weights(steps):
     trainer, controller = start(None)
     with controller:
@@ -144,7 +162,7 @@ def test_a_directory_that_cannot_be_written_between_saves_only_hinders_nothing(r
 
 
 @pytest.mark.parametrize("fails_at", [8, 12])
-def test_a_save_that_fails_is_told_soon_and_the_run_goes_on_exactly_once_it_is_mended(fails_at, run):
+def test_a_save_that_fails_is_reported_soon_and_the_run_resumes_exactly_once_it_is_mended(fails_at, run):
     def action(event):
         if event.step == fails_at - 1:
             event.controller._run.store.wait()
@@ -195,7 +213,7 @@ def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
             controller.close()
     if what == "while steps go on":
         assert controller.global_step <= 12
-    controller.close()  # it is told once
+    controller.close()  # the error is raised once
     shutil.rmtree(place)
     trainer, controller = start(folder)
     with controller:

@@ -1,4 +1,4 @@
-"""Checkpoint files cut short, changed, removed, unreadable and half written: a run goes on from the newest whole one.
+"""Checkpoint files cut short, changed, removed, unreadable and half written: a run resumes from the newest whole one.
 
 Three checkpoints are kept, of the steps 3, 6 and 9. What is trained after a damage, to step 12, must equal what was
 trained without one: every record of `metrics.jsonl` and every tensor of the last checkpoint, bit by bit.
@@ -16,7 +16,7 @@ import keras as keras3
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy, more
+from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.checkpoint import commits
@@ -42,10 +42,11 @@ class Noisy(toy.Regression):
 
 
 def start(folder, keep=3, start_anew=False):
+    """Builds a controller that goes step by step: these tests are about files, and a graph takes a second to trace."""
     policy = looplib.CheckpointPolicy(every_steps=3, keep=(looplib.KeepLast(keep),), start_anew=start_anew)
     writers = [JsonlWriter(os.path.join(folder, "metrics.jsonl"))]
     return toy.controller(
-        make_strategy("default"), Noisy(), model_dir=folder, checkpoints=policy, writers=writers, seed=5
+        make_strategy("default"), Noisy(), model_dir=folder, checkpoints=policy, writers=writers, seed=5, loop="eager"
     )
 
 
@@ -129,8 +130,8 @@ def names(place):
     return sorted(path.name for path in place.iterdir())
 
 
-def check_it_goes_on(folder, whole, caplog, expected_step, damaged=()):
-    """Starts the run anew, and checks where it goes on from, what it says and sets aside, and what it comes to.
+def check_it_resumes(folder, whole, caplog, expected_step, damaged=()):
+    """Starts the run again, and checks from where it resumes, what it says and sets aside, and how it ends.
 
     Without its marker a checkpoint may be somebody else's: it stays until the run saves at that very step.
     """
@@ -174,14 +175,14 @@ def names_of(folder, step):
 
 
 def test_a_run_stopped_and_started_again_equals_one_that_was_not(folder, whole, caplog):
-    check_it_goes_on(folder, whole, caplog, NEWEST)
+    check_it_resumes(folder, whole, caplog, NEWEST)
 
 
 @each_damage
 @pytest.mark.parametrize("kind", FILES)
 def test_a_damaged_file_of_the_newest_checkpoint_costs_that_checkpoint_only(kind, damage, how, folder, whole, caplog):
     damage(file_of(folder, kind), how)
-    check_it_goes_on(folder, whole, caplog, 6, [NEWEST])
+    check_it_resumes(folder, whole, caplog, 6, [NEWEST])
 
 
 @each_damage
@@ -201,8 +202,8 @@ def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder,
     assert tf.train.latest_checkpoint(folder / "checkpoints") == str(folder / "checkpoints" / f"ckpt-{LAST}")
 
 
-def test_every_truncation_and_a_flip_in_every_byte_of_every_file_is_noticed(folder):
-    """Without training: what the start of a controller asks."""
+def test_no_truncation_and_no_flipped_bit_of_any_file_goes_unnoticed(folder):
+    """Asks what the start of a controller asks, without training."""
     directory = str(folder / "checkpoints")
     intact = commits.newest_intact(directory, tidy=False)
     assert intact.step == NEWEST
@@ -210,7 +211,7 @@ def test_every_truncation_and_a_flip_in_every_byte_of_every_file_is_noticed(fold
     for kind in FILES:
         path = file_of(folder, kind)
         content = path.read_bytes()
-        for place in range(len(content)):
+        for place in range(0, len(content), repetitions(7, 1)):
             changed = bytearray(content)
             changed[place] ^= 1 << _random.randrange(8)
             for name, damaged in (("truncations", content[:place]), ("flips", bytes(changed))):
@@ -219,7 +220,7 @@ def test_every_truncation_and_a_flip_in_every_byte_of_every_file_is_noticed(fold
                 tried[name] += 1
                 assert found.step == 6, (kind, name, place)
         path.write_bytes(content)
-    assert tried["truncations"] == tried["flips"] > 3000
+    assert tried["truncations"] == tried["flips"] > repetitions(400, 3000)
     assert commits.newest_intact(directory, tidy=False) == intact
 
 
@@ -229,7 +230,7 @@ def test_the_two_newest_damaged_cost_both(number, folder, whole, caplog):
     for step in (6, 9):
         damage, how = chance.choice(DAMAGES)
         damage(file_of(folder, chance.choice(list(FILES)), step), how)
-    check_it_goes_on(folder, whole, caplog, 3, [6, 9])
+    check_it_resumes(folder, whole, caplog, 3, [6, 9])
 
 
 @pytest.mark.parametrize("number", [0, 1, *more([2, 3])])
@@ -325,7 +326,7 @@ def test_a_save_that_was_cut_off_does_not_count(moment, noted, folder, whole, ca
         path.write_bytes(content)
     if noted:
         (folder / "checkpoints" / f"ckpt-{NEWEST}.unfinished").write_text("")
-    check_it_goes_on(folder, whole, caplog, 6, [NEWEST])
+    check_it_resumes(folder, whole, caplog, 6, [NEWEST])
     assert names_of(folder, NEWEST) == [f"ckpt-{NEWEST}{suffix}" for suffix in sorted(FILES.values())]
 
 
@@ -333,7 +334,7 @@ def test_a_save_that_was_cut_off_after_its_marker_counts(folder, whole, caplog):
     """TensorFlow's list is still the old one, and what should have been deleted is still there."""
     (folder / "checkpoints" / "checkpoint").write_text('model_checkpoint_path: "ckpt-6"\n')
     (folder / "checkpoints" / "checkpoint.new").write_text("model_check")
-    check_it_goes_on(folder, whole, caplog, NEWEST)
+    check_it_resumes(folder, whole, caplog, NEWEST)
     assert not (folder / "checkpoints" / "checkpoint.new").exists()
 
 
@@ -341,7 +342,7 @@ def test_a_deletion_that_was_cut_off_leaves_what_does_not_count(folder, whole, c
     """The marker is renamed first, then the files go."""
     file_of(folder, "marker", 3).rename(folder / "checkpoints" / "ckpt-3.unfinished")
     file_of(folder, "data", 3).unlink()
-    check_it_goes_on(folder, whole, caplog, NEWEST, damaged=[3])
+    check_it_resumes(folder, whole, caplog, NEWEST, damaged=[3])
 
 
 def test_a_metrics_line_cut_short_is_made_again(folder, whole, caplog):

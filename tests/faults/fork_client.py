@@ -38,6 +38,7 @@ def main(address):
         signal.signal(number, forward)
     code = os.waitstatus_to_exitcode(int(answers.readline()))
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # which has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)

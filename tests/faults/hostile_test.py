@@ -11,13 +11,12 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 
 import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy, more
-from tampering import MAKE, rewrite_marker
+from tampering import MAKE, make_directory, make_fifo, rewrite_marker, rewrite_run_state
 
 import looplib
 from looplib.__main__ import main as cli
@@ -80,13 +79,15 @@ def untouched(victim):
     assert contents(victim) == before
 
 
-@pytest.mark.parametrize("name", ["{victim}/notes", "../../victim/notes", "../metrics.jsonl", "ckpt-6.index", "", "."])
-@pytest.mark.parametrize("step", [6, *more([4])])
-def test_a_marker_names_files_of_its_own_checkpoint_only(name, step, folder, victim, caplog):
+OUTSIDE = ["{victim}/notes", "../../victim/notes", "../metrics.jsonl", "ckpt-4.index", "", "."]
+
+
+@pytest.mark.parametrize(
+    "step, name", [(6, OUTSIDE[0]), *more([*((6, name) for name in OUTSIDE[1:]), (4, OUTSIDE[0])])]
+)
+def test_a_marker_names_files_of_its_own_checkpoint_only(step, name, folder, victim, caplog):
     path = folder / "checkpoints" / f"ckpt-{step}.commit"
     listed = json.loads(path.read_text())["files"]
-    if name == "ckpt-6.index" and step == 6:
-        name = "ckpt-4.index"
     rewrite_marker(path, files={**listed, name.format(victim=victim): {"bytes": 1, "sha256": "0"}})
     controller = train(folder, 12, keep=1)
     assert controller.global_step == 12
@@ -103,27 +104,50 @@ def test_a_marker_names_files_of_its_own_checkpoint_only(name, step, folder, vic
         {"files": []},
         {"files": {"ckpt-6.index": 3}},
         {"files": {"ckpt-6.index": {"bytes": -1, "sha256": "0"}}},
-        {"files": {"ckpt-6.index": {"bytes": 10**30, "sha256": "0"}}},
         {"scores": {"eval/accuracy": "best"}},
         {"scores": {"eval/accuracy": [[]]}},
         {"scores": 7},
         {"time": "now"},
         {"versions": None},
         {"format": "1"},
+        *({"files": {name: {"bytes": 1, "sha256": "0"}}} for name in OUTSIDE),
     ],
     ids=str,
 )
-def test_a_marker_of_other_types_is_damage(changes, folder):
-    rewrite_marker(folder / "checkpoints" / "ckpt-6.commit", **changes)
-    assert train(folder, 8).restored_from.endswith("ckpt-4")
+def test_a_marker_of_other_types_or_names_is_damage(changes, folder, victim):
+    path = folder / "checkpoints" / "ckpt-6.commit"
+    if isinstance(changes.get("files"), dict):
+        listed = json.loads(path.read_text())["files"]
+        changes = {"files": listed | {name.format(victim=victim): value for name, value in changes["files"].items()}}
+    rewrite_marker(path, **changes)
+    newest = commits.listing(str(folder / "checkpoints"))[0]
+    assert newest.step == 6 and newest.reason.startswith("its marker cannot be read")
+    check_damage(folder)
 
 
-def test_names_in_the_run_state_lead_nowhere(folder, victim):
-    with start(folder) as controller:
-        controller._run.store.record.reported = {"train": 6, "../../victim/train": -1, "../victim": 0}
-        controller._run.store.record.actions = {"../victim": 1}
-        controller.train(7)
-    assert train(folder, 10).global_step == 10
+def test_a_size_that_no_file_has_is_damage(folder):
+    path = folder / "checkpoints" / "ckpt-6.commit"
+    listed = json.loads(path.read_text())["files"]
+    rewrite_marker(path, files={**listed, "ckpt-6.index": {"bytes": 10**30, "sha256": "0"}})
+    check_damage(folder)
+
+
+def check_damage(folder):
+    """Checks that what a start does first sets the checkpoint of step 6 aside, and finds that of step 4."""
+    directory = str(folder / "checkpoints")
+    assert commits.newest_intact(directory, tidy=True).step == 4
+    assert [done.step for done in commits.listing(directory)] == [4]
+    assert (folder / "checkpoints" / "set_aside" / "ckpt-6").is_dir()
+
+
+def test_names_in_the_run_state_lead_nowhere(folder):
+    def change(state):
+        state["reported"] = {"train": 6, "../../victim/train": -1, "../victim": 0}
+        state["actions"] = {"../victim": 1}
+
+    rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", change)
+    controller = train(folder, 10)
+    assert controller.global_step == 10 and controller.restored_from.endswith("ckpt-6")
 
 
 LINKS = [
@@ -212,6 +236,13 @@ def test_a_file_of_a_checkpoint_that_is_none_is_damage(name, make, folder, capsy
     make(path)
     assert cli(["inspect", str(folder), "--verify"]) == (0 if name.endswith(".commit") else 1)
     assert "intact" in capsys.readouterr().out
+    check_damage(folder)
+
+
+@pytest.mark.parametrize("name, make", [("ckpt-6.commit", make_directory), ("ckpt-6.index", make_fifo)])
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(name, make, folder):
+    (folder / "checkpoints" / name).unlink()
+    make(folder / "checkpoints" / name)
     assert train(folder, 8).restored_from.endswith("ckpt-4")
 
 
@@ -265,18 +296,18 @@ def train_with_summaries(folder, steps):
             tf.summary.scalar("own", step, step)
 
 
-def in_another_process(call):
+def in_another_process(python, call):
     paths = [str(pathlib.Path(__file__).parents[2] / part) for part in ("", "tests", "tests/faults")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     code = f"import hostile_test; hostile_test.{call}"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+    subprocess.run([python, "-c", code], check=True, env=environment, timeout=120)
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory):
+def left(python, tmp_path_factory):
     """What another program has left."""
     folder = tmp_path_factory.mktemp("left")
-    in_another_process(f"write_as_another_program({str(folder)!r})")
+    in_another_process(python, f"write_as_another_program({str(folder)!r})")
     (path,) = (folder / "eval").glob("*tfevents*")
     path.write_bytes(path.read_bytes()[:-5])  # it is being written
     return folder
@@ -305,10 +336,10 @@ def test_files_of_another_program_stay_as_they_are(left, folder, caplog):
     assert steps == [*range(1, 11)]
 
 
-def test_void_summaries_of_the_program_itself_are_taken_out_and_kept(tmp_path):
+def test_void_summaries_of_the_program_itself_are_taken_out_and_kept(python, tmp_path):
     """Of a process that has ended, too: the run record names it."""
     folder = tmp_path / "run"
-    in_another_process(f"train_with_summaries({str(folder)!r}, 6)")
+    in_another_process(python, f"train_with_summaries({str(folder)!r}, 6)")
 
     def steps(pattern):
         paths = sorted((folder / "train").glob(pattern))
@@ -399,7 +430,7 @@ def test_a_directory_that_is_not_its_own_any_more_ends_a_training(what, tmp_path
         assert not any(folder.iterdir())
 
 
-def test_another_spelling_of_a_directory_is_the_same_directory(tmp_path, monkeypatch):
+def test_a_directory_is_recognized_by_another_spelling(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with start("run") as first:
         first.train(2)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 
-import lives
 import pytest
 from kill_test import records, saved_step
 
@@ -79,10 +78,17 @@ def test_an_evaluation_runs_beside_a_training_and_holds_nothing_up(nursery, tmp_
     assert json.loads((run / "run_eval.json").read_text())["status"] == "done"
 
 
-def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_the_console(nursery, tmp_path):
-    run, view = tmp_path / "run", tmp_path / "view"
+@pytest.fixture(scope="module")
+def finished(nursery, tmp_path_factory):
+    """The directory of a run that is done."""
+    run = tmp_path_factory.mktemp("finished") / "run"
     life = nursery.life(run)
     assert life.code() == 0, life.output()
+    return run
+
+
+def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_the_console(nursery, finished, tmp_path):
+    run, view = finished, tmp_path / "view"
     view.mkdir()
     for command in (["--bind", run, view], ["-o", "remount,bind,ro", view]):
         result = subprocess.run(["mount", *map(str, command)], capture_output=True, text=True)
@@ -104,23 +110,12 @@ def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_th
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start it as another user")
-def test_an_evaluation_as_another_user_writes_nothing(nursery, tmp_path):
-    run = tmp_path / "run"
-    life = nursery.life(run)
-    assert life.code() == 0, life.output()
-    for parent in run.parents:
+def test_an_evaluation_as_another_user_writes_nothing(nursery, finished):
+    for parent in finished.parents:
         parent.chmod(parent.stat().st_mode | 0o001)
-    before = state_of(run)
-    paths = [lives.ROOT, lives.ROOT / "tests" / "faults"]
-    result = subprocess.run(
-        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", lives.sys.executable, "-m", "faulty",
-         f"--model_dir={run}", "--mode=eval"],
-        capture_output=True, text=True, timeout=120, cwd="/",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "HOME": "/nonexistent"},
-    )  # fmt: skip
-    if result.returncode and "looplib: error" not in result.stderr and "Permission denied" in result.stderr:
-        pytest.skip("another user cannot read the sources or packages here")
-    assert result.returncode == 0, result.stderr
-    assert "this evaluation reports on the console only" in result.stderr
-    assert "step      60  eval   accuracy" in result.stdout
-    assert state_of(run) == before
+    before = state_of(finished)
+    evaluation = nursery.life(finished, "--mode=eval", user=65534, directory="/", environment={"HOME": "/nonexistent"})
+    assert evaluation.code() == 0, evaluation.output()
+    assert "this evaluation reports on the console only" in evaluation.output()
+    assert "step      60  eval   accuracy" in evaluation.output()
+    assert state_of(finished) == before

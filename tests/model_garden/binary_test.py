@@ -11,6 +11,7 @@ import pytest
 import side_by_side
 import tensorflow as tf
 import yaml
+from conftest import repetitions
 from faults import lives
 
 from looplib.report.records import read_jsonl
@@ -135,7 +136,7 @@ def checks(files, nursery):
     def check(name, *flags):
         command = [nursery.python, "-m", BINARY, f"--experiment={name}", f"--config_file={files[name]}", *flags]
         return subprocess.run(
-            [nursery.python, "-m", "looplib", "check", "resume", "--kills=2", "--", *command],
+            [nursery.python, "-m", "looplib", "check", "resume", f"--kills={repetitions(1, 2)}", "--", *command],
             capture_output=True, text=True, cwd=ROOT, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
@@ -149,7 +150,7 @@ def checks(files, nursery):
 def test_a_killed_run_resumes_exactly(name, checks):
     result = checks[name]
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.match(r"EQUAL, uninterrupted and after 2 kills: ", result.stdout.splitlines()[-1])
+    assert re.match(r"EQUAL, uninterrupted and after [12] kills?: ", result.stdout.splitlines()[-1])
 
 
 def test_the_drivers_own_restart_does_not(tmp_path):
@@ -164,9 +165,8 @@ def test_the_drivers_own_restart_does_not(tmp_path):
         for until in (3, 6)
     }
     whole = side_by_side.under_the_driver(params[6], f"{tmp_path}/whole", mode="train")
-    again = side_by_side.under_the_driver(params[6], f"{tmp_path}/again", mode="train")
-    assert whole.losses == again.losses  # so that what follows is no chance
-    side_by_side.under_the_driver(params[3], f"{tmp_path}/stopped", mode="train")
+    stopped = side_by_side.under_the_driver(params[3], f"{tmp_path}/stopped", mode="train")
+    assert stopped.losses == {step: whole.losses[step] for step in (1, 2, 3)}  # so that what follows is no chance
     resumed = side_by_side.under_the_driver(params[6], f"{tmp_path}/stopped", mode="train")
     assert sorted(resumed.losses) == [4, 5, 6]
     assert resumed.losses[4] != pytest.approx(whole.losses[4], rel=1e-3)  # it begins with the first batches again

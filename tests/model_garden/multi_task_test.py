@@ -37,6 +37,6 @@ def test_several_tasks_train_and_evaluate_as_under_the_driver(kind, tmp_path):
                 assert ours[f"{task}/{name}"] == pytest.approx(float(value), rel=1e-3, abs=1e-5)
                 compared += 1
     assert compared > 4 and {"sentence_prediction/training_loss", "tagging/training_loss"} <= set(losses)
-    # Another start goes on from the checkpoint, which holds what Model Garden's does under the same names.
+    # Another start resumes from the checkpoint, which holds what Model Garden's does under the same names.
     keys = {name.split("/")[0] for name, _ in tf.train.list_variables(controller.latest_checkpoint)}
     assert {"model", "optimizer", "global_step"} <= keys

@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import more
 
 from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
 
-STEPS = 40
-SHORT = [f"--train_steps={STEPS}", "--checkpoint_interval=10"]
+STEPS = 20
+SHORT = [f"--train_steps={STEPS}", "--checkpoint_interval=5", "--eval_interval=10"]
 QUIET = ["--config.noisy=False", "--config.state_mb=0.01", "--config.clipped=True", *SHORT]
 STRATEGIES = {
     "one_device": ["--strategy=one_device"],
@@ -50,10 +51,11 @@ def reference(nursery, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(nursery, tmp_path_factory):
-    """The same run on each strategy: dict from name to (directory, processes)."""
+def runs(nursery, cases, tmp_path_factory):
+    """That run on each strategy that is tested: dict from name to (directory, processes)."""
     done = {}
-    for name, kind in STRATEGIES.items():
+    for name in dict.fromkeys(["multi_worker_x2", *cases("name")]):
+        kind = STRATEGIES[name]
         arguments, workers = (kind, 0) if isinstance(kind, list) else ([], kind)
         folder = tmp_path_factory.mktemp(name) / "run"
         done[name] = folder, run(nursery, folder, workers, *QUIET, *arguments)
@@ -66,7 +68,8 @@ def check_weights(folder, reference):
         np.testing.assert_allclose(value, expected[key], rtol=1e-4, atol=1e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+# One device is close to the default strategy, and four workers take a part in a run on several numbers of them below.
+@pytest.mark.parametrize("name", ["mirrored_x2", "multi_worker_x2", *more(["one_device", "multi_worker_x4"])])
 def test_every_strategy_sees_the_same_examples_and_comes_to_the_same_weights(name, runs, reference):
     folder, processes = runs[name]
     checksums = reported(folder, "train", "examples_checksum")
@@ -79,9 +82,14 @@ def test_every_strategy_sees_the_same_examples_and_comes_to_the_same_weights(nam
         assert f"step {STEPS}" not in process.output()
 
 
+REPEATED = [
+    pytest.param(*case, marks=pytest.mark.repetition) for case in [("keras", "pipeline"), ("tf_keras", "indices")]
+]
+
+
 # With normalization each replica has state of its own; tests/workers/faults_test.py resumes Keras 3 on indices without.
-@pytest.mark.parametrize("keras, data", [("keras", "pipeline"), ("tf_keras", "indices")])
-def test_two_workers_that_stop_and_start_again_go_on_exactly(keras, data, nursery, tmp_path):
+@pytest.mark.parametrize("keras, data", [("tf_keras", "pipeline"), *REPEATED])
+def test_two_workers_that_stop_and_start_again_resume_exactly(keras, data, nursery, tmp_path):
     arguments = [
         f"--config.keras={keras}",
         f"--config.data={data}",
@@ -90,14 +98,14 @@ def test_two_workers_that_stop_and_start_again_go_on_exactly(keras, data, nurser
         *SHORT,
     ]
     run(nursery, tmp_path / "whole", 2, *arguments)
-    run(nursery, tmp_path / "parts", 2, *arguments, "--train_steps=23")  # in the second epoch
+    run(nursery, tmp_path / "parts", 2, *arguments, "--train_steps=13")  # in the third epoch
     run(nursery, tmp_path / "parts", 2, *arguments)
     result = compare(tmp_path / "whole", tmp_path / "parts")
     assert result.differences == [] and result.examples
 
 
-def test_a_run_goes_on_with_more_and_with_fewer_workers(nursery, reference, tmp_path):
-    for workers, steps in ((2, 13), (4, 28), (0, STEPS)):
+def test_a_run_resumes_with_more_and_with_fewer_workers(nursery, reference, tmp_path):
+    for workers, steps in ((2, 7), (4, 14), (0, STEPS)):
         run(nursery, tmp_path / "run", workers, *QUIET, "--mode=train", f"--train_steps={steps}")
     assert reported(tmp_path / "run", "train", "examples_checksum") == reported(reference, "train", "examples_checksum")
     check_weights(tmp_path / "run", reference)

@@ -4,6 +4,7 @@ Names that other rooms may use, by file:
     average: average
     check: fits, replicas, resume
     compare: none
+    dry_run: redirect, try_out
     inspect: inspect
     local_launch: launch
     preflight: answer, requested, settings

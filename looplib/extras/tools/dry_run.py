@@ -1,0 +1,57 @@
+"""A dry run: two steps of everything that a binary does, in a temporary directory, of which nothing is kept."""
+
+import tempfile
+from typing import Any
+
+from absl import flags
+
+from looplib.controller import Controller
+from looplib.errors import UsageError
+
+_STEPS = 2
+
+
+def redirect(strategy: str, mode: str) -> dict[str, Any]:
+    """Points the flags of this process to a temporary run directory and to short intervals.
+
+    Args:
+      strategy: the value of --strategy.
+      mode: the value of --mode.
+
+    Returns:
+      dict from flag to its new value.
+
+    Raises:
+      UsageError: for several processes, which would not share the directory.
+    """
+    if strategy in ("multi_worker", "parameter_server"):
+        raise UsageError(
+            f"--dry_run tries the program in one process; leave out --strategy={strategy}, and give "
+            "--num_virtual_devices=2 for two replicas"
+        )
+    values = {
+        "model_dir": tempfile.mkdtemp(prefix="looplib-dry-run-"),
+        "mode": "train" if mode == "train" else "train_and_eval",
+        "steps_per_loop": 1,
+        "checkpoint_interval": 1,
+    }
+    for name, value in values.items():  # a program's own settings may read the flags, and do not override these
+        flags.FLAGS[name].value = value
+        flags.FLAGS[name].present = 1
+    return values
+
+
+def try_out(controller: Controller) -> str:
+    """Trains, evaluates, saves and restores; returns a sentence of what went well."""
+    start = controller.global_step
+    if controller.loops.keys() - {"train"}:
+        results = controller.train_and_evaluate(start + _STEPS, eval_interval=start + _STEPS, eval_steps=_STEPS)
+        evaluated = f"an evaluation of at most {_STEPS} steps ({', '.join(results)})"
+    else:
+        controller.train(start + _STEPS)
+        evaluated = "no evaluation, as --mode=train has none"
+    done = controller.global_step
+    path = controller.save_checkpoint()
+    if controller.restore_checkpoint(path) != path or controller.global_step != done:
+        raise UsageError(f"the checkpoint of step {done} was restored as one of step {controller.global_step}")
+    return f"dry run: all went well: {done - start} steps, {evaluated}, a save and a restore; nothing is kept"

@@ -1,0 +1,246 @@
+"""Actions that watch a metric: early stopping, and a lower learning rate where a metric no longer improves."""
+
+import math
+import numbers
+from typing import Any
+
+from absl import logging
+
+from looplib import _keras
+from looplib.errors import UsageError, whole_number
+from looplib.task.actions import Action, Event
+from looplib.task.learning_rates import constant_rate, updating
+from looplib.task.monitored import mode_of
+
+
+class _Patient(Action):
+    """The common part: the best value of a metric, and how many reports have passed without a better one.
+
+    A value counts once for each step, so an evaluation that is called by hand or repeated changes nothing.
+    """
+
+    def __init__(self, metric: str, patience: int, min_change: float, mode: str | None) -> None:
+        who = type(self).__name__
+        self.metric, self.mode = metric, mode_of(who, metric, mode)
+        self.patience = whole_number(f"{who}.patience", patience)
+        self.min_change = number(f"{who}.min_change", min_change)
+        self._best: float | None = None
+        self._best_step = self._seen = -1
+        self._waited = 0
+
+    def on_start(self, controller: Any) -> None:
+        """Checks that the metric is reported.
+
+        Raises:
+          UsageError: if it is not.
+        """
+        split, _, name = self.metric.partition("/")
+        if split not in controller.loops:
+            raise UsageError(
+                f"{type(self).__name__}({self.metric!r}) needs a metric of {split!r}, which is not reported; expected "
+                f"a metric of {' or '.join(sorted(controller.loops))}"
+            )
+        known = controller.loops[split].metric_names
+        if known is not None and name not in known:
+            self._refuse(split, known)
+
+    def _refuse(self, split: str, known: Any) -> None:
+        raise UsageError(
+            f"{type(self).__name__}({self.metric!r}) needs a metric that is not reported; expected one of "
+            f"{', '.join(sorted(f'{split}/{one}' for one in known))}"
+        )
+
+    def _improves(self, event: Event) -> bool | None:
+        """Takes a value; returns whether it is better than the best by `min_change`, None if it does not count."""
+        split, _, name = self.metric.partition("/")
+        if event.split != split or event.step <= self._seen:
+            return None
+        if name not in event.metrics:
+            self._refuse(split, event.metrics)
+        value, self._seen = event.metrics[name], event.step
+        gain = math.inf
+        if self._best is not None:
+            gain = value - self._best if self.mode == "max" else self._best - value
+        better = not math.isnan(value) and gain > self.min_change
+        if better:
+            self._best, self._best_step = value, event.step
+        return better
+
+    def _since(self) -> str:
+        """Returns what the action has seen, as a clause."""
+        best = "has had no value but NaN" if self._best is None else f"was best at step {self._best_step}"
+        return f"{self.metric} {best}" + ("" if self._best is None else f" ({self._best:.6g})")
+
+    def state(self) -> list[Any]:
+        """See `Action`."""
+        return [self._best, self._best_step, self._seen, self._waited]
+
+    def load(self, state: list[Any]) -> None:
+        """See `Action`."""
+        self._best, self._best_step, self._seen, self._waited = state
+
+
+class EarlyStopping(_Patient):
+    """Ends the training when a metric no longer improves.
+
+    A run that has stopped, and is started again, trains no further step, unless `patience` is raised.
+
+    Args:
+      metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
+      patience: evaluations (or reports) in a row without an improvement, after which the training ends.
+      min_change: an improvement is a change by more than this; default 0. NaN is never one.
+      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      restore_best: whether the controller is at its best checkpoint once a training has ended, early or not: step,
+        weights and the rest of the state, as by `controller.restore_checkpoint(best=True)`. It needs a `model_dir` and
+        `KeepBest` of this metric in `CheckpointPolicy.keep`. The run directory does not change, so the next start of
+        the program continues from the last step.
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int = 3,
+        min_change: float = 0.0,
+        mode: str | None = None,
+        restore_best: bool = False,
+    ) -> None:
+        super().__init__(metric, patience, min_change, mode)
+        self.restore_best = restore_best
+
+    def on_start(self, controller: Any) -> None:
+        """Checks the settings, and stops a training that has stopped before.
+
+        Raises:
+          UsageError: if the metric is not reported, or the best checkpoint is not kept.
+        """
+        super().on_start(controller)
+        rule = controller.policy.best
+        if self.restore_best and (rule is None or (rule.metric, rule.mode) != (self.metric, self.mode)):
+            raise UsageError(
+                f"EarlyStopping({self.metric!r}, restore_best=True) needs the best checkpoint by that metric; give "
+                f'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("{self.metric}", "{self.mode}"))), with '
+                f"this KeepBest first, or --keep_best={self.mode}:{self.metric}"
+            )
+        if self.restore_best and not controller.model_dir:
+            raise UsageError("EarlyStopping(restore_best=True) needs checkpoints; give Controller(model_dir=...)")
+        self._stop_if_due(controller)
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event."""
+        improves = self._improves(event)
+        if improves is not None:
+            self._waited = 0 if improves else self._waited + 1
+            self._stop_if_due(event.controller)
+
+    def _stop_if_due(self, controller: Any) -> None:
+        if self._waited >= self.patience:
+            logging.info("early stopping at step %d: %s", controller.global_step, self._since())
+            controller.stop()
+
+    def on_end(self, controller: Any) -> None:
+        """Restores the best checkpoint, if that was asked for."""
+        if self.restore_best and self._best is not None:
+            controller.restore_checkpoint(best=True)
+
+
+class ReduceOnPlateau(_Patient):
+    """Reduces the learning rate of the trainer's optimizers when a metric no longer improves.
+
+    The rate is part of the checkpoints, as all of an optimizer's state is. A program that is started again with
+    another rate than at its last start trains with that one, which is then reduced further.
+
+    Args:
+      metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
+      factor: the new rate is the old one times this.
+      patience: evaluations (or reports) in a row without an improvement, after which the rate is reduced.
+      min_change: an improvement is a change by more than this; default 0. NaN is never one.
+      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      cooldown: evaluations (or reports) after a reduction that do not count as ones without an improvement.
+      min_rate: the rate is not reduced below this.
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        factor: float = 0.1,
+        patience: int = 3,
+        min_change: float = 0.0,
+        mode: str | None = None,
+        cooldown: int = 0,
+        min_rate: float = 0.0,
+    ) -> None:
+        super().__init__(metric, patience, min_change, mode)
+        self.factor = number("ReduceOnPlateau.factor", factor)
+        if not 0 < self.factor < 1:
+            raise UsageError(f"ReduceOnPlateau.factor is {factor!r}; expected a number between 0 and 1")
+        self.cooldown = whole_number("ReduceOnPlateau.cooldown", cooldown, least=0)
+        self.min_rate = number("ReduceOnPlateau.min_rate", min_rate)
+        self._cooling = 0
+
+    def on_start(self, controller: Any) -> None:
+        """Checks the metric, and that there are learning rates to reduce.
+
+        Raises:
+          UsageError: if not.
+        """
+        super().on_start(controller)
+        optimizers = _optimizers(controller)
+        if not optimizers:
+            raise UsageError(
+                f"ReduceOnPlateau needs a Keras optimizer in an attribute of the trainer; "
+                f"{controller.loops['train'].who} has none"
+            )
+        for optimizer in optimizers:
+            if constant_rate(optimizer) is None:
+                raise UsageError(
+                    f"ReduceOnPlateau needs a constant learning rate, but {type(optimizer).__name__} has a schedule; "
+                    "give the optimizer a number"
+                )
+
+    def __call__(self, event: Event) -> None:
+        """Takes an event."""
+        improves = self._improves(event)
+        if improves is None:
+            return
+        self._cooling = max(0, self._cooling - 1)
+        self._waited = 0 if improves or self._cooling else self._waited + 1
+        if self._waited >= self.patience:
+            self._waited, self._cooling = 0, self.cooldown + 1  # counted down before it is looked at
+            self._reduce(event)
+
+    def _reduce(self, event: Event) -> None:
+        for optimizer in _optimizers(event.controller):
+            rate = constant_rate(optimizer)
+            reduced = max(rate * self.factor, self.min_rate)
+            if reduced < rate:
+                optimizer.learning_rate = reduced
+                logging.info(
+                    "the learning rate of %s is %g after step %d, and was %g: %s",
+                    type(optimizer).__name__, reduced, event.step, rate, self._since(),
+                )  # fmt: skip
+
+    def state(self) -> list[Any]:
+        """See `Action`."""
+        return [*super().state(), self._cooling]
+
+    def load(self, state: list[Any]) -> None:
+        """See `Action`."""
+        *others, self._cooling = state
+        super().load(others)
+
+
+def number(name: str, value: Any) -> float:
+    """Returns a number as a float; raises `UsageError` if it is none, negative or not finite."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
+        raise UsageError(f"{name} is {value!r}; expected a number of at least 0")
+    return float(value)
+
+
+def _optimizers(controller: Any) -> list[Any]:
+    return [updating(optimizer) for optimizer in _keras.optimizers(controller.loops["train"].task)]
