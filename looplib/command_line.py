@@ -18,7 +18,7 @@ MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_e
 # The flags that `runtime.setup` takes.
 OF_THE_MACHINE = (
     "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",
-    "tpu_spmd", "join_limit",
+    "tpu_replicas", "tpu_spmd", "join_limit",
 )  # fmt: skip
 
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
@@ -31,6 +31,7 @@ FLAGS = (
     ("strategy", flags.DEFINE_enum, "auto", "Devices; auto: a TPU, else all GPUs, else the CPU.", runtime.STRATEGIES),
     ("tpu", flags.DEFINE_string, None, "Name or address of a TPU."),
     ("tpu_cores_per_replica", flags.DEFINE_integer, 1, "TPU cores per replica."),
+    ("tpu_replicas", flags.DEFINE_integer, None, "Replicas on a TPU; none: as many as its cores allow."),
     ("tpu_spmd", flags.DEFINE_boolean, False, "Partitions each replica over its TPU cores (SPMD)."),
     ("join_limit", flags.DEFINE_float, 60.0, "Seconds that a worker waits for the other workers to start."),
     ("num_virtual_devices", flags.DEFINE_integer, 1, "Number of replicas on one CPU."),

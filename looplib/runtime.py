@@ -37,6 +37,7 @@ def setup(
     deterministic: bool = False,
     mixed_precision: str = "float32",
     tpu_cores_per_replica: int = 1,
+    tpu_replicas: int | None = None,
     tpu_spmd: bool = False,
     join_limit: float = 60.0,
 ) -> tf.distribute.Strategy:
@@ -50,11 +51,13 @@ def setup(
         worker or parameter server serves in here until the coordinator is gone, and ends by `errors.CoordinatorGone`,
         a `SystemExit`.
       tpu: name or address of a TPU; see `tpu.connect`.
-      num_virtual_devices: makes this many replicas on one CPU; without GPUs only.
+      num_virtual_devices: makes this many replicas on one CPU; without GPUs only, and changes nothing on a TPU.
       seed: seeds Python, numpy, TensorFlow and the Keras families that are loaded.
       deterministic: makes every op deterministic, at a cost in speed.
       mixed_precision: the Keras policy, "float32", "mixed_bfloat16" or "mixed_float16".
-      tpu_cores_per_replica: cores of a TPU that one replica has for itself.
+      tpu_cores_per_replica: cores of a TPU that one replica has for itself, its logical devices; this and the next two
+        change nothing without a TPU.
+      tpu_replicas: replicas on a TPU; default as many as its cores allow.
       tpu_spmd: divides one program over them by the shardings of its tensors.
       join_limit: seconds to wait for the other workers.
 
@@ -63,6 +66,9 @@ def setup(
     """
     seed = whole_number("seed", seed, least=0, most=2**32 - 1)
     num_virtual_devices = whole_number("num_virtual_devices", num_virtual_devices)
+    tpu_cores_per_replica = whole_number("tpu_cores_per_replica", tpu_cores_per_replica)
+    if tpu_replicas is not None:
+        tpu_replicas = whole_number("tpu_replicas", tpu_replicas)
     on_tpu = strategy == "tpu" or bool(tpu) or (strategy == "auto" and tpus.is_here())
     _check(strategy, tpu, num_virtual_devices, deterministic, mixed_precision, on_tpu)
     _warn_of_an_early_start()
@@ -71,9 +77,9 @@ def setup(
         tf.config.experimental.enable_op_determinism()
     for root in ("keras", "tf_keras"):
         _when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
-    gpus = _prepare_devices(num_virtual_devices)
+    gpus = _prepare_devices(1 if on_tpu else num_virtual_devices)
     if on_tpu:
-        chosen = tpus.connect(tpu, cores_per_replica=tpu_cores_per_replica, spmd=tpu_spmd)
+        chosen = tpus.connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
     elif strategy == "parameter_server":
         from looplib.extras.parameter_server import processes

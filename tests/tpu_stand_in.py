@@ -1,7 +1,7 @@
 """A stand-in for a TPU, as none is at hand: two CPU devices that are found, connected to and lost as one is.
 
 `python -m tpu_stand_in --strategy=tpu --tpu=NAME ...` trains a small regression on it, and loses the TPU once at step 40.
-What the calls do is noted, a line each, in the file that TPU_STAND_IN_LOG names.
+What the calls do is noted, a line each, in the file that TPU_STAND_IN_LOG names. Another program has it by `install`.
 """
 
 import dataclasses
@@ -31,10 +31,18 @@ class Resolver:
     def cluster_spec(self):
         return tf.train.ClusterSpec({})
 
+    def master(self):
+        return "grpc://stand-in"
+
 
 class Strategy(tf.distribute.MirroredStrategy):
-    def __init__(self, resolver):
+    def __init__(self, resolver, experimental_device_assignment=None, **_):
+        if experimental_device_assignment is not None:
+            note(f"assign {experimental_device_assignment.core_assignment.tolist()}")
         super().__init__(["/cpu:0", "/cpu:1"])
+
+    def experimental_assign_to_logical_device(self, tensor, logical_device_id):
+        return tensor
 
 
 def initialize(resolver):
@@ -42,6 +50,18 @@ def initialize(resolver):
     note("initialize")
     if noted()[-3:-2] == ["lost"]:
         raise tf.errors.UnavailableError(None, None, "failed to connect to all addresses")
+    chips = [[[x, y, 0, core] for y in range(2) for x in range(2) for core in range(2)]]
+    return tf.tpu.experimental.Topology(mesh_shape=[2, 2, 1, 2], device_coordinates=chips)
+
+
+def install():
+    """Puts the stand-in in the place of a TPU, before anything runs on a device."""
+    devices = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+    tf.distribute.cluster_resolver.TPUClusterResolver = Resolver
+    tf.distribute.TPUStrategy = Strategy
+    tf.config.experimental_connect_to_cluster = lambda resolver: None
+    tf.tpu.experimental.initialize_tpu_system = initialize
 
 
 @dataclasses.dataclass
@@ -63,12 +83,7 @@ class Losing(toy.Regression):
 
 
 if __name__ == "__main__":
-    devices = [tf.config.LogicalDeviceConfiguration()] * 2
-    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
-    tf.distribute.cluster_resolver.TPUClusterResolver = Resolver
-    tf.distribute.TPUStrategy = Strategy
-    tf.config.experimental_connect_to_cluster = lambda resolver: None
-    tf.tpu.experimental.initialize_tpu_system = initialize
+    install()
     tpu._PAUSE_SECONDS = 0.1
     tpu._MOST_RESTARTS = 2
     launch.run(

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import tensorflow as tf
+import tpu_stand_in
 from conftest import make_strategy
 
 import looplib
@@ -121,6 +122,28 @@ def test_the_references_assignment_is_found():
     by_hand = tf.tpu.experimental.DeviceAssignment.build(topology(), computation_shape=[1, 1, 1, 2], num_replicas=1)
     ours = tpu.device_assignment(topology(), 2, replicas=1)
     assert ours.core_assignment.tolist() == by_hand.core_assignment.tolist()
+
+
+def test_the_references_assignment_is_reached_by_setup(monkeypatch):
+    """With stand-ins for the resolver, the connection and the strategy, which notes its arguments."""
+    given = {}
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", tpu_stand_in.Resolver)
+    monkeypatch.setattr(tpu_stand_in, "note", lambda line: None)
+    monkeypatch.setattr(tf.config, "experimental_connect_to_cluster", lambda resolver: None)
+    monkeypatch.setattr(tf.tpu.experimental, "initialize_tpu_system", lambda resolver: topology())
+    monkeypatch.setattr(
+        tf.distribute, "TPUStrategy", lambda resolver, **values: given.update(values) or tf.distribute.get_strategy()
+    )
+    by_hand = tf.tpu.experimental.DeviceAssignment.build(topology(), computation_shape=[1, 1, 1, 2], num_replicas=1)
+    runtime.setup("tpu", tpu="mine", tpu_cores_per_replica=2, tpu_replicas=1)
+    assert given["experimental_device_assignment"].core_assignment.tolist() == by_hand.core_assignment.tolist()
+    assert given["experimental_spmd_xla_partitioning"] is False
+    runtime.setup("tpu", tpu="mine", tpu_replicas=3)
+    assert given["experimental_device_assignment"].core_assignment.shape == (3, 1, 4)
+    with pytest.raises(UsageError, match="5 replica.s. of 2 cores do not fit a TPU of 8 cores"):
+        runtime.setup("tpu", tpu="mine", tpu_cores_per_replica=2, tpu_replicas=5)
+    with pytest.raises(UsageError, match="tpu_replicas is 0; expected a whole number of at least 1"):
+        runtime.setup("tpu", tpu="mine", tpu_replicas=0)
 
 
 @pytest.mark.parametrize("cores, replicas", [(3, None), (16, None), (2, 5)])
