@@ -105,6 +105,12 @@ def pytest_collection_finish(session):
     gc.freeze()  # TensorFlow's half a million objects: to go through them takes 0.3 s each time
 
 
+@pytest.fixture(scope="session", autouse=True)
+def base_folder(tmp_path_factory):
+    """Makes the base of all temporary folders, which pytest cannot make for two threads of a fixture at once."""
+    return tmp_path_factory.getbasetemp()
+
+
 @pytest.fixture(autouse=True)
 def close_controllers():
     """Closes the controllers that a test leaves open: TensorFlow may wait a minute for an iterator that is dropped."""
