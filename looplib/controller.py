@@ -185,13 +185,9 @@ class Controller:
         return self._train(self._run.loops.steps_of(steps, epochs), None, -1)
 
     def train_and_evaluate(
-        self,
-        train_steps: int | None = None,
-        eval_interval: int | None = None,
-        eval_steps: int = -1,
-        *,
+        self, train_steps: int | None = None, eval_interval: int | None = None, eval_steps: int = -1, *,
         epochs: float | None = None,
-    ) -> dict[str, Metrics]:
+    ) -> dict[str, Metrics]:  # fmt: skip
         """Trains, saving and evaluating at exact multiples of `eval_interval` and at the end.
 
         Args:
@@ -318,15 +314,10 @@ class Controller:
     # The outer loop.
 
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
-        run, training = self._run, self._run.loops.training
+        run = self._run
         run.refuse_if_closed_or_torn("train")
         run.refuse_while_training("train")
-        end = whole_number("the number of training steps", end, or_all=True)
-        if end == -1 and training.endless:
-            raise UsageError(
-                f"{training.who}.dataset never ends, so training to its end would not either; give a number of steps"
-            )
-        schedule = self._schedule(eval_interval, None if end == -1 else end)
+        schedule = self._schedule(eval_interval, run.loops.check_end(end))
         self._stopped = False
         with attending(self._actions, run.store.take_committed, self), run.training_now():
             while True:
@@ -373,13 +364,13 @@ class Controller:
             run.say(f"already at step {step}, nothing to train")
         elif schedule.end is None or step < schedule.end:
             run.drop_what_comes_after(schedule.evaluate_every)
+        else:
+            logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         run.last_evaluation = {}
         if schedule.evaluates_at(step) and self._evaluations.lack():
             self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
         run.loops.training.resume(step + run.store.input_offset)
         run.window.measure_from(step)
-        if schedule.end is not None and step > schedule.end:
-            logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         return step
 
     def _finish(self, schedule: Schedule, eval_steps: int) -> None:

@@ -194,6 +194,20 @@ class Loops:
             raise UsageError(f"epochs is {epochs!r}; expected a positive number")
         return math.ceil(epochs * self.steps_per_epoch)
 
+    def check_end(self, end: int) -> int | None:
+        """Checks the step to train to; returns it, or None for the end of the data.
+
+        Raises:
+          UsageError: if it is not a number of steps, or the data never ends.
+        """
+        end = whole_number("the number of training steps", end, or_all=True)
+        if end == -1 and self.training.endless:
+            raise UsageError(
+                f"{self.training.who}.dataset never ends, so training to its end would not either; give a number of "
+                "steps"
+            )
+        return None if end == -1 else end
+
     def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
         """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.
 
