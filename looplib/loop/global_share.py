@@ -62,6 +62,8 @@ def _if(counts: tf.Tensor, name: str, value: Any) -> Any:
         )
     if value.kind == "last":
         return value
+    if value.kind != "mean":
+        raise NotImplementedError(f"a share of a global batch does not reduce by looplib.{value.kind}")
     weight = tf.cast(counts, tf.float64)
     return reductions.mean(value.value, weight if value.weight is None else tf.cast(value.weight, tf.float64) * weight)
 

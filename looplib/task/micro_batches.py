@@ -173,6 +173,8 @@ class MetricSums:
                 metrics[name] = reductions.mean(tf.math.divide_no_nan(next(sums), value), value)
             elif kind == "total":
                 metrics[name] = reductions.total(tf.cast(value, dtype))
-            else:
+            elif kind == "last":
                 metrics[name] = reductions.last(value / count)
+            else:
+                raise NotImplementedError(f"the parts of a batch do not reduce by looplib.{kind}")
         return metrics
