@@ -3,4 +3,5 @@
 Names that other rooms may use, by file:
     adapters: OrbitEvaluator, OrbitTrainer
     data: none
+    results: none
 """

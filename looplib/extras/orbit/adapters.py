@@ -4,7 +4,7 @@ Nothing here imports Orbit: a trainer is what has `train(num_steps)`, an evaluat
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,14 @@ from looplib import _keras
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
+from looplib.extras.orbit.results import Results, flat, is_bad_loss
 from looplib.health.preemption import notice
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.optimizers import TrainingOptimizers
-from looplib.loop.reducer import Accumulator, State
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
-from looplib.task.record import RunningTotals
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
@@ -188,7 +187,7 @@ class _OrbitLoop(Loop):
         # A signal has to wait for the end of the call.
         seconds = time.perf_counter() - started - (notice.suspended - suspended)
         notice.step_seconds = max(notice.step_seconds, seconds)
-        return dict(_flat(self.who, {} if results is None else results))
+        return dict(flat(self.who, {} if results is None else results))
 
 
 class EvaluatorLoop(_OrbitLoop):
@@ -316,7 +315,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
             )
         self._counter.assign_add(done)
         self.reducer.take(results, done)
-        self.reducer.bad = [name for name, value in results.items() if self._guarded and _is_bad_loss(name, value)]
+        self.reducer.bad = [name for name, value in results.items() if self._guarded and is_bad_loss(name, value)]
         return Ran(done, not self.reducer.bad, bool(notice.requested))
 
     def _count(self) -> int | None:
@@ -334,44 +333,6 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
                 "%s has trained to step %d, not to %d, because its data ended (or it did not count all of its steps)",
                 self.who, step, target,
             )  # fmt: skip
-
-
-class Results(Accumulator):
-    """The metrics of the last call, in place of the sums of a `Reducer`.
-
-    Attributes:
-      bad: names of the losses in them that are not finite.
-    """
-
-    def __init__(self) -> None:
-        self.bad: list[str] = []
-        self._metrics: dict[str, np.ndarray] = {}
-        self._steps = 0
-
-    def take(self, metrics: dict[str, np.ndarray], steps: int) -> None:
-        """Replaces the metrics by those of a call of so many steps."""
-        self._metrics, self._steps = metrics, self._steps + steps
-
-    def read(self) -> dict[str, np.ndarray]:
-        """Returns the metrics and forgets them."""
-        metrics = self._metrics
-        self._metrics, self._steps = {}, 0
-        return metrics
-
-    def first_bad(self) -> tuple[int, list[str]]:
-        """See `Accumulator`; the step is the last one of the call."""
-        return self._steps, self.bad
-
-    def state(self) -> State:
-        """Returns the metrics that are not yet read."""
-        return {name: value.item() for name, value in self._metrics.items() if value.ndim == 0 and _is_number(value)}
-
-    def load(self, state: State) -> None:
-        """See `Accumulator`."""
-        state = {} if isinstance(state, RunningTotals) else state
-        numbers = {name: np.asarray(value) for name, value in state.items()}
-        self._metrics = {name: value for name, value in numbers.items() if value.ndim == 0 and _is_number(value)}
-        self._steps = 0
 
 
 def _adopt(task: Trainer | Evaluator, holder: Any, seen: tuple = ()) -> None:
@@ -399,24 +360,3 @@ def _has_a_loop(value: Any) -> bool:
     """Returns whether a value is another trainer or evaluator of Orbit's kind."""
     has = [callable(getattr(value, name, None)) for name in ("train", "evaluate")]
     return any(has) and isinstance(value, tf.Module) and not _keras.is_layer(value)
-
-
-def _flat(who: str, results: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, numpy array) of what may be dicts in a dict; their names are joined by "/"."""
-    if not isinstance(results, dict):
-        raise UsageError(f"{who} returned a {type(results).__name__}; expected a dict from metric name to number")
-    for name, value in results.items():
-        name = f"{prefix}{name}" if isinstance(name, str) else name
-        if isinstance(value, dict):
-            yield from _flat(who, value, f"{name}/")
-        else:
-            value = value.value if _keras.is_variable(value) else value
-            yield name, np.asarray(tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value)
-
-
-def _is_number(value: np.ndarray) -> bool:
-    return value.dtype.kind in "biuf"
-
-
-def _is_bad_loss(name: str, value: np.ndarray) -> bool:
-    return "loss" in str(name).lower() and _is_number(value) and not np.isfinite(value).all()

@@ -3,4 +3,5 @@
 Names that other rooms may use, by file:
     coordinator: ParameterServers
     processes: connect, connected, counts
+    results: none
 """

@@ -8,7 +8,7 @@ call that is repeated, because its worker died, counts once, and the coordinator
 import collections
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +18,7 @@ from looplib.data.remote_stream import Place, RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.extras.parameter_server.processes import counts
+from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
 from looplib.loop.base import InnerLoop, Metrics, Ran, Request
@@ -60,7 +61,7 @@ class ParameterServers(Backend):
         if spec.training:
             _check_training_data(stream)
 
-    def reducer(self) -> "RemoteReducer":
+    def reducer(self) -> RemoteReducer:
         """See `Backend`."""
         spec = self._spec
         return RemoteReducer(
@@ -86,56 +87,6 @@ class ParameterServers(Backend):
                 "evaluate in a separate job, with --mode=continuous_eval and another strategy"
             )
         return RemoteLoop(spec.strategy, step, spec.who, spec.counter)
-
-
-class RemoteReducer(Reducer):
-    """A `Reducer` whose steps run on workers, so that it keeps its totals on the coordinator."""
-
-    def _make_totals(self, size: int) -> tf.Variable:
-        return tf.Variable(tf.zeros([size], tf.float64), trainable=False, name=f"{self._who}_totals")
-
-    @tf.autograph.experimental.do_not_convert
-    def none(self) -> tf.Tensor:
-        """Returns the totals of no step, float64 `[n]`; on a worker."""
-        return tf.zeros(self._totals.shape, tf.float64)
-
-    @tf.autograph.experimental.do_not_convert
-    def finite_in(self, totals: tf.Tensor) -> tf.Tensor:
-        """Returns whether all watched values are finite in some totals: boolean scalar; on a worker."""
-        return tf.math.is_finite(totals[self.packer.size + 1]) if self._watched else tf.constant(True)
-
-    def add(self, contributions: tf.Tensor) -> None:
-        """Adds the contribution of a call, float64 `[n]`."""
-        self._totals.assign(self.joined(self._totals.read_value(), contributions))
-
-    def finite(self) -> bool:
-        """Returns whether all watched values were finite so far."""
-        return not self._watched or bool(np.isfinite(self._totals.numpy()[self.packer.size + 1]))
-
-    def read(self) -> tuple[np.ndarray, Metrics]:
-        """See `Reducer`."""
-        totals = self._totals.numpy()
-        self._totals.assign(np.zeros_like(totals))
-        results = {name: metric.result() for name, metric in self.packer.keras.items()}
-        for metric in self.packer.keras.values():
-            metric.reset_state()
-        return totals, results
-
-
-class _Work(NamedTuple):
-    """What a call did on a worker.
-
-    Attributes:
-      done: steps.
-      seconds: seconds that it took.
-      waited: seconds that its steps waited for data.
-      contribution: to the totals, float64 `[n]`.
-    """
-
-    done: int
-    seconds: float
-    waited: float
-    contribution: np.ndarray
 
 
 class RemoteLoop(InnerLoop):
@@ -233,7 +184,7 @@ class RemoteLoop(InnerLoop):
     def _evaluate(self, steps: int) -> Ran:
         if self._reducer.has_keras_metrics:  # their variables take one update at a time, so here and one by one
             with self._strategy.scope():
-                results = [(0, _unpacked(self._call_for_part(*_int64(steps, 1, 0))))]
+                results = [(0, unpacked(self._call_for_part(*_int64(steps, 1, 0))))]
             self._counter.assign_add(results[0][1].done)
             parts = 1
         else:
@@ -248,7 +199,7 @@ class RemoteLoop(InnerLoop):
                 self._reducer.add(work.contribution)
         return Ran(sum(work.done for _, work in results), self._reducer.finite(), bool(notice.requested))
 
-    def _evaluate_parts(self, steps: int, batches: int, parts: int) -> list[tuple[int, _Work]]:
+    def _evaluate_parts(self, steps: int, batches: int, parts: int) -> list[tuple[int, Work]]:
         calls, given, results = collections.deque(), 0, []
         while True:
             if given < parts and self._may_continue(calls):
@@ -276,7 +227,7 @@ class RemoteLoop(InnerLoop):
           ahead: int64 scalar, how many more batches than steps the run has had, because rollbacks left some out.
 
         Returns:
-          See `_packed`.
+          See `packed`.
         """
         self._note_trace()
         if self._by_number:
@@ -298,10 +249,10 @@ class RemoteLoop(InnerLoop):
             done += 1
             if not self._reducer.finite_in(totals):
                 break
-        return _packed(done, started, waited, totals)
+        return packed(done, started, waited, totals)
 
     def _run_part(self, limit: tf.Tensor, count: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        """Evaluates, of the first `limit` batches, each `count`-th from `index` on; see `_packed`."""
+        """Evaluates, of the first `limit` batches, each `count`-th from `index` on; see `packed`."""
         self._note_trace()
         started = tf.timestamp()
         done, totals = 0, self._reducer.none()
@@ -311,7 +262,7 @@ class RemoteLoop(InnerLoop):
             totals = self._reducer.joined(totals, self.step.contribution(batch.get_value()))
             done += 1
             batch = iterator.get_next_as_optional()
-        return _packed(done, started, tf.constant(0, tf.float64), totals)
+        return packed(done, started, tf.constant(0, tf.float64), totals)
 
     def _draw_by_number(self) -> tf.data.Dataset:
         """Builds the pipeline of batches by number: numbers come from one queue, and each batch's from the other."""
@@ -357,8 +308,8 @@ class RemoteLoop(InnerLoop):
         components = tf.constant(numbers, tf.int64, shape=[len(numbers)])
         return self._coordinator.schedule(self._call, args=(self._iterators, components, *_int64(ahead)))
 
-    def _result(self, call: Any) -> _Work:
-        return _unpacked(call.get())
+    def _result(self, call: Any) -> Work:
+        return unpacked(call.get())
 
     # Errors.
 
@@ -416,19 +367,6 @@ def _numbered(task: Trainer, step_fn: StepFn) -> StepFn:
             task.global_step = before
 
     return numbered_step
-
-
-def _packed(done: tf.Tensor, started: tf.Tensor, waited: tf.Tensor, totals: tf.Tensor) -> tf.Tensor:
-    """Packs a `_Work` into one float64 vector, on a worker."""
-    with tf.control_dependencies([totals]):
-        seconds = tf.timestamp() - started
-    return tf.concat([tf.stack([tf.cast(done, tf.float64), seconds, waited]), totals], axis=0)
-
-
-def _unpacked(packed: tf.Tensor) -> _Work:
-    """Unpacks a vector of `_packed`."""
-    values = packed.numpy()
-    return _Work(int(values[0]), float(values[1]), float(values[2]), values[3:])
 
 
 @tf.autograph.experimental.do_not_convert
