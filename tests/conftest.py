@@ -16,15 +16,21 @@ import rooms
 _REPLICAS = {"default": 1, "one_device": 1, "mirrored_x2": 2, "mirrored_x4": 4}
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
-    "rounding",
+    "docs",
+    "faults/random_faults",
+    "workers/workers",
+    "workers/faults",
+    "model_garden/model_garden",
+    "gradient_trainer",
+    "conformance/conformance",
+    "model_garden/binary",
+    "preemption",
+    "checks",
     "last_line",
-    "conformance",
-    "sources",
-    "workers",
-    "parameter_server",
-    "binary",
-    "hostile",
-    "kill",
+    "faults/kill",
+    "workers/parameter_server",
+    "guards",
+    "engines",
 )
 _made = {}
 _controllers = []
@@ -82,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     longest = {name: number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: longest.get(rooms.stem(item.path).rpartition("/")[2], len(longest)))
+    items.sort(key=lambda item: longest.get(rooms.stem(item.path), len(longest)))
 
 
 def _pairs(group):

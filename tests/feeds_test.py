@@ -1,5 +1,6 @@
 """How batches come to the replicas, and the place in the data, saved and found again."""
 
+import gc
 import itertools
 import logging
 import time
@@ -19,6 +20,13 @@ from looplib.report.clock import Clock
 from looplib.task import checks
 
 GLOBAL_BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def drop_iterators():
+    """Drops a test's iterators at its end: TensorFlow may wait for as long as one has lived."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Exponential moving averages of weights."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,13 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Averaged:
+    """The variables that are averaged; TensorFlow does not save what it holds, which is not part of the averages."""
+
+    variables: list[tf.Variable]
 
 
 class WeightAverages(tf.Module):
@@ -39,16 +47,16 @@ class WeightAverages(tf.Module):
                 f"the decay of weight averages is {decay}; expected a number between 0 and 1, such as 0.999"
             )
         self._decay = decay
-        self._averaged = [_keras.tf_variable(variable) for variable in variables]
+        self._averaged = _Averaged([_keras.tf_variable(variable) for variable in variables])
         self.values = [
             tf.Variable(variable.read_value(), trainable=False, name=f"average_{number}")
-            for number, variable in enumerate(self._averaged)
+            for number, variable in enumerate(self._averaged.variables)
         ]
 
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Moves the averages towards the variables; in replica context."""
-        for average, variable in zip(self.values, self._averaged):
+        for average, variable in zip(self.values, self._averaged.variables):
             value = variable.read_value()
             average.assign(average + tf.cast(1 - self._decay, value.dtype) * (value - average))
 
@@ -62,7 +70,7 @@ class WeightAverages(tf.Module):
             self._exchange()
 
     def _exchange(self) -> None:
-        for average, variable in zip(self.values, self._averaged):
+        for average, variable in zip(self.values, self._averaged.variables):
             value = tf.identity(variable)
             variable.assign(tf.identity(average))
             average.assign(value)

@@ -39,6 +39,19 @@ class _Backward:
     metrics: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Which variables are trained, and by which optimizer; no state, and TensorFlow does not save what it holds.
+
+    Attributes:
+      trained: the variables.
+      parts: of each optimizer its pattern, itself and its variables.
+    """
+
+    trained: list[Any]
+    parts: list[tuple[str, Any, list[Any]]]
+
+
 class GradientTrainer(Trainer):
     """A trainer that is a loss; everything from there to the updated weights is built in.
 
@@ -114,15 +127,15 @@ class GradientTrainer(Trainer):
         self._clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
         self._report = _checked_reports(report)
         _check_model(model)
-        self._trained = parts.freeze(model, freeze)
+        trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-        self._parts = parts.divided(optimizers, self._trained)
-        _leave_out_of_decay(self._parts, no_decay)
-        for _, each, variables in self._parts:
+        self._plan = _Plan(trained, parts.divided(optimizers, trained))
+        parts.leave_out_of_decay(self._plan.parts, no_decay)
+        for _, each, variables in self._plan.parts:
             _check_optimizer(each)
             each.build(variables)
-        self.averages = None if average_decay is None else WeightAverages(self._trained, average_decay)
+        self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
         self.loss_scale = _make_loss_scale(model, loss_scale)
 
     @abc.abstractmethod
@@ -155,7 +168,7 @@ class GradientTrainer(Trainer):
         with tf.GradientTape(persistent=True) as tape:
             losses, metrics = _losses_and_metrics(type(self).__name__, self.loss_fn(inputs))
             target, weight, auxiliary = self._targets(losses)
-        variables = [_keras.tf_variable(variable) for variable in self._trained]
+        variables = [_keras.tf_variable(variable) for variable in self._plan.trained]
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
         return _Backward(data, own, weight, {self.loss_name: losses, **metrics})
@@ -190,7 +203,7 @@ class GradientTrainer(Trainer):
             backward = self._backward(inputs) if count == 1 else self._accumulated(inputs)
         finally:
             self.micro_batches = None
-        return _flattened(backward, self._trained)
+        return _flattened(backward, self._plan.trained)
 
     def _accumulated(self, inputs: Any) -> _Backward:
         """Computes micro-batch after micro-batch; its gradients are dense."""
@@ -199,10 +212,10 @@ class GradientTrainer(Trainer):
         def compute(part: Any) -> list[tf.Tensor]:
             backward = self._backward(part)
             structure.update(auxiliary=len(backward.auxiliary), weighted=backward.weight is not None)
-            return _flattened(backward, self._trained) + metric_sums.pack(backward.metrics)
+            return _flattened(backward, self._plan.trained) + metric_sums.pack(backward.metrics)
 
         sums = splitting.summed(compute, inputs, self.micro_batches)
-        count = len(self._trained)
+        count = len(self._plan.trained)
         data, sums = sums[:count], sums[count:]
         auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
         weight, sums = (sums[0], sums[1:]) if structure["weighted"] else (None, sums)
@@ -215,7 +228,7 @@ class GradientTrainer(Trainer):
         """Updates the weights with the gradients of all replicas; returns the metrics of `report`."""
         gradients = self._global_gradients(backward)
         used = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        weights = [_keras.tf_variable(self._trained[number]) for number in used]
+        weights = [_keras.tf_variable(self._plan.trained[number]) for number in used]
         metrics: dict[str, Any] = {}
         if self._clipping.any or self.loss_scale is not None or {"gradient_norm", "layer_norms"} & set(self._report):
             # Rows of a sparse gradient may repeat, so that their norm is not the gradient's.
@@ -249,9 +262,9 @@ class GradientTrainer(Trainer):
         return data
 
     def _apply(self, gradients: Sequence[Any]) -> None:
-        number_of = {id(variable): number for number, variable in enumerate(self._trained)}
+        number_of = {id(variable): number for number, variable in enumerate(self._plan.trained)}
         with gradient_sum.summed_already():
-            for _, optimizer, variables in self._parts:
+            for _, optimizer, variables in self._plan.parts:
                 optimizer.apply_gradients([(gradients[number_of[id(variable)]], variable) for variable in variables])
         if self.averages is not None:
             self.averages.update()
@@ -259,7 +272,7 @@ class GradientTrainer(Trainer):
     def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None])
-        held = [*self._trained, *(variable for _, each, _ in self._parts for variable in each.variables)]
+        held = [*self._plan.trained, *(variable for _, each, _ in self._plan.parts for variable in each.variables)]
         state = [_keras.tf_variable(variable) for variable in held] + (
             [] if not self.averages else self.averages.values
         )
@@ -282,7 +295,7 @@ class GradientTrainer(Trainer):
             metrics["gradient_norm"] = reductions.last(gradient_math.global_norm(dense))
         if "layer_norms" in self._report:
             for gradient, number in zip(dense, used):
-                name = f"gradient_norm/{_keras.variable_path(self._trained[number])}"
+                name = f"gradient_norm/{_keras.variable_path(self._plan.trained[number])}"
                 metrics[name] = reductions.last(gradient_math.global_norm([gradient]))
         return metrics
 
@@ -294,9 +307,9 @@ class GradientTrainer(Trainer):
             updates = [weight.read_value() - old for weight, old in zip(weights, before)]
             metrics["update_norm"] = reductions.last(gradient_math.global_norm(updates))
         if "learning_rate" in self._report:
-            for pattern, optimizer, _ in self._parts:
+            for pattern, optimizer, _ in self._plan.parts:
                 rate = optimizer.learning_rate
-                name = f"learning_rate/{pattern or 'rest'}" if len(self._parts) > 1 else "learning_rate"
+                name = f"learning_rate/{pattern or 'rest'}" if len(self._plan.parts) > 1 else "learning_rate"
                 metrics[name] = reductions.last(rate(optimizer.iterations) if callable(rate) else rate)
         return metrics
 
@@ -342,20 +355,6 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}; give the optimizer in it, because GradientTrainer scales the "
             'loss itself (loss_scale="auto")'
         )
-
-
-def _leave_out_of_decay(optimizer_parts: Sequence[tuple[str, Any, list[Any]]], patterns: Sequence[str] | str) -> None:
-    if not patterns:
-        return
-    everything = [variable for _, _, variables in optimizer_parts for variable in variables]
-    left_out = {id(variable) for variable in parts.matching(everything, patterns, "no_decay")}
-    decaying = [each for _, each, _ in optimizer_parts if getattr(each, "weight_decay", None)]
-    if not decaying:
-        raise UsageError("no_decay is given, and no optimizer has a weight_decay; use AdamW(weight_decay=...), say")
-    for _, optimizer, variables in optimizer_parts:
-        own = [variable for variable in variables if id(variable) in left_out]
-        if own and any(optimizer is each for each in decaying):
-            optimizer.exclude_from_weight_decay(var_list=own)
 
 
 def _make_loss_scale(model: Any, kind: str | None) -> scaling.DynamicLossScale | None:

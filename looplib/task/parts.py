@@ -87,6 +87,29 @@ def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tup
     return parts
 
 
+def leave_out_of_decay(optimizer_parts: Sequence[tuple[str, Any, list[Any]]], patterns: Sequence[str] | str) -> None:
+    """Leaves the matching variables out of the weight decay of their optimizers, which are not built yet.
+
+    Args:
+      optimizer_parts: as `divided` returns them.
+      patterns: see `matching`; empty for none.
+
+    Raises:
+      UsageError: for a pattern that matches nothing, or if no optimizer decays weights.
+    """
+    if not patterns:
+        return
+    everything = [variable for _, _, variables in optimizer_parts for variable in variables]
+    left_out = {id(variable) for variable in matching(everything, patterns, "no_decay")}
+    decaying = [each for _, each, _ in optimizer_parts if getattr(each, "weight_decay", None)]
+    if not decaying:
+        raise UsageError("no_decay is given, and no optimizer has a weight_decay; use AdamW(weight_decay=...), say")
+    for _, optimizer, variables in optimizer_parts:
+        own = [variable for variable in variables if id(variable) in left_out]
+        if own and any(optimizer is each for each in decaying):
+            optimizer.exclude_from_weight_decay(var_list=own)
+
+
 def rematerialize(model: Any, patterns: Sequence[str] | str) -> None:
     """Lets the matching layers compute their activations again in the backward pass, by `tf.recompute_grad`.
 

@@ -41,7 +41,7 @@ ONCE = [
     ("reader stops", "second signal"),
 ]  # fmt: skip
 PRODUCT = [(kind, ending) for ending in ("done", "SIGTERM", "watchdog", "error") for kind in CONSOLES]
-CASES = [*ONCE, *more(case for case in [*PRODUCT, ("full", "second signal")] if case not in ONCE)]
+CASES = [*ONCE, *more((case,) for case in [*PRODUCT, ("full", "second signal")] if case not in ONCE)]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import subprocess
 import time
 
 import pytest
+from conftest import repetitions
 from kill_test import AIMS, STEPS, events, reach, records, strike
 
 from looplib.checkpoint import commits
@@ -27,7 +28,6 @@ from looplib.report.jsonl_writer import JsonlWriter
 from looplib.report.records import read_jsonl
 from looplib.report.tensorboard_writer import TensorBoardWriter
 
-CUTS = int(os.environ.get("LOOPLIB_CUTS", "20"))
 ARGUMENTS = [
     "--config.slow_step=0.004", "--config.slow_evaluation=0.005", "--config.slow_save=0.005",
     "--config.slow_restore=0.03", "--config.extra_metrics=40",
@@ -176,11 +176,12 @@ def runs(nursery, whole, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         disks = [stack.enter_context(Disk(tmp_path_factory.mktemp("power"), options)) for options in RUNS.values()]
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(RUNS)))
+        cuts = int(os.environ.get("LOOPLIB_CUTS", repetitions(8, 20)))
         yield {
             name: (
                 disk.folder / "run",
                 pool.submit(
-                    cut_again_and_again, nursery, disk, whole, (CUTS + number) // len(RUNS), random.Random(number)
+                    cut_again_and_again, nursery, disk, whole, (cuts + number) // len(RUNS), random.Random(number)
                 ),
             )
             for number, (name, disk) in enumerate(zip(RUNS, disks))
