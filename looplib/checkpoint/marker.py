@@ -96,7 +96,11 @@ def read(path: str) -> Commit:
       UsageError: if it has a higher format number.
     """
     fields = _load(path)
-    done = Commit(path, *(fields[field.name] for field in dataclasses.fields(Commit) if field.name != "path"))
+    known = [field for field in dataclasses.fields(Commit) if field.name != "path"]
+    # A field that was added later has a default, which markers of before are read with.
+    needed = [field.name for field in known if field.default is field.default_factory is dataclasses.MISSING]
+    values = {field.name: fields[field.name] for field in known if field.name in needed or field.name in fields}
+    done = Commit(path, **values)
     _check(done)
     return done
 
