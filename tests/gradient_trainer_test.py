@@ -375,6 +375,51 @@ def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
     assert_weights(trainer, numpy_weights(4))
 
 
+@pytest.mark.parametrize("settings", [{}, {"report": ("gradient_norm",)}, {"micro_batches": 2}], ids=str)
+def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared(keras, settings):
+    """Keras 3 squares them one by one, and an option would change the training."""
+
+    class Word(looplib.GradientTrainer):
+        def __init__(self):
+            model = keras.Sequential([keras.layers.InputLayer((4,), dtype="int64"), keras.layers.Embedding(1, 1)])
+            model.layers[-1].set_weights([np.ones([1, 1])])
+            super().__init__(model, keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.0), **settings)
+
+        def dataset(self, context):
+            return context.indices(BATCH).map(lambda i: tf.zeros([context.per_replica_batch_size, 4], tf.int64))
+
+        def loss_fn(self, inputs):
+            return tf.reduce_sum(self.model(inputs, training=True), [1, 2])
+
+    trainer = Word()
+    train(trainer, 1)
+    assert trainer.model.get_weights()[0].item() == pytest.approx(0.9, abs=1e-5)  # a gradient of 4 over its own size
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
+    """The static shape of a gradient is then not known, as TensorFlow derives it."""
+
+    class Open(Tagger):
+        def __init__(self):
+            layers = [keras.Input((None, FEATURES)), keras.layers.Dense(CLASSES, name="dense")]
+            model = keras.Sequential(layers)
+            model.layers[-1].set_weights([KERNEL, np.zeros(CLASSES)])
+            looplib.GradientTrainer.__init__(self, model, keras.optimizers.SGD(RATE), micro_batches=count)
+            self._weighted, self._blow_up_at = True, None
+
+        def dataset(self, context):
+            def cut(i):
+                longest = tf.reduce_max(tf.gather(np.maximum(LENGTHS, 1), i))
+                return tuple(tf.gather(array, i)[:, :longest] for array in (X, Y, MASK))
+
+            return context.indices(BATCH).map(cut)
+
+    trainer = Open()
+    train(trainer, 3)
+    assert_weights(trainer, numpy_weights(3))
+
+
 @pytest.mark.parametrize("name, count", [("default", 1), ("mirrored_x2", 1), ("mirrored_x2", 2)])
 def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     class Words(looplib.GradientTrainer):
@@ -446,6 +491,17 @@ class Dropped(Tagger):
         looplib.GradientTrainer.__init__(self, model, keras.optimizers.SGD(RATE), rematerialize="drop")
 
 
+class Returns(Tagger):
+    """A trainer whose `loss_fn` returns a function of the losses."""
+
+    def __init__(self, change, **settings):
+        super().__init__(**settings)
+        self._change = change
+
+    def loss_fn(self, inputs):
+        return self._change(super().loss_fn(inputs)[0].value)
+
+
 class Scalar(Tagger):
     def loss_fn(self, inputs):
         return tf.reduce_mean(super().loss_fn(inputs)[0].value)
@@ -462,6 +518,22 @@ class Scalar(Tagger):
         (lambda: Dropped(keras3), "matches drop, and computing it twice gives two results"),
         (lambda: Dropped(tf_keras), "matches drop, and computing it twice gives two results"),
         (lambda: Tagger(rematerialize="block"), "rematerialize has 'block', which matches no layer"),
+        (lambda: Tagger(clip_norm="1"), "clip_norm is '1'; expected a positive number"),
+        (lambda: Tagger(average_decay="0.9"), "decay of weight averages is '0.9'"),
+        (lambda: Tagger(tf_keras, keras3.optimizers.SGD(0.1)), "two Keras families are mixed"),
+        (lambda: Tagger(optimizer=keras3.optimizers.SGD(0.1, loss_scale_factor=8.0)), "SGD scales the loss"),
+        (lambda: Returns(lambda losses: losses[:4]), r"the shape \(4, 6\), and its batch has 32 examples"),
+        (lambda: Returns(lambda losses: losses[:4], micro_batches=2), r"and its batch has 16 examples"),
+        (lambda: Returns(lambda losses: (losses, {"a": losses[:1]}), micro_batches=2), "the metric 'a' has the shape"),
+        (lambda: Returns(tf.zeros_like), "depend on none of the trained variables"),
+        (lambda: Returns(tf.zeros_like, micro_batches=2), "depend on none of the trained variables"),
+        (lambda: Returns(lambda losses: (losses, {"loss": losses})), "a metric 'loss', which is the losses' own name"),
+        (
+            lambda: Returns(lambda losses: (losses, {"gradient_norm": losses}), report=["gradient_norm"]),
+            "the metric 'gradient_norm', which GradientTrainer reports",
+        ),
+        (lambda: Returns(lambda losses: looplib.mean(losses, losses[..., None])), "weights that broadcast to the losses"),
+        (lambda: Tagger(optimizer=dict.fromkeys(["bias", ""], keras3.optimizers.SGD(0.1))), "under two patterns"),
         (lambda: Tagger(no_decay="("), "no regular expression"),
         (lambda: Tagger(no_decay="bias"), "no optimizer has a weight_decay"),
         (lambda: Tagger(optimizer={"bias": keras3.optimizers.SGD(0.1)}), "no pattern of optimizer matches .*kernel"),

@@ -5,6 +5,7 @@ Names that other rooms may use, by file:
     averages: WeightAverages
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     evaluator: Evaluator
+    gradient_checks: none
     gradient_trainer: GradientTrainer
     gradients: none
     input_context: InputContext, per_replica_batch_size

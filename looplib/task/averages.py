@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,9 +43,9 @@ class WeightAverages(tf.Module):
 
     def __init__(self, variables: Sequence[Any], decay: float) -> None:
         super().__init__(name="weight_averages")
-        if not 0 < decay < 1:
+        if not isinstance(decay, numbers.Real) or not 0 < decay < 1:
             raise UsageError(
-                f"the decay of weight averages is {decay}; expected a number between 0 and 1, such as 0.999"
+                f"the decay of weight averages is {decay!r}; expected a number between 0 and 1, such as 0.999"
             )
         self._decay = decay
         self._averaged = _Averaged([_keras.tf_variable(variable) for variable in variables])

@@ -10,6 +10,7 @@ import tensorflow as tf
 from looplib import _keras
 from looplib.cluster import gradient_sum
 from looplib.errors import UsageError, whole_number
+from looplib.task import gradient_checks as checks
 from looplib.task import gradients as gradient_math
 from looplib.task import loss_scale as scaling
 from looplib.task import micro_batches as splitting
@@ -18,8 +19,6 @@ from looplib.task import shares as global_shares
 from looplib.task.averages import WeightAverages
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Trainer
-
-_REPORTS = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "layer_norms")
 
 
 @dataclasses.dataclass
@@ -125,15 +124,16 @@ class GradientTrainer(Trainer):
         auto = micro_batches == "auto"
         self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
         self._clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
-        self._report = _checked_reports(report)
-        _check_model(model)
+        self._report = checks.checked_reports(report)
+        checks.check_model(model)
         trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
         self._plan = _Plan(trained, parts.divided(optimizers, trained))
         parts.leave_out_of_decay(self._plan.parts, no_decay)
+        _keras.check_one_family({"model": model, **{f"optimizer {p!r}": each for p, each, _ in self._plan.parts}})
         for _, each, variables in self._plan.parts:
-            _check_optimizer(each)
+            checks.check_optimizer(each)
             each.build(variables)
         self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
         self.loss_scale = _make_loss_scale(model, loss_scale)
@@ -160,17 +160,22 @@ class GradientTrainer(Trainer):
             backward = self._backward(inputs)
         else:
             backward = self._accumulated(inputs)
-        return {**backward.metrics, **self._update(backward)}
+        return checks.joined(type(self).__name__, backward.metrics, self._update(backward))
 
     # The gradient of a batch on one replica.
 
     def _backward(self, inputs: Any) -> _Backward:
         with tf.GradientTape(persistent=True) as tape:
-            losses, metrics = _losses_and_metrics(type(self).__name__, self.loss_fn(inputs))
+            losses, metrics = checks.losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
             target, weight, auxiliary = self._targets(losses)
         variables = [_keras.tf_variable(variable) for variable in self._plan.trained]
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
+        if all(gradient is None for gradient in (*data, *own)):
+            raise UsageError(
+                f"the losses of {type(self).__name__}.loss_fn depend on none of the trained variables; compute them "
+                "with the model, by differentiable operations"
+            )
         return _Backward(data, own, weight, {self.loss_name: losses, **metrics})
 
     @tf.autograph.experimental.do_not_convert
@@ -180,6 +185,7 @@ class GradientTrainer(Trainer):
         if isinstance(losses, Reduction):
             values = _at_least_float32(losses.value)
             weights = tf.ones_like(values) if losses.weight is None else tf.cast(losses.weight, values.dtype)
+            checks.check_weights(type(self).__name__, values, weights)
             weights = global_shares.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
             target = tf.reduce_sum(tf.math.multiply_no_nan(values, weights)) / self.global_batch_size
             weight = tf.reduce_sum(weights)
@@ -211,12 +217,16 @@ class GradientTrainer(Trainer):
 
         def compute(part: Any) -> list[tf.Tensor]:
             backward = self._backward(part)
-            structure.update(auxiliary=len(backward.auxiliary), weighted=backward.weight is not None)
-            return _flattened(backward, self._plan.trained) + metric_sums.pack(backward.metrics)
+            structure.update(
+                auxiliary=len(backward.auxiliary), weighted=backward.weight is not None,
+                missing=[gradient is None for gradient in backward.data],
+            )  # fmt: skip
+            return _flattened(backward, self._plan.trained) + metric_sums.pack(backward.metrics, part)
 
         sums = splitting.summed(compute, inputs, self.micro_batches)
         count = len(self._plan.trained)
-        data, sums = sums[:count], sums[count:]
+        data = [None if no else gradient for no, gradient in zip(structure["missing"], sums)]
+        sums = sums[count:]
         auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
         weight, sums = (sums[0], sums[1:]) if structure["weighted"] else (None, sums)
         return _Backward(data, auxiliary, weight, metric_sums.unpack(sums, self.micro_batches))
@@ -265,7 +275,11 @@ class GradientTrainer(Trainer):
         number_of = {id(variable): number for number, variable in enumerate(self._plan.trained)}
         with gradient_sum.summed_already():
             for _, optimizer, variables in self._plan.parts:
-                optimizer.apply_gradients([(gradients[number_of[id(variable)]], variable) for variable in variables])
+                own = [gradients[number_of[id(variable)]] for variable in variables]
+                if _keras.family(optimizer) == "keras":
+                    # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
+                    own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
+                optimizer.apply_gradients(list(zip(own, variables)))
         if self.averages is not None:
             self.averages.update()
 
@@ -314,61 +328,12 @@ class GradientTrainer(Trainer):
         return metrics
 
 
-def _losses_and_metrics(who: str, returned: Any) -> tuple[Any, dict[str, Any]]:
-    """Checks what a `loss_fn` returned."""
-    losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    if not isinstance(metrics, dict):
-        raise UsageError(
-            f"{who}.loss_fn returned a {type(metrics).__name__} after the losses; expected a dict of metrics, or "
-            "looplib.mean(losses, weights) for weighted losses"
-        )
-    if isinstance(losses, Reduction) and losses.kind == "mean":
-        return losses, metrics
-    if not isinstance(losses, tf.Tensor) or not losses.dtype.is_floating or losses.shape.rank == 0:
-        found = (
-            f"a {losses.dtype.name} tensor of shape {losses.shape}" if isinstance(losses, tf.Tensor) else repr(losses)
-        )
-        raise UsageError(
-            f"{who}.loss_fn returned {found}; expected one loss per example, a float tensor [batch], or "
-            "looplib.mean(losses, weights): a mean that is taken already would be wrong for micro-batches and replicas"
-        )
-    return losses, metrics
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, tf.Module) and not _keras.is_layer(model):
-        raise UsageError(f"model is a {type(model).__name__}; expected a Keras model or layer, or a tf.Module")
-    if not model.trainable_variables:
-        raise UsageError(
-            "the model has no trainable variables yet; give it an Input layer, or call it once before "
-            "GradientTrainer.__init__"
-        )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not _keras.is_optimizer(optimizer):
-        raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}; expected a Keras optimizer, or a dict of them by pattern"
-        )
-    if _keras.scales_loss(optimizer):
-        raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}; give the optimizer in it, because GradientTrainer scales the "
-            'loss itself (loss_scale="auto")'
-        )
-
-
 def _make_loss_scale(model: Any, kind: str | None) -> scaling.DynamicLossScale | None:
     if kind not in ("auto", "dynamic", None):
         raise UsageError(f'loss_scale is {kind!r}; expected "auto", "dynamic" or None')
     if kind == "auto":
         kind = "dynamic" if _keras.computes_in_float16(model) else None
     return scaling.DynamicLossScale() if kind else None
-
-
-def _checked_reports(names: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(names, str) or not set(names) <= set(_REPORTS):
-        raise UsageError(f"report is {names!r}; expected names among {', '.join(_REPORTS)}")
-    return tuple(names)
 
 
 def _at_least_float32(value: tf.Tensor) -> tf.Tensor:
@@ -382,7 +347,8 @@ def _flattened(backward: _Backward, variables: Sequence[Any]) -> list[tf.Tensor]
     for gradients in (backward.data, backward.auxiliary):
         for gradient, variable in zip(gradients, variables):
             zeros = tf.zeros(variable.shape, variable.dtype)
-            flat.append(zeros if gradient is None else tf.convert_to_tensor(gradient))
+            dense = zeros if gradient is None else tf.convert_to_tensor(gradient)
+            flat.append(tf.ensure_shape(dense, variable.shape))
     return flat + ([] if backward.weight is None else [backward.weight])
 
 

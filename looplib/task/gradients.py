@@ -1,6 +1,7 @@
 """Clipping and norms of gradients that are summed over replicas."""
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -33,8 +34,9 @@ class Clipping:
 
     def __post_init__(self) -> None:
         for name, limit in dataclasses.asdict(self).items():
-            if limit is not None and not limit > 0:
-                raise UsageError(f"clip_{name} is {limit}; expected a positive number, or None for no clipping")
+            number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+            if limit is not None and not (number and limit > 0):
+                raise UsageError(f"clip_{name} is {limit!r}; expected a positive number, or None for no clipping")
 
     @property
     def any(self) -> bool:

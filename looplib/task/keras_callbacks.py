@@ -16,7 +16,10 @@ _REPLACED = {
     "TerminateOnNaN": "CheckpointPolicy(guards=looplib.Guards(non_finite=...)), which halts by default",
     "SwapEMAWeights": "the averages of looplib.GradientTrainer",
 }
-_IN_AN_EPOCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_IN_AN_EPOCH = (
+    "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",
+    "on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end",
+)  # fmt: skip
 _SETTINGS = ("min_delta",)  # of which Keras 3 changes the sign, once it knows which values are better
 _OWN = ("steps_per_second", "epoch")  # of a report, beside the trainer's metrics
 
@@ -35,7 +38,8 @@ class KerasCallbacks(Action):
     """
 
     def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
-        self._model, self._callbacks = model, list(callbacks)
+        self._model = model
+        self._callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
         for callback in self._callbacks:
             _check(model, callback)
             callback.set_model(model)
@@ -137,8 +141,8 @@ def _check(model: Any, callback: Any) -> None:
     for name in _IN_AN_EPOCH:
         if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):
             raise UsageError(
-                f"the callback {kind} has {name}, and looplib runs many steps in one call to the device; use "
-                "on_epoch_end, or an action of the Controller, which is called after each report"
+                f"the callback {kind} has {name}, which looplib does not call, because it runs many steps in one call "
+                "to the device; use on_epoch_end, or an action of the Controller, which is called after each report"
             )
 
 

@@ -1,7 +1,7 @@
 """The data that a Keras model is trained on: arrays, or a data set of global batches."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,12 @@ class KerasData:
     ) -> None:
         if x is None:
             raise UsageError("KerasTrainer got x=None; expected an array, arrays or a tf.data.Dataset of batches")
+        kinds = [cls.__name__ for cls in type(x).__mro__]
+        if isinstance(x, Iterator) or "PyDataset" in kinds or "Sequence" in kinds:
+            raise UsageError(
+                f"KerasTrainer got a {type(x).__name__} as x, whose position cannot be saved; expected arrays, or a "
+                "tf.data.Dataset (tf.data.Dataset.from_generator makes one of a generator)"
+            )
         self.is_arrays = not (callable(x) or isinstance(x, tf.data.Dataset))
         self._weights = None if class_weight is None else _table(class_weight)
         if sample_weight is not None and class_weight is not None:
@@ -71,6 +77,8 @@ class KerasData:
         if self.is_arrays:
             return tf.nest.map_structure(lambda array: array[:examples], self._arrays)
         element = next(iter(self._dataset()))
+        if any(leaf.shape.rank == 0 for leaf in tf.nest.flatten(element)):
+            raise UsageError("the data set of KerasTrainer has single examples; batch it by the global batch size")
         element = element if isinstance(element, tuple) else (element,)
         return tf.nest.map_structure(lambda leaf: leaf[:examples], element)
 

@@ -22,7 +22,7 @@ def summed(compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int) -
 
     Args:
       compute: function of a part of the batch, with the structure of `inputs`; returns tensors of static shapes.
-      inputs: the batch; each tensor in it has the batch as its first dimension.
+      inputs: the batch; tensors have the batch as their first dimension, scalars are passed to each part.
       count: number of parts, at least 2.
 
     Returns:
@@ -64,12 +64,12 @@ def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
       UsageError: if a shape is not static, or the memory does not suffice for one example.
     """
     leaves = tf.nest.flatten(inputs)
-    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.is_fully_defined() and leaf.shape.rank for leaf in leaves):
+    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.is_fully_defined() for leaf in leaves):
         raise UsageError(
             'micro_batches="auto" needs batches of static shapes, with the batch as the first dimension of each '
             "tensor; give a number"
         )
-    size = leaves[0].shape[0]
+    size = next((leaf.shape[0] for leaf in leaves if leaf.shape.rank), 1)
     specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in leaves]
     for count in (number for number in range(1, size + 1) if size % number == 0):
         function = tf.function(lambda *batch, count=count: compute(tf.nest.pack_sequence_as(inputs, batch), count))
@@ -99,12 +99,12 @@ def _fits(function: tf.types.experimental.PolymorphicFunction, specs: list[tf.Te
 def _divided(inputs: Any, count: int) -> Callable[[tf.Tensor], Any]:
     """Returns the function that gives a part of the batch, by the number of the part."""
     for leaf in tf.nest.flatten(inputs):
-        if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor)) or leaf.shape.rank == 0:
+        if not isinstance(leaf, (tf.Tensor, tf.RaggedTensor)):
             raise UsageError(
-                f"micro_batches={count} divides the batch, and its data has {leaf!r}; expected dense or ragged tensors "
-                "with the batch as their first dimension"
+                f"micro_batches={count} divides the batch, and its data has {leaf!r}; expected dense or ragged "
+                "tensors, with the batch as their first dimension"
             )
-        size = leaf.shape[0]
+        size = leaf.shape[0] if leaf.shape.rank else None
         if size is not None and size % count:
             raise UsageError(
                 f"micro_batches={count} does not divide the per-replica batch of {size} examples; choose a divisor of "
@@ -118,12 +118,36 @@ def _divided(inputs: Any, count: int) -> Callable[[tf.Tensor], Any]:
 
 
 def _rows(leaf: tf.Tensor | tf.RaggedTensor, number: tf.Tensor, count: int) -> tf.Tensor | tf.RaggedTensor:
+    if leaf.shape.rank == 0:
+        return leaf  # of no example, so it is the same for each part
     if isinstance(leaf, tf.Tensor) and leaf.shape[0] is not None:  # of a static shape, which XLA needs
         rows = leaf.shape[0] // count
         sizes = [tf.shape(leaf)[axis] if size is None else size for axis, size in enumerate(leaf.shape)][1:]
         return tf.gather(tf.reshape(leaf, [count, rows, *sizes]), number)
     size = tf.cast(leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else tf.shape(leaf)[0], tf.int32)
     return leaf[number * size // count : (number + 1) * size // count]
+
+
+@tf.autograph.experimental.do_not_convert
+def check_per_example(what: str, value: Any, inputs: Any) -> None:
+    """Checks that a value has the batch as its first dimension, as far as the shapes are known.
+
+    Args:
+      what: the value's name, for the message.
+      value: tensor.
+      inputs: the batch, or the part of it, that the value is computed from.
+
+    Raises:
+      UsageError: if not.
+    """
+    shape = tf.convert_to_tensor(value).shape
+    leaves = [leaf for leaf in tf.nest.flatten(inputs) if isinstance(leaf, (tf.Tensor, tf.RaggedTensor))]
+    sizes = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
+    if shape.rank and shape[0] is not None and sizes and None not in sizes and shape[0] not in sizes:
+        raise UsageError(
+            f"{what} has the shape {shape}, and its batch has {' or '.join(map(str, sorted(sizes)))} examples; "
+            "expected one value per example, or looplib.mean, looplib.total or looplib.last to say how it reduces"
+        )
 
 
 class MetricSums:
@@ -137,8 +161,12 @@ class MetricSums:
         self._keras: dict[str, Any] = {}
 
     @tf.autograph.experimental.do_not_convert
-    def pack(self, metrics: dict[str, Any]) -> list[tf.Tensor]:
+    def pack(self, metrics: dict[str, Any], inputs: Any) -> list[tf.Tensor]:
         """Returns the tensors of a part's metrics, float64.
+
+        Args:
+          metrics: as a `step_fn` returns them.
+          inputs: the part of the batch, for the number of examples.
 
         Raises:
           UsageError: for a metric that does not sum.
@@ -149,6 +177,7 @@ class MetricSums:
                 self._keras[name] = value  # it keeps its own sums
                 continue
             if not isinstance(value, Reduction):
+                check_per_example(f"the metric {name!r}", value, inputs)
                 value = reductions.mean(value)
             if value.kind == "each":
                 raise UsageError(f"the metric {name!r} is a looplib.each, which only an evaluator can return")

@@ -73,8 +73,11 @@ def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tup
       list of (pattern, optimizer, its variables).
 
     Raises:
-      UsageError: for a pattern that matches nothing that is left, or variables that no pattern matches.
+      UsageError: for a pattern that matches nothing that is left, variables that no pattern matches, or an optimizer
+        that comes twice.
     """
+    if len({id(optimizer) for optimizer in optimizers.values()}) < len(optimizers):
+        raise UsageError("optimizer has one optimizer under two patterns; join the patterns, as in 'encoder|head'")
     left, parts = list(variables), []
     for pattern, optimizer in optimizers.items():
         own = matching(left, pattern, "optimizer")
