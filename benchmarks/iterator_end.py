@@ -19,6 +19,7 @@ _SECONDS = flags.DEFINE_float("seconds", 1.0, "How long each is read.")
 
 
 class _Data:
+    batches = "per_replica"
     batch_size_varies = False
 
     def dataset(self, context):

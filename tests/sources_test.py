@@ -290,7 +290,7 @@ def service():
 
 def stream(make, start_step=0):
     tf.random.set_seed(0)  # as runtime.setup does in each process
-    task = types.SimpleNamespace(dataset=lambda context: make(), batch_size_varies=True)
+    task = types.SimpleNamespace(dataset=lambda context: make(), batches="per_replica", batch_size_varies=True)
     settings = dict(global_batch_size=2, seed=3, training=True, start_step=start_step)
     return pipelines.distribute(tf.distribute.get_strategy(), task, **settings)
 
