@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     collectives: Workers
     environment: Cluster, EXPECTED, resolve
-    gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, varies
+    gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, times, varies
     links: none
     peers: Peers, current
     rendezvous: none

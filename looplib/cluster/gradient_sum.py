@@ -38,6 +38,15 @@ def varies(gradient: Gradient) -> bool:
     return isinstance(gradient, tf.IndexedSlices) and gradient.indices.shape[0] is None
 
 
+def times(gradient: Gradient, factor: tf.Tensor | None) -> Gradient:
+    """Returns a gradient, dense or sparse, times a scalar; a None of either changes nothing."""
+    if gradient is None or factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
 def over_replicas(strategy: tf.distribute.Strategy, who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns the sum of each gradient over replicas; in replica context.
 

@@ -200,7 +200,7 @@ class GradientTrainer(Trainer):
             if weight is None:
                 target, auxiliary = target + auxiliary, None
         scale = None if self.loss_scale is None else self.loss_scale.scale
-        return _times(target, scale), weight, _times(auxiliary, scale)
+        return gradient_sum.times(target, scale), weight, gradient_sum.times(auxiliary, scale)
 
     def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
         """Computes the gradients in `count` parts, for `fitting`."""
@@ -266,9 +266,9 @@ class GradientTrainer(Trainer):
         if weight is not None:
             factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1])
         inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
-        data = [_times(_times(gradient, factor), inverse) for gradient in data]
+        data = [gradient_sum.times(gradient_sum.times(gradient, factor), inverse) for gradient in data]
         if auxiliary:
-            data = [_added(gradient, _times(own, inverse)) for gradient, own in zip(data, auxiliary)]
+            data = [_added(gradient, gradient_sum.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
         return data
 
     def _apply(self, gradients: Sequence[Any]) -> None:
@@ -350,14 +350,6 @@ def _flattened(backward: _Backward, variables: Sequence[Any]) -> list[tf.Tensor]
             dense = zeros if gradient is None else tf.convert_to_tensor(gradient)
             flat.append(tf.ensure_shape(dense, variable.shape))
     return flat + ([] if backward.weight is None else [backward.weight])
-
-
-def _times(gradient: Any, factor: tf.Tensor | None) -> Any:
-    if gradient is None or factor is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _added(gradient: Any, other: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from looplib.cluster import gradient_sum
+
 KINDS = ("per_replica", "global")  # what a task's `batches` may be
 
 _step = threading.local()  # each replica of a MirroredStrategy has a thread
@@ -76,12 +78,4 @@ def of_means() -> Iterator[None]:
 def weighed(gradients: Iterable[Any]) -> list[Any]:
     """Returns gradients, times the factor of `of_means` if they are computed in one."""
     factor = getattr(_step, "factor", None)
-    return list(gradients) if factor is None else [_times(gradient, factor) for gradient in gradients]
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    return [gradient_sum.times(gradient, factor) for gradient in gradients]
