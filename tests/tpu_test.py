@@ -227,7 +227,7 @@ def train(folder, *arguments, module="tpu_stand_in"):
     return result, log.read_text().splitlines()
 
 
-def test_a_run_whose_tpu_is_lost_waits_for_it_and_goes_on_as_if_it_had_not_been(tmp_path):
+def test_a_run_whose_tpu_is_lost_waits_for_it_and_continues_as_if_it_had_not_been(tmp_path):
     """With a stand-in for the TPU; the processes, the new start and the checkpoint are real."""
     lost, whole = tmp_path / "lost", tmp_path / "whole"
     lost.mkdir()

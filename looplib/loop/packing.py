@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
-from looplib.task.reductions import Reduction, total
+from looplib.task.reductions import Reduction, total, weighted_sum
 
 BatchSize = tuple[set[int], tf.Tensor]
 
@@ -137,10 +137,7 @@ class Packer:
             slot = _Slot(name, "mean", (), False, start)
             if value.weight is None:
                 return slot, [tf.reduce_sum(data), tf.cast(tf.size(data), tf.float64)]
-            # Broadcast to a common shape, so that the weights are summed as often as they are used.
-            shape = tf.broadcast_dynamic_shape(tf.shape(data), tf.shape(value.weight))
-            weight = tf.broadcast_to(tf.cast(value.weight, tf.float64), shape)
-            return slot, [tf.reduce_sum(tf.math.multiply_no_nan(data, weight)), tf.reduce_sum(weight)]
+            return slot, list(weighted_sum(data, tf.cast(value.weight, tf.float64)))
         if not data.shape.is_fully_defined():
             raise UsageError(
                 f"{where}, and that shape is not fully known; sum over the batch first, "

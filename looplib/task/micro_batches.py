@@ -185,10 +185,8 @@ class MetricSums:
             data = tf.cast(value.value, tf.float64)
             if value.kind == "mean":
                 weight = tf.ones_like(data) if value.weight is None else tf.cast(value.weight, tf.float64)
-                shape = tf.broadcast_dynamic_shape(tf.shape(data), tf.shape(weight))
-                weight = tf.broadcast_to(weight, shape)
-                data = tf.reduce_sum(tf.math.multiply_no_nan(data, weight))
-                parts.append(tf.reduce_sum(weight))
+                data, weight = reductions.weighted_sum(data, weight)
+                parts.append(weight)
             parts.append(data)
         return parts
 

@@ -11,13 +11,18 @@ from looplib import _keras
 from looplib.errors import UsageError, join_names
 
 
-def matching(variables: Sequence[Any], patterns: Sequence[str] | str, what: str) -> list[Any]:
-    """Returns the variables whose names contain a match of any pattern.
+def matching(
+    things: Sequence[Any], patterns: Sequence[str] | str, what: str,
+    name_of: Callable[[Any], str] = _keras.variable_path, kind: str = "variable",
+) -> list[Any]:  # fmt: skip
+    """Returns the variables, or layers, whose names contain a match of any pattern.
 
     Args:
-      variables: variables of Keras or TensorFlow.
+      things: variables of Keras or TensorFlow, or layers.
       patterns: regular expressions, for `re.search`; one or several.
       what: name of the argument with the patterns, for messages.
+      name_of: returns the name of one of the things.
+      kind: what one of the things is called, for messages.
 
     Raises:
       UsageError: for a pattern that is not a regular expression, or matches nothing.
@@ -25,16 +30,14 @@ def matching(variables: Sequence[Any], patterns: Sequence[str] | str, what: str)
     chosen: dict[int, Any] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
-            found = [variable for variable in variables if re.search(pattern, _keras.variable_path(variable))]
+            found = [thing for thing in things if re.search(pattern, name_of(thing))]
         except re.error as error:
             raise UsageError(f"{what} has {pattern!r}, which is no regular expression: {error}") from error
         if not found:
-            names = join_names([_keras.variable_path(variable) for variable in variables])
-            raise UsageError(
-                f"{what} has {pattern!r}, which matches no variable of the model; its variables are: {names}"
-            )
-        chosen.update((id(variable), variable) for variable in found)
-    return [variable for variable in variables if id(variable) in chosen]
+            names = join_names([name_of(thing) for thing in things])
+            raise UsageError(f"{what} has {pattern!r}, which matches no {kind} of the model; its {kind}s are: {names}")
+        chosen.update((id(thing), thing) for thing in found)
+    return [thing for thing in things if id(thing) in chosen]
 
 
 def freeze(model: Any, patterns: Sequence[str] | str) -> list[Any]:
@@ -125,21 +128,14 @@ def rematerialize(model: Any, patterns: Sequence[str] | str) -> None:
     Raises:
       UsageError: for a pattern that matches nothing, or a layer whose second computation would differ.
     """
-    layers = {id(layer): layer for layer in _layers(model)}.values()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = [layer for layer in layers if re.search(pattern, layer.name)]
-        if not found:
-            names = join_names([layer.name for layer in layers])
+    layers = list({id(layer): layer for layer in _layers(model)}.values())
+    for layer in matching(layers, patterns, "rematerialize", lambda layer: layer.name, "layer"):
+        if _keras.changes_when_called(layer):
             raise UsageError(
-                f"rematerialize has {pattern!r}, which matches no layer of the model; its layers are: {names}"
+                f"rematerialize has {patterns!r}, which matches {layer.name}, and computing it twice gives two results "
+                "(dropout, batch normalization or another state in it); match layers without state"
             )
-        for layer in found:
-            if _keras.changes_when_called(layer):
-                raise UsageError(
-                    f"rematerialize has {pattern!r}, which matches {layer.name}, and computing it twice gives two "
-                    "results (dropout, batch normalization or another state in it); match layers without state"
-                )
-            layer.call = _recomputed(layer.call)
+        layer.call = _recomputed(layer.call)
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,20 @@ class Reduction:
 
 
 @tf.autograph.experimental.do_not_convert
+def weighted_sum(values: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the sum of `values * weights` and that of the weights; a value whose weight is 0 is ignored.
+
+    Args:
+      values: tensor of any shape.
+      weights: tensor of the same dtype; both are broadcast to a common shape, so that a weight is summed as often as it
+        is used.
+    """
+    shape = tf.broadcast_dynamic_shape(tf.shape(values), tf.shape(weights))
+    weights = tf.broadcast_to(weights, shape)
+    return tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights)
+
+
+@tf.autograph.experimental.do_not_convert
 def mean(value: Any, weight: Any = None) -> Reduction:
     """Makes a weighted mean over all steps and replicas: sum(value * weight) / sum(weight).
 
