@@ -342,6 +342,23 @@ def stages_of_iterator_state(texts: list[bytes]) -> set[str]:
     return {stage.decode() for key in keys for stage in re.findall(rb"::([A-Z][A-Za-z0-9]*)", key)}
 
 
+def caches_of_shuffles(texts: list[bytes]) -> set[bytes]:
+    """Returns the cache that each shuffle in an iterator's state fills; b"" for a shuffle outside of caches."""
+    keys = b"\n".join(_without_epochs(texts))
+    found = re.findall(rb"^(?:(\S+)::MemoryCacheImpl)?\S*::Shuffle\b", keys, re.MULTILINE)
+    return set(found)
+
+
+def full_caches(texts: list[bytes]) -> set[bytes]:
+    """Returns the caches in an iterator's state that have all of their elements, as `caches_of_shuffles` names them."""
+    return set(re.findall(rb"(\S+)::MemoryCache@@cache_completed", b"\n".join(_without_epochs(texts))))
+
+
+def _without_epochs(texts: list[bytes]) -> list[bytes]:
+    """Returns the keys of an iterator's state without the numbers of repetitions in the names of stages."""
+    return [re.sub(rb"\[\d+\]::", b"::", key) for key in keys_of_iterator_state(texts)]
+
+
 def why_restored_wrongly(texts: list[bytes]) -> str:
     """Returns why TensorFlow 2.20 would restore an iterator's state wrongly, as a clause; "" if no reason is known."""
     stages = stages_of_iterator_state(texts)

@@ -336,7 +336,7 @@ def case(make):
             assert read(iterator, stop) == whole[:stop]
             position = first.position(iterator)
             if position is not None:
-                stages |= iterator_state.stages(iterator)
+                stages |= iterator_state.save(iterator)[1]
             del iterator, first
             again = stream(lambda folder=folder: make(folder), stop)
             rests.append(read(again.iterate(position), READ - stop))

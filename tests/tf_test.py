@@ -196,7 +196,7 @@ def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> Non
     table = tf.data.experimental.CsvDataset(str(folder / "table.csv"), [tf.int32])
     nested = iter(rows.shuffle(4).flat_map(lambda i: tf.data.Dataset.range(i + 1)).batch(2))
     next(nested)  # which makes the inner one
-    assert {"Root", "Range", "Shuffle", "FlatMap", "BatchV2"} <= iterator_state.stages(nested)
+    assert {"Root", "Range", "Shuffle", "FlatMap", "BatchV2"} <= iterator_state.save(nested)[1]
     for dataset, reason in ((table, "it reads CSV files"), (rows.cache(str(folder / "cache")), "it caches in files")):
         with pytest.raises(iterator_state.UnsavableError, match=reason):
             iterator_state.save(iter(dataset))

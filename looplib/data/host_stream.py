@@ -35,7 +35,7 @@ class HostStream(Stream):
         self._local_replicas = self.strategy.num_replicas_in_sync // self._workers.count
         self._savable = self.renew is not None and not self.positioned and self._workers.count == 1
         self._digest = None
-        self._shuffles = False
+        self._shuffles: frozenset[bytes] = frozenset()
         self._unsavable = ""  # why, once it is known
         self._trusted = False  # whether stages that are not known were tried out
         self._spec = None
@@ -65,7 +65,7 @@ class HostStream(Stream):
             kind = (self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality()))
             try:
                 self._digest = iterator_state.digest(iterator, *kind)
-                self._shuffles = "Shuffle" in iterator_state.stages(iterator)
+                self._shuffles = iterator_state.shuffles(iterator)
             except iterator_state.UnsavableError as error:
                 self._give_up(str(error))
         if position is not None and self._savable:
@@ -174,9 +174,10 @@ class HostStream(Stream):
         if not self._savable:
             return None
         try:
-            packed, untried = iterator_state.save(iterator, self._shuffles)
+            packed, stages = iterator_state.save(iterator, self._shuffles)
+            untried = sorted(stages - iterator_state.TRIED)
             if untried and not self._trusted:
-                self._try_out(sorted(untried))
+                self._try_out(untried)
                 self._trusted = True
             return self._digest + packed
         except iterator_state.BetweenEpochsError:

@@ -1,6 +1,7 @@
 """The state of a `tf.data` iterator as bytes, restored from them if TensorFlow does that exactly."""
 
 import hashlib
+from collections.abc import Set
 
 import tensorflow as tf
 
@@ -48,15 +49,15 @@ def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
     return hashlib.sha256(repr((*kind, keys)).encode()).digest()[:_DIGEST_BYTES]
 
 
-def save(iterator: tf.data.Iterator, shuffles: bool = False) -> tuple[bytes, set[str]]:
-    """Returns the state of an iterator, and which of its stages are not in `TRIED`.
+def save(iterator: tf.data.Iterator, shuffles: Set[bytes] = frozenset()) -> tuple[bytes, set[str]]:
+    """Returns the state of an iterator, and the names of its stages, those made inside of functions included.
 
     Args:
       iterator: the iterator.
-      shuffles: whether there is a shuffle among its stages at the start.
+      shuffles: what `shuffles` returned at the start.
 
     Raises:
-      BetweenEpochsError: if the shuffle is not in the state, so that a later epoch would have another order.
+      BetweenEpochsError: if a shuffle is not in the state, so that a later epoch would have another order.
       UnsavableError: if it cannot be saved, or would be restored wrongly.
     """
     state = _state(iterator)
@@ -64,23 +65,24 @@ def save(iterator: tf.data.Iterator, shuffles: bool = False) -> tuple[bytes, set
     found = _tf.stages_of_iterator_state(texts)
     if not found:
         raise UnsavableError("TensorFlow saves it in a form that looplib does not know")
-    if shuffles and "Shuffle" not in found and any("Repeat" in stage for stage in found):
+    # A cache that is full has no more need of the shuffle that filled it.
+    if "Shuffle" not in found and shuffles - _tf.full_caches(texts) and any("Repeat" in stage for stage in found):
         raise BetweenEpochsError
     if why := _tf.why_restored_wrongly(texts):
         raise UnsavableError(why)
     pieces, size = _pack(state, _MOST_BYTES)
     if size > _MOST_BYTES:
         raise UnsavableError(f"its buffers take more than {_MOST_BYTES // 2**20} MB")
-    return tf.io.serialize_tensor(pieces).numpy(), found - TRIED
+    return tf.io.serialize_tensor(pieces).numpy(), found
 
 
-def stages(iterator: tf.data.Iterator) -> set[str]:
-    """Returns the names of the stages in the state of an iterator, those made inside of functions included.
+def shuffles(iterator: tf.data.Iterator) -> frozenset[bytes]:
+    """Returns the shuffles of a new iterator, by the caches that they fill, for `save`.
 
     Raises:
-      UnsavableError: if it cannot be saved.
+      UnsavableError: if its state cannot be saved.
     """
-    return _tf.stages_of_iterator_state(_texts(_state(iterator)))
+    return frozenset(_tf.caches_of_shuffles(_texts(_state(iterator))))
 
 
 def restore(iterator: tf.data.Iterator, packed: bytes) -> None:
