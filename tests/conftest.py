@@ -109,6 +109,7 @@ def _pairs(group):
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # TensorFlow's half a million objects: to go through them takes 0.3 s each time
+    gc.set_threshold(10_000, 10, 10)  # tracing makes so many objects that 7% of the suite were collections
 
 
 @pytest.fixture(scope="session", autouse=True)
