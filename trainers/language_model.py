@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -17,11 +17,9 @@ import tensorflow as tf
 
 import looplib
 from looplib import UsageError, launch
-from looplib.report.records import read_jsonl
-from trainers import text_data, transformer
+from trainers import curves, text_data, transformer
 
-_MATMUL_SIZE, _MATMULS = 1024, 10
-_Losses = tuple[tf.Tensor, tf.Tensor]
+_Pair = tuple[tf.Tensor, tf.Tensor]
 
 
 @dataclasses.dataclass
@@ -36,10 +34,11 @@ class Config:
       width: elements of a token's vector.
       layers: number of blocks.
       heads: attention heads of a block.
+      optimizer: muon or adamw.
       learning_rate: the highest rate.
       warmup_steps: steps over which the rate rises from 0.
       decay_steps: the step at which the rate is 0 again, along half a cosine.
-      weight_decay: of AdamW.
+      weight_decay: share of the weights by which they shrink in a step at a rate of 1.
       prompt: the text that generation continues.
       sample_tokens: tokens of a generated text, with those of the prompt.
       temperature: divisor of logits; 0 generates the most probable token.
@@ -53,7 +52,8 @@ class Config:
     width: int = 128
     layers: int = 4
     heads: int = 2
-    learning_rate: float = 4e-3
+    optimizer: str = "muon"
+    learning_rate: float = 1e-2
     warmup_steps: int = 100
     decay_steps: int = 4000
     weight_decay: float = 0.1
@@ -63,8 +63,8 @@ class Config:
     top_p: float = 0.95
 
 
-def losses_of(model: transformer.Decoder, start: int, inputs: _Losses) -> _Losses:
-    """Returns cross entropies in nats and their weights, float32 `[b, length]`, of rows as `text_data.Rows` has them."""
+def losses_of(model: transformer.Decoder, start: int, inputs: _Pair) -> _Pair:
+    """Returns cross entropies in nats and their weights, float32 `[b, length]`, of rows as in `text_data.Rows`."""
     tokens, first = inputs
     targets = tokens[:, 1:]
     counted = (targets != start) & (tf.range(tf.shape(targets)[1]) >= first[:, None])
@@ -85,13 +85,13 @@ class LanguageModelTrainer(looplib.GradientTrainer):
     def __init__(self, model: transformer.Decoder, optimizer: Any, data: text_data.TextData, length: int) -> None:
         super().__init__(model, optimizer, clip_global_norm=1.0, no_decay="scale|table", report=("learning_rate",))
         self._data, self._length = data, length
-        self._peak = measured_peak(model.compute_dtype)
+        self._peak = transformer.measured_peak(model.compute_dtype)
 
     def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Trainer.dataset`."""
         return self._data.train.dataset(context)
 
-    def loss_fn(self, inputs: _Losses) -> Any:
+    def loss_fn(self, inputs: _Pair) -> Any:
         """Returns the cross entropy of the tokens."""
         return looplib.mean(*losses_of(self.model, self._data.start, inputs))
 
@@ -119,7 +119,7 @@ class LanguageModelEvaluator(looplib.Evaluator):
         """See `looplib.Evaluator.dataset`."""
         return self._data.held_out.dataset(context)
 
-    def step_fn(self, inputs: _Losses) -> Mapping[str, Any]:
+    def step_fn(self, inputs: _Pair) -> Mapping[str, Any]:
         """Reports the sum of the losses and their number."""
         losses, weights = losses_of(self.model, self._data.start, inputs)
         return {"nats": looplib.total(tf.reduce_sum(losses * weights)), "tokens": looplib.total(tf.reduce_sum(weights))}
@@ -159,26 +159,14 @@ def _prompt(config: Config, data: text_data.TextData) -> np.ndarray:
     return prompt
 
 
-def measured_peak(dtype: str) -> float:
-    """Measures the floating-point operations a second of a product of matrices on the default device.
-
-    Args:
-      dtype: the type that the model computes in.
-    """
-    matrix = tf.cast(tf.random.stateless_normal([_MATMUL_SIZE] * 2, seed=[0, 0]), dtype)
-    seconds = []
-    for _ in range(_MATMULS):
-        started = time.perf_counter()
-        tf.matmul(matrix, matrix).numpy()
-        seconds.append(time.perf_counter() - started)
-    return 2 * _MATMUL_SIZE**3 / min(seconds)
-
-
 def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
-    """Makes AdamW with a linear warmup and a cosine decay.
+    """Makes an optimizer whose rate rises linearly, then falls along half a cosine.
+
+    Muon (Jordan et al., 2024) makes the update of each matrix orthogonal; in Keras it treats the table of tokens and
+    the scales as Adam does.
 
     Raises:
-      looplib.UsageError: for a rate that is not positive, or a decay that ends within the warmup.
+      looplib.UsageError: for an unknown optimizer, a rate that is not positive, or a decay that ends within the warmup.
     """
     if not 0 < config.learning_rate < math.inf or not 0 <= config.warmup_steps < config.decay_steps:
         raise UsageError(
@@ -190,7 +178,14 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         0.0, config.decay_steps - config.warmup_steps, warmup_target=config.learning_rate,
         warmup_steps=config.warmup_steps,
     )  # fmt: skip
-    return keras.optimizers.AdamW(rate, weight_decay=config.weight_decay, beta_2=0.95)
+    decay = config.weight_decay
+    if config.optimizer == "adamw":
+        return keras.optimizers.AdamW(rate, weight_decay=decay, beta_2=0.95)
+    if config.optimizer == "muon":
+        return keras.optimizers.Muon(
+            rate, weight_decay=decay, adam_weight_decay=decay, adam_beta_2=0.95, exclude_layers=["table"]
+        )
+    raise UsageError(f"--config.optimizer is {config.optimizer!r}; expected muon or adamw")
 
 
 def build(config: Config) -> tuple[LanguageModelTrainer, LanguageModelEvaluator]:
@@ -223,7 +218,7 @@ def _generated(controller: looplib.Controller, seed: int) -> str:
 
 
 def write_sample(event: looplib.Event) -> None:
-    """Writes a generated text after each evaluation: `samples/<step>.txt`, and an event for TensorBoard."""
+    """Writes a generated text after each evaluation, `samples/<step>.txt` and for TensorBoard, and draws the curve."""
     if event.split != "eval" or not event.controller.is_chief:
         return
     folder, text = os.path.join(event.controller.model_dir, "samples"), _generated(event.controller, event.step)
@@ -231,6 +226,7 @@ def write_sample(event: looplib.Event) -> None:
         tf.summary.text("sample", f"```\n{text}\n```", event.step)
     with tf.io.gfile.GFile(os.path.join(folder, f"{event.step}.txt"), "w") as file:
         file.write(text)
+    curves.draw(event.controller.model_dir, "bits_per_byte", "xz_bits_per_byte")
 
 
 def generate(config: Config, controller: looplib.Controller) -> None:

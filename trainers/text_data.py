@@ -121,8 +121,8 @@ def load_vocabulary(path: str) -> Vocabulary:
     kind = kinds.get(os.path.splitext(path)[1])
     if kind is None:
         raise UsageError(
-            f"--config.vocabulary is {path!r}; expected a SentencePiece model (*.model), a list of word pieces (*.txt), "
-            "or nothing for bytes"
+            f"--config.vocabulary is {path!r}; expected a SentencePiece model (*.model), a list of word pieces "
+            "(*.txt), or nothing for bytes"
         )
     try:
         return kind(path)
@@ -231,8 +231,12 @@ class Rows:
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """Makes batches of (tokens `[b, length + 1]`, first `[b]`), in the order of `InputContext.indices`."""
         tokens, first = tf.constant(self.tokens), tf.constant(self.first)
-        rows = lambda ids: (tf.gather(tokens, ids), tf.gather(first, ids))
-        return context.indices(len(self.first)).map(tf.autograph.experimental.do_not_convert(rows), tf.data.AUTOTUNE)
+
+        @tf.autograph.experimental.do_not_convert
+        def rows(ids: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            return tf.gather(tokens, ids), tf.gather(first, ids)
+
+        return context.indices(len(self.first)).map(rows, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def pack(documents: Sequence[np.ndarray], start: int, length: int, step: int) -> Rows:
@@ -287,8 +291,8 @@ def load(pattern: str, most_bytes: int, vocabulary_path: str, length: int) -> Te
     lossy = sum(vocabulary.decode(tokens) != text for tokens, text in zip(encoded["held_out"], documents.held_out))
     if lossy:
         logging.warning(
-            "the vocabulary loses a part of %d of the %d texts to evaluate on, such as spaces, so bits per byte are too "
-            "low to be compared", lossy, len(documents.held_out)
+            "the vocabulary loses a part of %d of the %d texts to evaluate on, such as spaces: bits per byte are "
+            "too low to be compared", lossy, len(documents.held_out)
         )  # fmt: skip
     return TextData(
         vocabulary,

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
+import time
 
 import keras
 import tensorflow as tf
 
 Pair = tuple[tf.Tensor, tf.Tensor]
+
+_MATMUL_SIZE, _MATMULS = 1024, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +39,12 @@ class Block(keras.layers.Layer):
         super().__init__(name=name)
         self._heads = size.heads
         small = keras.initializers.RandomNormal(0.5 / math.sqrt(size.width))
-        dense = lambda units, name, start: keras.layers.Dense(
-            units, use_bias=False, kernel_initializer=start, name=name
-        )
         self.before_attention = keras.layers.RMSNormalization(name="before_attention")
-        self.qkv = dense(3 * size.width, "qkv", small)
-        self.merge = dense(size.width, "merge", "zeros")
+        self.qkv = _dense(3 * size.width, "qkv", small)
+        self.merge = _dense(size.width, "merge", "zeros")
         self.before_dense = keras.layers.RMSNormalization(name="before_dense")
-        self.widen = dense(4 * size.width, "widen", small)
-        self.narrow = dense(size.width, "narrow", "zeros")
+        self.widen = _dense(4 * size.width, "widen", small)
+        self.narrow = _dense(size.width, "narrow", "zeros")
 
     def call(
         self, x: tf.Tensor, rotation: Pair, visible: tf.Tensor, cache: Pair | None = None, here: tf.Tensor | None = None
@@ -54,7 +53,7 @@ class Block(keras.layers.Layer):
 
         Args:
           x: float `[batch, length, width]`.
-          rotation: cosines and sines, float `[batch, 1, length, width / heads / 2]`, see `rotations`.
+          rotation: cosines and sines, float `[batch, 1, length, width / heads / 2]`, for pairs of elements.
           visible: bool, broadcasts to `[batch, 1, length, keys]`: the keys that each token attends to.
           cache: keys and values of all positions, `[batch, heads, keys, width / heads]`; None where `x` has them all.
           here: bool `[keys, 1]`, the position in the cache of the one token of `x`.
@@ -97,7 +96,7 @@ class Decoder(keras.Model):
         self(tf.fill([1, 1], start))  # creates the variables
 
     def call(self, tokens: tf.Tensor) -> tf.Tensor:
-        """Returns the logits of each next token, float32 `[batch, length, tokens]`, for tokens int32 `[batch, length]`."""
+        """Returns the logits of the next tokens, float32 `[batch, length, tokens]`, for int32 `[batch, length]`."""
         documents, places = tf.cumsum(tf.cast(tokens == self._start, tf.int32), axis=1), tf.range(tf.shape(tokens)[1])
         visible = (documents[:, :, None] == documents[:, None, :]) & (places[:, None] >= places)
         rotation = self._rotation(tf.reduce_sum(tf.cast(visible, tf.int32), axis=2) - 1)
@@ -167,6 +166,25 @@ def training_flops(model: Decoder, length: int) -> float:
       length: tokens of a row.
     """
     return 6.0 * model.count_params() + 12.0 * model.size.layers * model.size.width * length
+
+
+def measured_peak(dtype: str) -> float:
+    """Measures the floating-point operations a second of a product of matrices on the default device.
+
+    Args:
+      dtype: the type that the model computes in.
+    """
+    matrix = tf.cast(tf.random.stateless_normal([_MATMUL_SIZE] * 2, seed=[0, 0]), dtype)
+    seconds = []
+    for _ in range(_MATMULS):
+        started = time.perf_counter()
+        tf.matmul(matrix, matrix).numpy()
+        seconds.append(time.perf_counter() - started)
+    return 2 * _MATMUL_SIZE**3 / min(seconds)
+
+
+def _dense(units: int, name: str, initializer: str | keras.Initializer) -> keras.layers.Dense:
+    return keras.layers.Dense(units, use_bias=False, kernel_initializer=initializer, name=name)
 
 
 def _rotated(x: tf.Tensor, rotation: Pair) -> tf.Tensor:
