@@ -55,7 +55,7 @@ class Config:
     optimizer: str = "muon"
     learning_rate: float = 1e-2
     warmup_steps: int = 100
-    decay_steps: int = 4000
+    decay_steps: int = 2000
     weight_decay: float = 0.1
     prompt: str = "import os\n\n\ndef "
     sample_tokens: int = 256
@@ -236,6 +236,6 @@ def generate(config: Config, controller: looplib.Controller) -> None:
 
 if __name__ == "__main__":
     launch.run(
-        build, Config(), actions=[write_sample], modes={"generate": generate}, train_steps=4000, eval_interval=500,
-        global_batch_size=16,
+        build, Config(), actions=[write_sample], modes={"generate": generate}, train_steps=2000, eval_interval=500,
+        global_batch_size=8,
     )  # fmt: skip

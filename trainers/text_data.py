@@ -89,7 +89,7 @@ class WordPiece:
         with open(path, encoding="utf-8") as file:
             pieces = file.read().splitlines()
         self._tokenizer = tensorflow_text.FastBertTokenizer(
-            pieces, token_out_type=tf.int32, lower_case_nfd_strip_accents=False
+            pieces, token_out_type=tf.int32, lower_case_nfd_strip_accents=False, support_detokenization=True
         )
         self.size = len(pieces)
 
