@@ -22,7 +22,7 @@ from trainers.language_model import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
 START = 256
-SMALL = dict(width=16, layers=2, heads=2, sequence_length=32, sample_tokens=24, decay_steps=60, warmup_steps=2)
+SMALL = dict(width=16, layers=1, heads=2, sequence_length=32, sample_tokens=24, decay_steps=60, warmup_steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +143,8 @@ def test_vocabularies_encode_and_decode(vocabularies):
 def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies, kind):
     settings = config(files, vocabulary=vocabularies[kind], sequence_length=1024, text_bytes=10_000)
     data = text_data.load(files, 10_000, vocabularies[kind], 1024)
-    _, evaluator = language_model.build(settings)
     model = decoder(data.vocabulary.size + 2)
-    evaluator.model.set_weights(model.get_weights())
+    evaluator = language_model.LanguageModelEvaluator(model, data, settings)
     texts = text_data.read_documents(files, 10_000).held_out
     nats = 0.0
     for tokens in data.vocabulary.encode(texts):  # each is shorter than half a row, so it sees all of itself
@@ -204,16 +203,34 @@ def run(settings, strategy="default", steps=60, **others):
     return controller, controller.train_and_evaluate(steps, steps)["eval"]
 
 
-def test_it_learns_on_any_number_of_replicas_and_reports_its_speed(files):
-    settings, reports = config(files), []
-    note = lambda event: reports.append(event.metrics) if event.split == "train" else None
-    _, one = run(settings, actions=[note])
-    _, two = run(settings, "mirrored_x2")
+@pytest.fixture(scope="module")
+def trained(files, tmp_path_factory):
+    """Two equal runs and one on two replicas: of each the run directory and the last evaluation."""
+    results = {}
+    for name, strategy in (("one", "default"), ("other", "default"), ("two", "mirrored_x2")):
+        folder = str(tmp_path_factory.mktemp(name))
+        controller, metrics = run(config(files), strategy, model_dir=folder, writers=None)
+        controller.report.write("done")
+        controller.close()
+        results[name] = folder, metrics
+    return results
+
+
+def test_it_learns_on_any_number_of_replicas(trained):
+    one, two = (trained[name][1] for name in ("one", "two"))
     assert one["bits_per_byte"] < 4  # 8 before the training
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=0.01) and two["tokens"] == one["tokens"]
+
+
+def test_reports_have_the_speed_which_comparisons_leave_out(trained):
+    (one, _), (other, _) = trained["one"], trained["other"]
+    reports = [record for record in read_jsonl(f"{one}/metrics.jsonl") if record["split"] == "train"]
+    assert [report["step"] for report in reports] == [20, 40, 60]
     for report in reports:
         assert report["tokens_per_second"] == pytest.approx(report["steps_per_second"] * 8 * 32, rel=0.02)
         assert 0 < report["share_of_peak"] < 1
+    assert reports[0]["tokens_per_second"] != read_jsonl(f"{other}/metrics.jsonl")[0]["tokens_per_second"]
+    assert not compare(one, other).differences
 
 
 def test_bfloat16_computes_its_products_in_bfloat16(files):
@@ -268,17 +285,6 @@ def test_a_killed_run_and_one_on_two_replicas_are_equal(files, python, tmp_path,
     flags = command(config(files, learning_rate=1e-3))
     result = program(python, "-m", "looplib", "check", *check, f"--dir={tmp_path}/check", "--", python, *flags)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_comparisons_leave_out_the_speed(files, tmp_path):
-    for name in ("one", "other"):
-        controller, _ = run(config(files), steps=20, model_dir=tmp_path / name, writers=None)
-        controller.report.write("done")
-        controller.close()
-    speeds = {
-        r["tokens_per_second"] for name in ("one", "other") for r in read_jsonl(f"{tmp_path}/{name}/metrics.jsonl")[:1]
-    }
-    assert len(speeds) == 2 and not compare(tmp_path / "one", tmp_path / "other").differences
 
 
 @pytest.mark.parametrize(
