@@ -222,6 +222,13 @@ def test_it_learns_on_any_number_of_replicas(trained):
     assert two["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=0.01) and two["tokens"] == one["tokens"]
 
 
+def test_an_evaluation_job_finds_all_weights(files, trained):
+    folder, metrics = trained["one"]
+    _, evaluator = language_model.build(config(files))
+    with looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=folder, writers=[]) as job:
+        assert job.evaluate()["eval"] == pytest.approx(metrics, rel=1e-5)
+
+
 def test_reports_have_the_speed_which_comparisons_leave_out(trained):
     (one, _), (other, _) = trained["one"], trained["other"]
     reports = [record for record in read_jsonl(f"{one}/metrics.jsonl") if record["split"] == "train"]
