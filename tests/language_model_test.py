@@ -1,6 +1,7 @@
 """The language model: each byte counts once, masks and caches change nothing, and it learns."""
 
 import collections
+import dataclasses
 import hashlib
 import lzma
 import math
@@ -22,7 +23,16 @@ from trainers.language_model import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
 START = 256
-SMALL = dict(width=16, layers=1, heads=2, sequence_length=32, sample_tokens=24, decay_steps=60, warmup_steps=2)
+SMALL = dict(
+    width=16,
+    layers=1,
+    heads=2,
+    sequence_length=32,
+    sample_tokens=24,
+    prompt="import os\n\n\ndef ",
+    decay_steps=60,
+    warmup_steps=2,
+)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +258,7 @@ def test_bfloat16_computes_its_products_in_bfloat16(files):
         keras.mixed_precision.set_global_policy("float32")
     evaluator = controller.loops["eval"].task
     assert evaluator.model.compute_dtype == "bfloat16" and evaluator.model.table.dtype == "float32"
-    assert 0 < metrics["bits_per_byte"] < 8 and evaluator.sample(0).startswith("import os")
+    assert 0 < metrics["bits_per_byte"] < 8 and evaluator.sample(0).startswith("import os\n\n\ndef ")
 
 
 def program(python, *arguments):
@@ -284,6 +294,12 @@ def test_text_is_generated_in_evaluations_and_by_its_mode(files, python, tmp_pat
     assert generated.returncode == 0, generated.stderr
     assert texts[1] in generated.stdout
     assert len([r for r in read_jsonl(f"{tmp_path}/run/metrics.jsonl") if r["split"] == "eval"]) == 2
+
+
+def test_its_page_has_every_setting():
+    page = (ROOT / "docs/trainers/language_model.md").read_text()
+    names = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `--config.")]
+    assert names == [f"--config.{field.name}" for field in dataclasses.fields(Config)]
 
 
 @pytest.mark.repetition

@@ -57,7 +57,7 @@ class Config:
     warmup_steps: int = 100
     decay_steps: int = 2000
     weight_decay: float = 0.1
-    prompt: str = "import os\n\n\ndef "
+    prompt: str = 'def read_file(path):\n    """'
     sample_tokens: int = 256
     temperature: float = 0.8
     top_p: float = 0.95
