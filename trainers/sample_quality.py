@@ -130,12 +130,12 @@ def image_grid(images: np.ndarray) -> np.ndarray:
     """Arranges images in rows of ten, enlarged and with a margin.
 
     Args:
-      images: float `[10 * rows, height, width, 1]` in [0, 1].
+      images: float `[n, height, width, 1]` in [0, 1].
 
     Returns:
-      uint8 `[rows * (height + 1) * 6, 10 * (width + 1) * 6, 1]`.
+      uint8 `[rows * (height + 1) * 6, 10 * (width + 1) * 6, 1]`; the last row is filled up with gray.
     """
-    framed = np.pad(images[..., 0], ((0, 0), (0, 1), (0, 1)), constant_values=0.5)
+    framed = np.pad(images[..., 0], ((0, -len(images) % NUM_CLASSES), (0, 1), (0, 1)), constant_values=0.5)
     number, height, width = framed.shape
     grid = framed.reshape(number // NUM_CLASSES, NUM_CLASSES, height, width).transpose(0, 2, 1, 3)
     grid = grid.reshape(-1, NUM_CLASSES * width).repeat(_ZOOM, axis=0).repeat(_ZOOM, axis=1)
