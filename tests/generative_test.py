@@ -157,14 +157,21 @@ def test_the_diffusion_loss_is_the_error_of_the_predicted_noise():
 
 
 @EXPERIMENTS
-def test_two_replicas_train_like_one(experiment, classifier):
-    config, results = dataclasses.replace(SMALL[experiment], classifier=classifier), []
-    for strategy in ("default", "mirrored_x2"):
-        controller, trainer, _ = control(experiment, config, strategy, evaluator=None, steps_per_loop=3)
-        controller.train(3)
-        results.append(trainer.averages.values)
-    for average, other in zip(*results, strict=True):
-        np.testing.assert_allclose(average.numpy(), other.numpy(), rtol=1e-3, atol=1e-5)
+def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, classifier, tmp_path):
+    config = dataclasses.replace(SMALL[experiment], classifier=classifier)
+
+    def train(strategy, steps, **settings):
+        controller, trainer, _ = control(experiment, config, strategy, evaluator=None, steps_per_loop=2, **settings)
+        with controller:
+            controller.train(steps)
+        return [average.numpy() for average in trainer.averages.values]
+
+    expected = train("default", 4)
+    train("default", 2, model_dir=tmp_path)
+    resumed, on_two = train("default", 4, model_dir=tmp_path), train("mirrored_x2", 4)
+    for average, again, other in zip(expected, resumed, on_two, strict=True):
+        np.testing.assert_array_equal(average, again)
+        np.testing.assert_allclose(average, other, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("experiment, steps", [(gan, 1200), *more([(diffusion, 1500)])])
@@ -250,7 +257,8 @@ def test_a_directory_without_a_fitting_classifier_is_a_sentence(tmp_path):
         sample_quality.prepare_classifier(classifier, str(tmp_path))
 
 
-@EXPERIMENTS
+@pytest.mark.repetition
+@pytest.mark.parametrize("experiment", [gan, diffusion])
 def test_a_killed_run_resumes_exactly(experiment, python, classifier, tmp_path):
     small = {gan: ["--config.width=16"], diffusion: ["--config.width=8", "--config.sampling_steps=2"]}
     binary = [
