@@ -45,6 +45,7 @@ _HOMES = {
     "last": "task.reductions",
     "mean": "task.reductions",
     "total": "task.reductions",
+    "warm_start": "checkpoint.warm_start",
 }
 _MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
 

@@ -1,6 +1,5 @@
 """Actions: callables that a user attaches to the outer loop."""
 
-import abc
 import collections
 import contextlib
 import dataclasses
@@ -44,11 +43,11 @@ class Event:
     controller: Any
 
 
-class Action(abc.ABC):
+class Action:
     """An action whose memory is part of the checkpoints, so that a resumed run continues with it.
 
-    Its hooks, which do nothing by default, are called around a training. Where several workers train, all call the
-    hooks, except `on_save`, which only the chief calls.
+    Its hooks are called around a training. Where several workers train, all call the hooks, except `on_save`, which
+    only the chief calls. All methods do nothing by default; an action with a memory defines both `state` and `load`.
 
     Example:
         class StopLate(looplib.Action):
@@ -70,18 +69,16 @@ class Action(abc.ABC):
                 self.best, self.waited = state
     """
 
-    @abc.abstractmethod
     def __call__(self, event: Event) -> None:
         """Takes an event."""
 
-    @abc.abstractmethod
     def state(self) -> Any:
-        """Returns what the action remembers: numbers, strings, and lists and dicts of these.
+        """Returns what the action remembers: numbers, strings, and lists and dicts of these; None for nothing.
 
         Numpy numbers and arrays are kept as numbers and lists.
         """
+        return None
 
-    @abc.abstractmethod
     def load(self, state: Any) -> None:
         """Takes what `state` returned when the checkpoint was saved, as `json.loads` returns it."""
 
@@ -158,7 +155,7 @@ class ActionStates:
       actions: the controller's actions, of which only those that are an `Action` have a state.
 
     Raises:
-      UsageError: if JSON cannot hold a state.
+      UsageError: if JSON cannot hold a state, or an action returns one and has no `load`.
     """
 
     def __init__(self, actions: Sequence[Callable[[Event], object]]) -> None:
@@ -170,6 +167,9 @@ class ActionStates:
                 self._actions[f"{kind}_{seen[kind]}" if seen[kind] else kind] = action
                 seen[kind] += 1
         self._initial = self.save()
+        for name, action in self._actions.items():
+            if self._initial[name] is not None and type(action).load is Action.load:
+                raise UsageError(f"{type(action).__name__} has a state and no load; define both, or neither")
 
     def save(self) -> dict[str, Any]:
         """Returns the states of all actions, as a dict that JSON can hold.
