@@ -10,8 +10,6 @@ Paper: Chen, Kornblith, Norouzi and Hinton, "A Simple Framework for Contrastive 
 
 import contextlib
 import dataclasses
-import functools
-import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,11 +17,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from matplotlib.figure import Figure
 
 import looplib
 from looplib import UsageError, launch
-from trainers import image_data
+from trainers import augmentation, image_data, pictures
 
 _CLASSES = 10
 _FEW_LABELS = 100
@@ -72,7 +69,7 @@ class Contrastive(looplib.GradientTrainer):
         images = tf.constant(self._images)[..., None]
 
         def views(ids: tf.Tensor, seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            return two_views(tf.gather(images, ids), seeds, self._config.augmentation)
+            return augmentation.two_views(tf.gather(images, ids), seeds, self._config.augmentation)
 
         return context.indices(len(self._images), seeds=True).map(views, num_parallel_calls=tf.data.AUTOTUNE)
 
@@ -157,20 +154,9 @@ class FeaturePicture(looplib.Action):
 
     def on_end(self, controller: looplib.Controller) -> None:
         """See `looplib.Action.on_end`."""
-        if not controller.model_dir or not controller.is_chief:
-            return
-        features = self._model(self._images[..., None], training=False)[0].numpy()
-        centered = features - features.mean(axis=0)
-        points = centered @ np.linalg.svd(centered, full_matrices=False)[2][:2].T
-        figure = Figure(figsize=(6, 5), layout="constrained")
-        axes = figure.subplots()
-        colors = axes.scatter(*points.T, c=self._labels, cmap="tab10", vmin=-0.5, vmax=_CLASSES - 0.5, s=12)
-        figure.colorbar(colors, ticks=range(_CLASSES), label="digit")
-        axes.set(xlabel="first principal component", ylabel="second principal component")
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=80)
-        with tf.io.gfile.GFile(os.path.join(controller.model_dir, "features.png"), "wb") as file:
-            file.write(content.getvalue())
+        if controller.model_dir and controller.is_chief:
+            features = self._model(self._images[..., None], training=False)[0].numpy()
+            pictures.write_points(os.path.join(controller.model_dir, "features.png"), features, self._labels)
 
 
 def nt_xent(
@@ -197,35 +183,6 @@ def nt_xent(
         losses.append(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
         found.append(tf.cast(tf.equal(tf.argmax(logits, axis=1, output_type=tf.int32), labels), tf.float32))
     return tf.add_n(losses) / 2, {"found": tf.add_n(found) / 2}
-
-
-def two_views(images: tf.Tensor, seeds: tf.Tensor, strength: float) -> tuple[tf.Tensor, tf.Tensor]:
-    """Turns, scales, shears, shifts and blurs images at random by noise, each twice.
-
-    Args:
-      images: float32 `[b, height, width, 1]`.
-      seeds: int32 `[b, 2]`, one for each image, which alone decides its views.
-      strength: scales all changes; 0 leaves the images unchanged.
-
-    Returns:
-      Two float32 tensors of the images' shape.
-    """
-    height, width = images.shape[1:3]
-    draw = functools.partial(tf.random.stateless_uniform, [2, 6 + height * width], minval=-1, maxval=1)
-    draws = strength * tf.map_fn(draw, seeds, fn_output_signature=tf.float32)
-
-    def view(draws: tf.Tensor) -> tf.Tensor:
-        angle, x_scale, y_scale, shear, x_shift, y_shift = tf.unstack(draws[:, :6], axis=1)
-        cos, sin = tf.cos(0.35 * angle), tf.sin(0.35 * angle)
-        a, b = (1 + 0.2 * x_scale) * cos, 0.2 * shear - sin
-        c, d = sin, (1 + 0.2 * y_scale) * cos
-        x, y = (width - 1) / 2, (height - 1) / 2  # the center, which shifts alone move
-        zero = tf.zeros_like(a)
-        rows = [a, b, x - a * x - b * y + x_shift, c, d, y - c * x - d * y + y_shift, zero, zero]
-        moved = keras.ops.image.affine_transform(images, tf.stack(rows, axis=1), data_format="channels_last")
-        return moved + 0.2 * tf.reshape(draws[:, 6:], tf.shape(images))
-
-    return view(draws[:, 0]), view(draws[:, 1])
 
 
 def ridge_accuracy(

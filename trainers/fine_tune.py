@@ -56,7 +56,7 @@ class Config:
     classes: str = "5-9"
     tune: str = "lora"
     rank: int = 4
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     decay_steps: int = 500
 
 

@@ -11,8 +11,8 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> Any
 
     Args:
       name: "cnn" (two small convolutions, with dropout), "mlp" (128 hidden units: 784-128-10 on MNIST), "tpu_guide"
-        (the 256-channel network of TensorFlow's TPU guide), "wide_mlp" (two layers of 1,024 units), or "resnet18",
-        "resnet34", "resnet50", ... from tf-models-official.
+        (the 256-channel network of TensorFlow's TPU guide), "wide_mlp" (layers of 1,024, 1,024 and 128 units), or
+        "resnet18", "resnet34", "resnet50", ... from tf-models-official.
       image_shape: (height, width, channels).
       num_classes: size of the logits.
 
@@ -68,7 +68,7 @@ def _tpu_guide(layers: Any) -> list[Any]:
 
 
 def _wide_mlp(layers: Any) -> list[Any]:
-    return [layers.Flatten(), *(layers.Dense(1024, activation="relu") for _ in range(2))]
+    return [layers.Flatten(), *(layers.Dense(units, activation="relu") for units in (1024, 1024, 128))]
 
 
 _LAYERS: dict[str, Callable[[Any], list[Any]]] = {
