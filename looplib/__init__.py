@@ -42,6 +42,7 @@ _HOMES = {
     "all_gather": "task.reductions",
     "checkpoints": "checkpoint.commits",
     "each": "task.reductions",
+    "global_positions": "task.reductions",
     "last": "task.reductions",
     "mean": "task.reductions",
     "total": "task.reductions",

@@ -18,7 +18,8 @@ from trainers import augmentation, contrastive, image_data
 from trainers.contrastive import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
-SMALL = Config(width=32, projection=16, decay_steps=100)
+# With the default rate, a ReLU that rounding switches is soon a difference of 1e-4.
+SMALL = Config(width=32, projection=16, learning_rate=0.01)
 
 
 def build(config, strategy, **settings):
@@ -43,8 +44,8 @@ def test_the_loss_is_that_of_a_plain_loop_over_all_views():
             target = similar[1 - view, example]
             expected.append(math.log(sum(map(math.exp, similar.values()))) - target)
             found.append(target == max(similar.values()))
-        assert losses[example] == pytest.approx(np.mean(expected), rel=1e-5)
-        assert metrics["found"][example] == np.mean(found)
+        assert losses[example].numpy() == pytest.approx(np.mean(expected), rel=1e-5)
+        assert metrics["found"][example].numpy() == np.mean(found)
 
 
 def test_1_2_and_4_replicas_train_the_same_weights_on_one_global_batch():
@@ -57,9 +58,9 @@ def test_1_2_and_4_replicas_train_the_same_weights_on_one_global_batch():
         weights[name], losses[name] = [v.numpy() for v in trainer.model.trainable_variables], history
     assert losses["default"][-1] < losses["default"][0]
     for name in ("mirrored_x2", "mirrored_x4"):
-        np.testing.assert_allclose(losses[name], losses["default"], rtol=1e-4)
+        np.testing.assert_allclose(losses[name], losses["default"], rtol=1e-6)
         for one, other in zip(weights["default"], weights[name]):
-            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
 
 
 def test_views_depend_on_the_example_and_its_seed_alone():
@@ -107,7 +108,6 @@ def test_features_learned_without_labels_classify_digits(tmp_path):
     config = dataclasses.replace(Config(), width=128, decay_steps=150)
     _, controller = build(config, make_strategy("default"), global_batch_size=128, model_dir=tmp_path / "run")
     metrics = controller.train_and_evaluate(150, 150)["eval"]
-    print(metrics)
     assert metrics["examples"] == 1797
     assert metrics["accuracy"] > 0.95 and metrics["accuracy_100_labels"] > pixels + 0.05
     picture = tf.io.decode_png((tmp_path / "run" / "features.png").read_bytes())

@@ -95,7 +95,7 @@ class LinearProbe(looplib.Evaluator):
     """
 
     def __init__(self, model: keras.Model, data: Any, penalty: float) -> None:
-        self.model = model
+        super().__init__(model)
         (train_images, train_labels), (test_images, test_labels) = data
         self._images = np.concatenate([train_images, test_images])[..., None]
         self._labels, self._train, self._penalty = (
@@ -173,8 +173,7 @@ def nt_xent(
       (float `[b]`, the mean loss of an example's two views; dict with the float `[b]` "found", the share of the two
       views whose other view is the most similar of all).
     """
-    size, total = tf.shape(views[0])[0], tf.shape(others[0])[0]
-    own = tf.distribute.get_replica_context().replica_id_in_sync_group * size + tf.range(size)
+    own, total = looplib.global_positions(views[0]), tf.shape(others[0])[0]
     losses, found = [], []
     for view, target in ((0, 1), (1, 0)):
         logits = tf.matmul(views[view], tf.concat(others, axis=0), transpose_b=True) / temperature
