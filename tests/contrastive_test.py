@@ -60,7 +60,7 @@ def test_1_2_and_4_replicas_train_the_same_weights_on_one_global_batch():
     for name in ("mirrored_x2", "mirrored_x4"):
         np.testing.assert_allclose(losses[name], losses["default"], rtol=1e-6)
         for one, other in zip(weights["default"], weights[name]):
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
 
 
 def test_views_depend_on_the_example_and_its_seed_alone():

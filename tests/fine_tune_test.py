@@ -149,7 +149,7 @@ def test_pictures_compare_runs(tuned, tmp_path):
     [
         (dict(tune="most"), "--config.tune is 'most'; expected all, last, lora"),
         (dict(base="/no/such"), "/no/such/run.json cannot be read .*set --config.base to a run directory"),
-        (dict(rank=0), "--config.rank is 0, and 3 layers take adapters; expected 1 or more of both"),
+        (dict(rank=0), "--config.rank is 0, and 3 layers take adapters; expected at least 1 of each"),
         (dict(classes="5-12"), "--config.classes is '5-12'; expected some of the classes of the train split of digits"),
     ],
 )
