@@ -162,6 +162,8 @@ def test_adapters_of_another_base_are_refused(tuned, tmp_path):
     train(image_classification, image_classification.Config(model="mlp", classes="0-4"), tmp_path, 1)
     with pytest.raises(looplib.UsageError, match="other shapes than adapters of"):
         fine_tune.load_adapted(str(tmp_path), str(tuned["lora"][0] / "adapters.npz"))
+    with pytest.raises(looplib.UsageError, match="name the adapters.npz of a LoRA run"):
+        fine_tune.load_adapted(str(tmp_path), str(tmp_path / "adapters.npz"))
 
 
 def test_a_killed_run_resumes_exactly(python, base, tmp_path):

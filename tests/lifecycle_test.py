@@ -306,13 +306,11 @@ def test_an_action_may_be_one_hook_and_have_no_memory(tmp_path):
     assert ends == [2, 4]
 
 
-def test_an_action_with_a_state_that_is_never_loaded_is_refused():
-    class Forgetful(looplib.Action):
-        def state(self):
-            return 1
-
-    with pytest.raises(UsageError, match="Forgetful has a state and no load; define both, or neither"):
-        build(None, actions=[Forgetful()])
+@pytest.mark.parametrize("method, missing", [("state", "load"), ("load", "state")])
+def test_an_action_with_half_a_memory_is_refused(method, missing):
+    kind = type("Forgetful", (looplib.Action,), {method: lambda self, *state: None})
+    with pytest.raises(UsageError, match=f"Forgetful has a {method} and no {missing}; define both, or neither"):
+        build(None, actions=[kind()])
 
 
 def test_an_action_goes_back_with_the_checkpoint(tmp_path):

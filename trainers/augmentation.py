@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 def two_views(images: tf.Tensor, seeds: tf.Tensor, strength: float) -> tuple[tf.Tensor, tf.Tensor]:
-    """Turns, scales, shears, shifts and blurs images at random by noise, each twice.
+    """Turns, scales, shears and shifts images at random and adds noise, twice for each image.
 
     Args:
       images: float32 `[b, height, width, 1]`.

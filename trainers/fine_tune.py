@@ -26,14 +26,8 @@ from trainers import image_classification, image_data, image_models
 
 HEAD = "head"
 # The layers of Keras with `enable_lora`.
-_WITH_LORA = (
-    keras.layers.Dense,
-    keras.layers.EinsumDense,
-    keras.layers.Embedding,
-    keras.layers.Conv1D,
-    keras.layers.Conv2D,
-    keras.layers.Conv3D,
-)
+_LAYERS = keras.layers
+_WITH_LORA = (_LAYERS.Dense, _LAYERS.EinsumDense, _LAYERS.Embedding, _LAYERS.Conv1D, _LAYERS.Conv2D, _LAYERS.Conv3D)
 # Of each way to tune, the pattern of the variables that are not trained.
 _FROZEN = {"all": (), "last": rf"^(?!.*\b{HEAD}/)", "lora": rf"^(?!.*(\b{HEAD}/|/lora_))"}
 
@@ -187,10 +181,14 @@ def load_adapted(base: str, adapters: str) -> keras.Model:
     Raises:
       looplib.UsageError: if the two do not fit together.
     """
-    with np.load(adapters) as file:
-        values = dict(file)
-    rank = next(value.shape[-1] for name, value in values.items() if name.endswith("_a"))
-    config, num_classes = read_config(base), next(reversed(values.values())).shape[-1]
+    try:
+        with np.load(adapters) as file:
+            values = dict(file)
+        rank = next(value.shape[-1] for name, value in values.items() if name.endswith("_a"))
+        num_classes = list(values.values())[-1].shape[-1]  # of the bias of the last layer
+    except (OSError, ValueError, StopIteration) as error:
+        raise UsageError(f"{adapters} cannot be read; name the adapters.npz of a LoRA run") from error
+    config = read_config(base)
     bottom, model = make_models(config, num_classes)
     looplib.warm_start({"model": bottom}, base)
     add_adapters(model, rank)

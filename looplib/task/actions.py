@@ -73,7 +73,7 @@ class Action:
         """Takes an event."""
 
     def state(self) -> Any:
-        """Returns what the action remembers: numbers, strings, and lists and dicts of these; None for nothing.
+        """Returns what the action remembers: numbers, strings, and lists and dicts of these.
 
         Numpy numbers and arrays are kept as numbers and lists.
         """
@@ -148,28 +148,34 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no number, string, list or dict")
 
 
+def _has_memory(action: Action) -> bool:
+    """Returns whether an action has a `state` of its own."""
+    saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
+    if saves != loads:
+        names = ("state", "load") if saves else ("load", "state")
+        raise UsageError(f"{type(action).__name__} has a {names[0]} and no {names[1]}; define both, or neither")
+    return saves
+
+
 class ActionStates:
     """The states of a controller's actions, by the names of their classes.
 
     Args:
-      actions: the controller's actions, of which only those that are an `Action` have a state.
+      actions: the controller's actions, of which only an `Action` with `state` and `load` has a state.
 
     Raises:
-      UsageError: if JSON cannot hold a state, or an action returns one and has no `load`.
+      UsageError: if JSON cannot hold a state, or an action has only one of `state` and `load`.
     """
 
     def __init__(self, actions: Sequence[Callable[[Event], object]]) -> None:
         self._actions: dict[str, Action] = {}
         seen: collections.Counter[str] = collections.Counter()
         for action in actions:
-            if isinstance(action, Action):
+            if isinstance(action, Action) and _has_memory(action):
                 kind = type(action).__name__
                 self._actions[f"{kind}_{seen[kind]}" if seen[kind] else kind] = action
                 seen[kind] += 1
         self._initial = self.save()
-        for name, action in self._actions.items():
-            if self._initial[name] is not None and type(action).load is Action.load:
-                raise UsageError(f"{type(action).__name__} has a state and no load; define both, or neither")
 
     def save(self) -> dict[str, Any]:
         """Returns the states of all actions, as a dict that JSON can hold.

@@ -163,7 +163,7 @@ class GradientTrainer(Trainer):
         return checks.joined(type(self).__name__, backward.metrics, self._update(backward))
 
     @property
-    def frozen(self) -> list[Any]:
+    def frozen_variables(self) -> list[Any]:
         """The variables of the model that are not trained, because `freeze` or their layers say so."""
         trained = {id(variable) for variable in self._plan.trained}
         return [variable for variable in self.model.variables if id(variable) not in trained]

@@ -79,13 +79,14 @@ def describe(trainer: Trainer) -> ModelTable:
     for optimizer in _keras.with_inner(_keras.optimizers(trainer)):
         own = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
         seen |= {id(_plain(variable)) for variable in own}
-    frozen = {id(_plain(variable)) for variable in trainer.frozen} if isinstance(trainer, GradientTrainer) else set()
+    frozen = trainer.frozen_variables if isinstance(trainer, GradientTrainer) else ()
+    not_trained = {id(_plain(variable)) for variable in frozen}
     for name, variable, trainable in _variables(trainer):
         variable = _plain(variable)
         if id(variable) not in seen:
             seen.add(id(variable))
             shape = variable.shape if variable.shape.is_fully_defined() else variable.read_value().shape
-            rows.append(Row(name, tuple(shape.as_list()), trainable and id(variable) not in frozen))
+            rows.append(Row(name, tuple(shape.as_list()), trainable and id(variable) not in not_trained))
     return ModelTable(rows)
 
 
