@@ -42,9 +42,11 @@ _HOMES = {
     "all_gather": "task.reductions",
     "checkpoints": "checkpoint.commits",
     "each": "task.reductions",
+    "global_positions": "task.reductions",
     "last": "task.reductions",
     "mean": "task.reductions",
     "total": "task.reductions",
+    "warm_start": "checkpoint.warm_start",
 }
 _MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
 

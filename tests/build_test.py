@@ -1,6 +1,7 @@
 """The BUILD files say what the code says: one target a Python file, its imports, and who may import it.
 
-Every folder of `looplib` that is a Python package has a BUILD file, and so have `benchmarks`, `tests` and `trainers`.
+Every folder of `looplib` that is a Python package has a BUILD file, and so have `benchmarks`, `examples`,
+`tests` and `trainers`.
 `python tests/build_test.py --write` makes them; `data`, `size` and the like, which no import shows, stay as they are.
 
 The deps of a target are
@@ -27,7 +28,7 @@ import pytest
 
 # Not resolved: under Bazel this is a tree of links, with only the files that BUILD names.
 ROOT = pathlib.Path(__file__).absolute().parents[1]
-FOLDERS = ["benchmarks", "looplib", "tests", "trainers"]
+FOLDERS = ["benchmarks", "examples", "looplib", "tests", "trainers"]
 FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 KNOWN = set(FILES)
 PACKAGES = sorted(

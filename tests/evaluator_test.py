@@ -2,6 +2,7 @@
 
 import contextlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,6 +12,19 @@ from conftest import make_strategy
 import looplib
 
 VALUES = np.random.RandomState(1).randn(50)
+
+
+def test_an_evaluator_without_an_init_takes_the_model():
+    class Error(looplib.Evaluator):
+        def dataset(self, context):
+            return context.indices(4).map(lambda i: tf.cast(i, tf.float32)[:, None])
+
+        def step_fn(self, inputs):
+            return {"output": self.model(inputs)[:, 0]}
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    with looplib.Controller(evaluator=Error(model), global_batch_size=2, writers=[]) as controller:
+        assert controller.evaluate()["eval"]["output"] == 1.5
 
 
 class Collected(looplib.Evaluator):

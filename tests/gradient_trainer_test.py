@@ -15,6 +15,7 @@ from conftest import make_strategy, more
 import looplib
 from looplib import UsageError, _keras
 from looplib.__main__ import main as looplib_main
+from looplib.task import model_table
 
 # A global batch is an epoch, so that each step sees all examples, in any order.
 BATCH, TOKENS, FEATURES, CLASSES, RATE = 32, 6, 5, 3, 0.5
@@ -272,6 +273,17 @@ def test_frozen_layers_keep_weights_and_statistics(keras):
     assert metrics["weight_norm"] == pytest.approx(np.sqrt(sum((w**2).sum() for w in after[2])), rel=1e-5)
 
 
+def test_the_table_of_the_model_says_of_one_frozen_variable_of_a_layer_that_it_is_not_trained(keras):
+    class Half(Tagger):
+        def __init__(self):
+            layers = [keras.layers.InputLayer((TOKENS, FEATURES)), keras.layers.Dense(CLASSES)]
+            looplib.GradientTrainer.__init__(self, keras.Sequential(layers), keras.optimizers.SGD(0.1), freeze="bias")
+
+    table = model_table.describe(Half())
+    assert [(row.shape, row.trainable) for row in table.rows] == [((FEATURES, CLASSES), True), ((CLASSES,), False)]
+    assert table.count(trainable_only=True) == FEATURES * CLASSES
+
+
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     strategy = make_strategy(name)
@@ -330,10 +342,8 @@ class Contrastive(looplib.GradientTrainer):
     def loss_fn(self, inputs):
         queries = tf.math.l2_normalize(self.model(inputs[0], training=True), axis=1)
         keys = looplib.all_gather(tf.math.l2_normalize(self.model(inputs[1], training=True), axis=1))
-        rows = tf.shape(queries)[0]
-        labels = tf.distribute.get_replica_context().replica_id_in_sync_group * rows + tf.range(rows)
         logits = tf.matmul(queries, keys, transpose_b=True)
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
@@ -347,6 +357,26 @@ def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_repli
     assert not np.allclose(found[0], np.eye(FEATURES, 4), rtol=1e-2)
     for weights in found[1:]:
         np.testing.assert_allclose(weights, found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_positions_are_those_of_the_gathered_rows(static):
+    """Also where replicas have batches of unlike sizes, which only an unknown static size allows."""
+    strategy = make_strategy("mirrored_x2")
+    rows = tf.range(6) * 10
+
+    @tf.function
+    def positions(replica):
+        own = rows[:3] if static else rows[: 2 + replica]
+        return looplib.global_positions(own), tf.gather(looplib.all_gather(own), looplib.global_positions(own)), own
+
+    replica = strategy.experimental_distribute_values_from_function(lambda c: tf.constant(c.replica_id_in_sync_group))
+    found, gathered, own = strategy.run(positions, (replica,))
+    sizes = (3, 3) if static else (2, 3)
+    np.testing.assert_array_equal(found.values[0], np.arange(sizes[0]))
+    np.testing.assert_array_equal(found.values[1], sizes[0] + np.arange(sizes[1]))
+    for one, other in zip(gathered.values, own.values):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["mirrored_x4"])])

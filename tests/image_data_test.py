@@ -155,7 +155,25 @@ def test_mnist_by_name(tmp_path):
     assert sorted(y) == sorted(LABELS[50:73])
 
 
+@pytest.mark.parametrize("classes, kept", [("5-9", [5, 6, 7, 8, 9]), ("7,0-2", [0, 1, 2, 7]), ("3", [3])])
+def test_classes_are_chosen_and_numbered_from_0(classes, kept, tmp_path):
+    np.savez(
+        tmp_path / "data.npz", x_train=IMAGES[:300], y_train=LABELS[:300], x_test=IMAGES[300:], y_test=LABELS[300:]
+    )
+    for dataset in ("digits", "numpy"):
+        data = image_data.load(config(dataset=dataset, data_path=str(tmp_path / "data.npz"), classes=classes))
+        assert data.num_classes == len(kept)
+    x, y = all_of(data.test(context(False)))
+    expected = [(image, kept.index(label)) for image, label in zip(IMAGES[300:], LABELS[300:]) if label in kept]
+    np.testing.assert_array_equal(y, [label for _, label in expected])
+    np.testing.assert_allclose(x[..., 0], np.stack([image for image, _ in expected]) / 255, atol=1e-6)
+
+
 BAD = {
+    "no number": (dict(classes="a-b"), "--config.classes is 'a-b'; expected numbers and ranges, such as 0-4"),
+    "no such class": (dict(classes="5-99999999999"), "expected some of the classes of the train split of digits"),
+    "a range backwards": (dict(classes="4-0"), "expected some of the classes"),
+    "classes of files": (dict(dataset="tfrecord", classes="1"), "chooses among data in memory, and TFRecord files are"),
     "no file": (dict(dataset="numpy"), "needs --config.data_path"),
     "a missing file": (dict(dataset="numpy", data_path="/nowhere.npz"), "cannot be read as a .npz file"),
     "a file of another kind": (dict(dataset="numpy", data_path=__file__), "cannot be read as a .npz file"),

@@ -293,6 +293,26 @@ def test_an_action_continues_with_its_memory(tmp_path):
         assert parts.seen == [2, 4, 6, 8] and controller.global_step == 8
 
 
+def test_an_action_may_be_one_hook_and_have_no_memory(tmp_path):
+    ends = []
+
+    class AtEnd(looplib.Action):
+        def on_end(self, controller):
+            ends.append(controller.global_step)
+
+    for steps in (2, 4):
+        with build(tmp_path, actions=[AtEnd()]) as controller:
+            controller.train(steps)
+    assert ends == [2, 4]
+
+
+@pytest.mark.parametrize("method, missing", [("state", "load"), ("load", "state")])
+def test_an_action_with_half_a_memory_is_refused(method, missing):
+    kind = type("Forgetful", (looplib.Action,), {method: lambda self, *state: None})
+    with pytest.raises(UsageError, match=f"Forgetful has a {method} and no {missing}; define both, or neither"):
+        build(None, actions=[kind()])
+
+
 def test_an_action_goes_back_with_the_checkpoint(tmp_path):
     action = Patience(99)
     with build(tmp_path, actions=[action]) as controller:

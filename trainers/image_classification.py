@@ -7,7 +7,7 @@ download. `--helpfull` lists all flags.
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,7 +29,8 @@ class Config:
       image_size: height and width of the images of TFRecord files and of data sets of many sizes, in pixels.
       channels: 1 or 3, for TFRecord files.
       num_classes: for TFRecord files.
-      model: cnn, mlp, tpu_guide, or resnet18, resnet34, resnet50, ... of tf-models-official.
+      classes: labels to train and test on, such as 0-4 or 0,2,7-9, which become 0, 1, ...; empty for all.
+      model: cnn, mlp, tpu_guide, wide_mlp, or resnet18, resnet34, resnet50, ... of tf-models-official.
       optimizer: adam or sgd (with momentum 0.9).
       learning_rate: the rate at the first step.
       decay_steps: steps over which the rate falls to 0 along half a cosine; 0 keeps it constant.
@@ -42,6 +43,7 @@ class Config:
     image_size: int = 224
     channels: int = 3
     num_classes: int = 10
+    classes: str = ""
     model: str = "cnn"
     optimizer: str = "adam"
     learning_rate: float = 1e-3
@@ -55,10 +57,13 @@ class ImageClassifier(looplib.GradientTrainer):
       model: a Keras model of either family, from images to logits.
       optimizer: an optimizer of the model's Keras family.
       data: the images and labels.
+      freeze: patterns of the names of variables that are not trained, see `looplib.GradientTrainer`.
     """
 
-    def __init__(self, model: Any, optimizer: Any, data: image_data.ImageData) -> None:
-        super().__init__(model, optimizer, report=("learning_rate",))
+    def __init__(
+        self, model: Any, optimizer: Any, data: image_data.ImageData, freeze: Sequence[str] | str = ()
+    ) -> None:
+        super().__init__(model, optimizer, freeze=freeze, report=("learning_rate",))
         self._data = data
 
     def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:

@@ -1,6 +1,7 @@
 """Images and labels to classify: scikit-learn's digits, numpy files, TFRecord files, tensorflow_datasets."""
 
 import dataclasses
+import re
 import socket
 import urllib.request
 import zipfile
@@ -11,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import InputContext, UsageError
-from looplib.errors import gist, read
+from looplib.errors import gist, join_names, read
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
 _IN_MEMORY_BYTES = 1 << 30
@@ -50,6 +51,7 @@ class Config(Protocol):
     image_size: int
     channels: int
     num_classes: int
+    classes: str
 
 
 def load(config: Config) -> ImageData:
@@ -59,18 +61,19 @@ def load(config: Config) -> ImageData:
       UsageError: if it is not available; says what to do.
     """
     if config.dataset == "digits":
-        return digits()
+        return digits(config.classes)
     if config.dataset == "numpy":
-        return numpy_file(config.data_path)
+        return numpy_file(config.data_path, config.classes)
     if config.dataset == "tfrecord":
+        _refuse_classes(config.classes, "TFRecord files")
         return tfrecords(
             config.train_files, config.test_files, (config.image_size, config.image_size, config.channels),
             config.num_classes
         )  # fmt: skip
-    return from_tfds(config.dataset, config.data_path, config.image_size)
+    return from_tfds(config.dataset, config.data_path, config.image_size, config.classes)
 
 
-def in_memory(name: str, train: tuple[Any, Any], test: tuple[Any, Any]) -> ImageData:
+def in_memory(name: str, train: tuple[Any, Any], test: tuple[Any, Any], classes: str = "") -> ImageData:
     """Makes a data set of arrays in memory, in the order of `InputContext.indices`, a keyed permutation.
 
     Args:
@@ -78,9 +81,10 @@ def in_memory(name: str, train: tuple[Any, Any], test: tuple[Any, Any]) -> Image
       train: pair of arrays: images `[n, height, width]` or `[n, height, width, channels]`, uint8 (0 to 255) or float
         (0 to 1), and integer labels `[n]` or `[n, 1]`.
       test: such a pair for the test set.
+      classes: labels to keep, such as "0-4" or "0,2,7-9", which become 0, 1, ... in ascending order; "" keeps all.
 
     Raises:
-      UsageError: for arrays that do not fit together.
+      UsageError: for arrays that do not fit together, or classes that they do not have.
     """
     splits = []
     for split, (images, labels) in (("train", train), ("test", test)):
@@ -96,7 +100,7 @@ def in_memory(name: str, train: tuple[Any, Any], test: tuple[Any, Any]) -> Image
             raise UsageError(f"the labels of {name} ({split}) are {labels.dtype}; expected whole numbers from 0 up")
         if images.dtype != np.uint8 and not np.issubdtype(images.dtype, np.floating):
             raise UsageError(f"the images of {name} ({split}) are {images.dtype}; expected uint8, or float in [0, 1]")
-        splits.append((images, labels.astype(np.int64)))
+        splits.append(_of_classes(name, split, images, labels.astype(np.int64), classes))
     if splits[0][0].shape[1:] != splits[1][0].shape[1:]:
         raise UsageError(
             f"{name} trains on images of shape {list(splits[0][0].shape[1:])} and tests on "
@@ -115,6 +119,35 @@ def in_memory(name: str, train: tuple[Any, Any], test: tuple[Any, Any]) -> Image
 
     num_classes = int(max(labels.max() for _, labels in splits)) + 1
     return ImageData(name, splits[0][0].shape[1:], num_classes, source(*splits[0]), source(*splits[1]))
+
+
+def _of_classes(
+    name: str, split: str, images: np.ndarray, labels: np.ndarray, classes: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keeps the images of some classes, and numbers these from 0."""
+    if not classes:
+        return images, labels
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", classes):
+        raise UsageError(f"--config.classes is {classes!r}; expected numbers and ranges, such as 0-4 or 0,2,7-9")
+    present = set(labels.tolist())
+    bounds = [[int(number) for number in part.split("-")] for part in classes.split(",")]
+    known = all(pair[0] <= pair[-1] and {pair[0], pair[-1]} <= present for pair in bounds)
+    kept = sorted({number for pair in bounds for number in range(pair[0], pair[-1] + 1)}) if known else []
+    if not kept or not present.issuperset(kept):
+        raise UsageError(
+            f"--config.classes is {classes!r}; expected some of the classes of the {split} split of {name}, which are "
+            f"{join_names([str(number) for number in sorted(present)])}"
+        )
+    chosen = np.isin(labels, kept)
+    return images[chosen], np.searchsorted(kept, labels[chosen])
+
+
+def _refuse_classes(classes: str, what: str) -> None:
+    if classes:
+        raise UsageError(
+            f"--config.classes={classes} chooses among data in memory, and {what} are read from disk; write files of "
+            "these classes only"
+        )
 
 
 def digits_arrays() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -136,13 +169,17 @@ def digits_arrays() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np
     return (train_x, train_y), (test_x, test_y)
 
 
-def digits() -> ImageData:
-    """Makes a data set of `digits_arrays`."""
-    return in_memory("digits", *digits_arrays())
+def digits(classes: str = "") -> ImageData:
+    """Makes a data set of `digits_arrays`, with some of the classes; see `in_memory`."""
+    return in_memory("digits", *digits_arrays(), classes)
 
 
-def numpy_file(path: str) -> ImageData:
+def numpy_file(path: str, classes: str = "") -> ImageData:
     """Reads a .npz file with the arrays x_train, y_train, x_test and y_test.
+
+    Args:
+      path: the file.
+      classes: see `in_memory`.
 
     Raises:
       UsageError: if the file or an array is missing.
@@ -166,7 +203,7 @@ def numpy_file(path: str) -> ImageData:
             f"--config.data_path={path} cannot be read as a .npz file ({error}); expected one with the arrays "
             f"{', '.join(names)}"
         ) from error
-    return in_memory(path, (x_train, y_train), (x_test, y_test))
+    return in_memory(path, (x_train, y_train), (x_test, y_test), classes)
 
 
 def tfrecords(train_files: str, test_files: str, image_shape: tuple[int, int, int], num_classes: int) -> ImageData:
@@ -225,13 +262,14 @@ def tfrecords(train_files: str, test_files: str, image_shape: tuple[int, int, in
     return ImageData("the TFRecord files", image_shape, num_classes, source(splits[0]), source(splits[1]))
 
 
-def from_tfds(name: str, data_dir: str, image_size: int) -> ImageData:
+def from_tfds(name: str, data_dir: str, image_size: int, classes: str = "") -> ImageData:
     """Loads an image classification data set of tensorflow_datasets, such as "mnist", with `train` and `test` splits.
 
     Args:
       name: its name there.
       data_dir: where it is prepared or is to be downloaded to; empty for the package's own place.
       image_size: height and width to resize to where its images differ in size.
+      classes: see `in_memory`; only for a data set that fits into memory.
 
     Raises:
       UsageError: if it does not exist, cannot be downloaded, or is not an image classification data set.
@@ -263,8 +301,9 @@ def from_tfds(name: str, data_dir: str, image_size: int) -> ImageData:
             tfds.as_numpy(builder.as_dataset(split=split, batch_size=-1, as_supervised=False, shuffle_files=False))
             for split in ("train", test_split)
         )
-        data = in_memory(name, (train["image"], train["label"]), (test["image"], test["label"]))
-        return dataclasses.replace(data, num_classes=num_classes)
+        data = in_memory(name, (train["image"], train["label"]), (test["image"], test["label"]), classes)
+        return data if classes else dataclasses.replace(data, num_classes=num_classes)
+    _refuse_classes(classes, f"the images of {name}")
     target = (shape[0] or image_size, shape[1] or image_size)
 
     def source(split: str) -> Callable[[InputContext], tf.data.Dataset]:

@@ -11,8 +11,8 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> Any
 
     Args:
       name: "cnn" (two small convolutions, with dropout), "mlp" (128 hidden units: 784-128-10 on MNIST), "tpu_guide"
-        (the 256-channel network of TensorFlow's TPU guide), or "resnet18", "resnet34", "resnet50", ... from
-        tf-models-official.
+        (the 256-channel network of TensorFlow's TPU guide), "wide_mlp" (layers of 1,024, 1,024 and 128 units), or
+        "resnet18", "resnet34", "resnet50", ... from tf-models-official.
       image_shape: (height, width, channels).
       num_classes: size of the logits.
 
@@ -67,7 +67,16 @@ def _tpu_guide(layers: Any) -> list[Any]:
     ]
 
 
-_LAYERS: dict[str, Callable[[Any], list[Any]]] = {"cnn": _cnn, "mlp": _mlp, "tpu_guide": _tpu_guide}
+def _wide_mlp(layers: Any) -> list[Any]:
+    return [layers.Flatten(), *(layers.Dense(units, activation="relu") for units in (1024, 1024, 128))]
+
+
+_LAYERS: dict[str, Callable[[Any], list[Any]]] = {
+    "cnn": _cnn,
+    "mlp": _mlp,
+    "tpu_guide": _tpu_guide,
+    "wide_mlp": _wide_mlp,
+}
 
 
 def _resnet(name: str, image_shape: tuple[int, int, int], num_classes: int) -> Any:

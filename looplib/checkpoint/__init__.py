@@ -11,5 +11,5 @@ Names that other rooms may use, by file:
     run_directory: RunDirectory, resolve
     snapshot: none
     store: Rollback, Store
-    warm_start: none
+    warm_start: warm_start
 """

@@ -1,6 +1,5 @@
 """Actions: callables that a user attaches to the outer loop."""
 
-import abc
 import collections
 import contextlib
 import dataclasses
@@ -44,11 +43,11 @@ class Event:
     controller: Any
 
 
-class Action(abc.ABC):
+class Action:
     """An action whose memory is part of the checkpoints, so that a resumed run continues with it.
 
-    Its hooks, which do nothing by default, are called around a training. Where several workers train, all call the
-    hooks, except `on_save`, which only the chief calls.
+    Its hooks are called around a training. Where several workers train, all call the hooks, except `on_save`, which
+    only the chief calls. All methods do nothing by default; an action with a memory defines both `state` and `load`.
 
     Example:
         class StopLate(looplib.Action):
@@ -70,18 +69,16 @@ class Action(abc.ABC):
                 self.best, self.waited = state
     """
 
-    @abc.abstractmethod
     def __call__(self, event: Event) -> None:
         """Takes an event."""
 
-    @abc.abstractmethod
     def state(self) -> Any:
         """Returns what the action remembers: numbers, strings, and lists and dicts of these.
 
         Numpy numbers and arrays are kept as numbers and lists.
         """
+        return None
 
-    @abc.abstractmethod
     def load(self, state: Any) -> None:
         """Takes what `state` returned when the checkpoint was saved, as `json.loads` returns it."""
 
@@ -151,21 +148,30 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is no number, string, list or dict")
 
 
+def _has_memory(action: Action) -> bool:
+    """Returns whether an action has a `state` of its own."""
+    saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
+    if saves != loads:
+        names = ("state", "load") if saves else ("load", "state")
+        raise UsageError(f"{type(action).__name__} has a {names[0]} and no {names[1]}; define both, or neither")
+    return saves
+
+
 class ActionStates:
     """The states of a controller's actions, by the names of their classes.
 
     Args:
-      actions: the controller's actions, of which only those that are an `Action` have a state.
+      actions: the controller's actions, of which only an `Action` with `state` and `load` has a state.
 
     Raises:
-      UsageError: if JSON cannot hold a state.
+      UsageError: if JSON cannot hold a state, or an action has only one of `state` and `load`.
     """
 
     def __init__(self, actions: Sequence[Callable[[Event], object]]) -> None:
         self._actions: dict[str, Action] = {}
         seen: collections.Counter[str] = collections.Counter()
         for action in actions:
-            if isinstance(action, Action):
+            if isinstance(action, Action) and _has_memory(action):
                 kind = type(action).__name__
                 self._actions[f"{kind}_{seen[kind]}" if seen[kind] else kind] = action
                 seen[kind] += 1

@@ -19,6 +19,9 @@ class Evaluator(abc.ABC):
     trainer restores it from the trainer's checkpoint by that name. Keras metrics belong to one evaluation: they are
     reset before it and are not part of a checkpoint.
 
+    Args:
+      model: the trainer's model, kept as the attribute `model`; None for a subclass that keeps its own attributes.
+
     Attributes:
       global_batch_size: int, examples of a step over all replicas; None takes the controller's.
       batches: "per_replica" or "global", see `Trainer`.
@@ -28,9 +31,6 @@ class Evaluator(abc.ABC):
 
     Example:
         class LineError(looplib.Evaluator):
-            def __init__(self, model):
-                self.model = model
-
             def dataset(self, context):
                 return context.indices(100).map(lambda i: tf.cast(i, tf.float32)[:, None] / 100)
 
@@ -42,6 +42,10 @@ class Evaluator(abc.ABC):
     batches: str = "per_replica"
     global_step: tf.Variable | None = None
     averages: WeightAverages | None = None
+
+    def __init__(self, model: Any = None) -> None:
+        if model is not None:
+            self.model = model
 
     @abc.abstractmethod
     def dataset(self, context: InputContext) -> tf.data.Dataset:

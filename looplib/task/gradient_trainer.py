@@ -162,6 +162,12 @@ class GradientTrainer(Trainer):
             backward = self._accumulated(inputs)
         return checks.joined(type(self).__name__, backward.metrics, self._update(backward))
 
+    @property
+    def frozen_variables(self) -> list[Any]:
+        """The variables of the model that are not trained, because `freeze` or their layers say so."""
+        trained = {id(variable) for variable in self._plan.trained}
+        return [variable for variable in self.model.variables if id(variable) not in trained]
+
     # The gradient of a batch on one replica.
 
     def _backward(self, inputs: Any) -> _Backward:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import _keras
+from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
@@ -78,12 +79,14 @@ def describe(trainer: Trainer) -> ModelTable:
     for optimizer in _keras.with_inner(_keras.optimizers(trainer)):
         own = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
         seen |= {id(_plain(variable)) for variable in own}
+    frozen = trainer.frozen_variables if isinstance(trainer, GradientTrainer) else ()
+    not_trained = {id(_plain(variable)) for variable in frozen}
     for name, variable, trainable in _variables(trainer):
         variable = _plain(variable)
         if id(variable) not in seen:
             seen.add(id(variable))
             shape = variable.shape if variable.shape.is_fully_defined() else variable.read_value().shape
-            rows.append(Row(name, tuple(shape.as_list()), trainable))
+            rows.append(Row(name, tuple(shape.as_list()), trainable and id(variable) not in not_trained))
     return ModelTable(rows)
 
 

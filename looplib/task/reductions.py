@@ -113,8 +113,27 @@ def all_gather(value: Any) -> tf.Tensor:
 
     Example:
         queries, keys = normalized(self.model(x)), looplib.all_gather(normalized(self.model(y)))
-        first = tf.distribute.get_replica_context().replica_id_in_sync_group * tf.shape(queries)[0]
-        labels = first + tf.range(tf.shape(queries)[0])
+        labels = looplib.global_positions(queries)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(queries, keys, transpose_b=True))
     """
     return tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value), axis=0)
+
+
+@tf.autograph.experimental.do_not_convert
+def global_positions(value: Any) -> tf.Tensor:
+    """Returns where `all_gather` puts the rows of this replica; in `step_fn` or `loss_fn`.
+
+    For losses that look for an example's partner among the examples of all replicas.
+
+    Args:
+      value: tensor `[per_replica_batch, ...]`; only its first dimension is used.
+
+    Returns:
+      int32 tensor `[per_replica_batch]` of positions in the global batch.
+    """
+    context, value = tf.distribute.get_replica_context(), tf.convert_to_tensor(value)
+    own, replica = tf.shape(value)[0], context.replica_id_in_sync_group
+    if value.shape[0] is not None:  # alike on all replicas
+        return replica * own + tf.range(own)
+    sizes = context.all_gather(own[None], axis=0)
+    return tf.reduce_sum(sizes[:replica]) + tf.range(own)
