@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import more
 
 import looplib
-from looplib import launch
+from looplib import config, launch
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -250,8 +250,9 @@ def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
 
 def test_the_readmes_table_has_every_flag_with_its_default():
     rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [name for name, _, _ in rows] == [name for name, *_ in launch.FLAGS]
-    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, launch.FLAGS):
+    flags = [*launch.FLAGS, *config.FLAGS]
+    assert [name for name, _, _ in rows] == [name for name, *_ in flags]
+    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, flags):
         assert default == ("none" if value is None else str(value).lower()), name
         assert text == help_text + (f" One of {', '.join(values[0])}." if values else ""), name
 

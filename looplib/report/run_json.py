@@ -105,7 +105,7 @@ class RunReport:
 
     def _begin(self, restored_from: str | None) -> None:
         self._earlier = read(self.path) if self.path else {}
-        changed = _differences(self._earlier, {"flags": self.flags, "config": self._config_dict()})
+        changed = _differences(self._earlier, {"flags": self.flags, "config": as_dict(self.config)})
         self._start = {
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": sys.argv,
@@ -149,7 +149,7 @@ class RunReport:
             **dataclasses.asdict(standing),
             "metrics": {**(earlier if isinstance(earlier, dict) else {}), **standing.metrics},
             "flags": self.flags,
-            "config": self._config_dict(),
+            "config": as_dict(self.config),
             **{name: self._start[name] for name in ("command", "versions", "restored_from")},
             "strategy": self.strategy,
             "num_replicas": self.num_replicas,
@@ -172,12 +172,18 @@ class RunReport:
         step = (read(self.path) if self.path else {}).get("saved_step")
         return step if isinstance(step, int) else None
 
-    def _config_dict(self) -> dict[str, Any]:
-        if self.config is None:
-            return {}
-        if isinstance(self.config, _AsDict):  # Model Garden's are dataclasses too, of more than counts
-            return self.config.as_dict()
-        return dict(self.config) if isinstance(self.config, Mapping) else dataclasses.asdict(self.config)
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Returns a program's own settings as a dict.
+
+    Args:
+      config: a dataclass, a mapping, or an object with `as_dict`; None for none.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, _AsDict):  # Model Garden's are dataclasses too, of more than counts
+        return config.as_dict()
+    return dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
 
 
 def path_of(model_dir: str, trains: bool) -> str:
