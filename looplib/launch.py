@@ -36,6 +36,7 @@ from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, U
 from looplib.health.preemption import notice
 from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
+from looplib.report.program import this_program
 from looplib.task.actions import Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -261,6 +262,7 @@ def _make_controller(
         overfit_batch=values["overfit_batch"],
     )
     controller.report.flags = values
+    controller.report.program = this_program() if controller.is_chief else None
     return controller
 
 
