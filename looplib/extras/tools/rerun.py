@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -87,12 +88,25 @@ def _command(report: dict[str, Any], directory: str, to: str) -> tuple[list[str]
     started = first["program"]
     if not started["arguments"]:
         raise UsageError("the run was not started from a file or module; repeat it by hand")
-    command = [sys.executable, *started["arguments"], *first["command"][1:], f"--model_dir={to}"]
-    if os.path.exists(kept := os.path.join(directory, configuration.FILE)):
-        command.append(f"--config_file={kept}")  # the files of the command may have changed
+    flags = [*first["command"][1:], f"--model_dir={to}"]
+    if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
+        flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
+    command = [sys.executable, *started["arguments"], *flags]
     if "train_steps" in _changed(report):
         command.append(f"--train_steps={report['flags']['train_steps']}")
     return command, started["directory"]
+
+
+def _without(arguments: Sequence[str], *names: str) -> list[str]:
+    """Returns the arguments without some flags, whose values follow a "=" or are the next argument."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, equals, _ = argument.lstrip("-").partition("=")
+        drops = argument.startswith("-") and name in names
+        if not (skip or drops):
+            kept.append(argument)
+        skip = drops and not equals
+    return kept
 
 
 def _changed(report: dict[str, Any]) -> dict[str, Any]:
