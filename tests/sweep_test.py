@@ -229,9 +229,9 @@ def test_a_trial_under_several_seeds_has_their_mean_and_deviation(python, tmp_pa
     for row in rows:
         scores = [score_of(tmp_path / row["trial"] / f"seed-{seed}") for seed in range(2)]
         assert len(set(scores)) == 2
-        assert [float(row[f"seed {seed}"]) for seed in range(2)] == pytest.approx(scores, rel=1e-5)
-        assert float(row["eval/score"]) == pytest.approx(statistics.mean(scores), rel=1e-5)
-        assert float(row["deviation"]) == pytest.approx(statistics.stdev(scores), rel=1e-5)
+        assert [float(row[f"seed {seed}"]) for seed in range(2)] == scores
+        assert float(row["eval/score"]) == pytest.approx(statistics.mean(scores), rel=1e-12)
+        assert float(row["deviation"]) == pytest.approx(statistics.stdev(scores), rel=1e-9)
 
 
 @pytest.mark.repetition

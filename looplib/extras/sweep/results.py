@@ -21,6 +21,7 @@ _STATES = {
     TrialState.RUNNING: "not ended",
     TrialState.WAITING: "not ended",
 }
+Cell = str | int | float | None
 _LONGEST = 60  # of a cell of the text
 
 
@@ -60,31 +61,31 @@ def write(directory: str, plan: Plan, parameters: Sequence[Parameter], trials: S
     say(f"results.csv, results.txt and results.png are in {directory}")
 
 
-def _rows(plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[str]]:
+def _rows(plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:
     several = plan.seeds > 1
     names = [one.flag.lstrip("-") for one in parameters]
     seeds = [f"seed {seed}" for seed in range(plan.seeds)] if several else []
-    rows = [["trial", "state", plan.metric, *(["deviation"] if several else []), *seeds, *names, "error"]]
+    rows: list[list[Cell]] = [["trial", "state", plan.metric, *["deviation"] * several, *seeds, *names, "error"]]
     for trial in trials:
         known = values(trial)
-        row = [f"trial-{trial.number:04}", _STATES[trial.state], _number(trial.value)]
+        row: list[Cell] = [f"trial-{trial.number:04}", _STATES[trial.state], trial.value]
         if several:
-            row += [_number(deviation(trial)), *(_number(known.get(seed)) for seed in range(plan.seeds))]
-        row += [_number(trial.params.get(one.flag)) for one in parameters]
+            row += [deviation(trial), *(known.get(seed) for seed in range(plan.seeds))]
+        row += [trial.params.get(one.flag) for one in parameters]
         rows.append([*row, error(trial)])
     return rows
 
 
-def _number(value: float | str | None) -> str:
-    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    short = [[row[column][:_LONGEST] for column in used] for row in rows]
+def _aligned(rows: Sequence[Sequence[Cell]]) -> str:
+    used = [column for column in range(len(rows[0])) if any(row[column] not in (None, "") for row in rows[1:])]
+    short = [[_short(row[column]) for column in used] for row in rows]
     widths = [max(len(row[column]) for row in short) for column in range(len(used))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in short)
     return "\n".join(lines) + "\n"
+
+
+def _short(cell: Cell) -> str:
+    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)[:_LONGEST]
 
 
 def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter], best: Sequence[FrozenTrial]) -> None:
