@@ -94,8 +94,8 @@ def parse(argv: Sequence[str]) -> list[str]:
     except flags.IllegalFlagValueError as error:
         match = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error), re.DOTALL)
         if match and "config" in flags.FLAGS:
-            hint = _hint(flags.FLAGS["config"].value, match[1].split("."))
-            _refuse_type(f"--config.{match[1]}", match[2], hint)
+            if hint := _hint(flags.FLAGS["config"].value, match[1].split(".")):
+                _refuse_type(f"--config.{match[1]}", match[2], hint)
     except flags.Error:
         pass
     return app.parse_flags_with_usage(argv)  # which prints the error and the usage

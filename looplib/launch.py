@@ -85,6 +85,8 @@ def run(
     """
     if settings is None and config is not None and not dataclasses.is_dataclass(config):
         raise TypeError(f"config is a {type(config).__name__}; expected an instance of a dataclass")
+    if experiments and (settings or config is None):
+        raise TypeError("launch.run got experiments without a config, of which they are variants")
     for name, define, default, help_text, *values in FLAGS:
         arguments = [values[0]] if values else []
         define(name, defaults.pop(name, default), *arguments, help=help_text)

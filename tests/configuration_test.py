@@ -115,6 +115,7 @@ BAD = {
     "--config.model.widht=3": "--config.model.widht is not a setting of Model; did you mean width? expected one of width, dropout",
     "--noconfig.shuffel": "--config.shuffel is not a setting of Config; did you mean shuffle?",
     "--config.model.width=wide": "--config.model.width is 'wide'; expected int",
+    "--config.model.dropout=high": "--config.model.dropout is 'high'; expected float | None",
     "--config.colour=green": "--config.colour is 'green'; expected one of RED, BLUE",
     "--experiment=smal": "--experiment=smal is not a named variant; did you mean small? expected one of small",
     "--config_file=/nowhere.yaml": "--config_file=/nowhere.yaml cannot be read",

@@ -147,6 +147,11 @@ def test_bad_input_is_a_sentence_and_code_2(case, tmp_path, capsys):
     assert sentence in capsys.readouterr().err
 
 
+def test_a_remote_directory_is_refused(capsys):
+    assert main(["sweep", "--dir=gs://bucket/sweep", "--", "train"]) == 2
+    assert "--dir gs://bucket/sweep is remote" in capsys.readouterr().err
+
+
 def test_without_optuna_a_sentence_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["sweep", f"--dir={tmp_path}", "--", "train"]) == 2

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import optuna
 
-from looplib import console
+from looplib import console, files
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
@@ -37,6 +37,8 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
       UsageError: for bad input.
     """
     _check(plan, parallel, trials)
+    if files.is_remote(directory):
+        raise UsageError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
     fixed, parameters = space.parse(plan.command)
     directory = os.path.abspath(directory)
     with console.guarded(), _alone(directory), Signals() as signals:
