@@ -103,7 +103,7 @@ def custom_train_step(keras):
             gradients = tape.gradient(scaled, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
             self.mean_loss.update_state(loss, sample_weight=tf.shape(x)[0])
-            self.error.update_state(y, predicted[:, 0])
+            self.error.update_state(y[:, None], predicted)
             return {metric.name: metric.result() for metric in self.metrics}
 
     inputs = keras.Input((5,))
@@ -189,11 +189,12 @@ def build(name, keras):
 class Config:
     script: str = "mlp"
     keras: str = "keras"
+    shuffle: bool = True
 
 
 def _build(config):
     model, arguments = build(config.script, importlib.import_module(config.keras))
-    trainer = looplib.KerasTrainer(model, **arguments)
+    trainer = looplib.KerasTrainer(model, **arguments, shuffle=config.shuffle)
     return trainer, trainer.evaluator() if "validation_data" in arguments else None
 
 

@@ -76,7 +76,10 @@ def test_several_replicas_train_as_fit_on_one_device(name, keras, strategy):
     if name == "autoencoder":
         pytest.skip("batch normalization has the statistics of each replica")
     model, reports, _ = trained(name, keras, strategy)
-    assert_as_in_fit(model, reports, fitted(name, keras))
+    weights, history = fitted(name, keras)
+    # Keras 3 averages the loss of one of several outputs over batches, not examples, if their size may change.
+    history = {metric: values for metric, values in history.items() if metric not in ("kind_loss", "price_loss")}
+    assert_as_in_fit(model, reports, (weights, history))
 
 
 def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_training_alone():
