@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import subprocess
+import textwrap
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib import launch
+from looplib import config, launch
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -46,6 +47,10 @@ def readme(python, folder):
 def guide(python, folder):
     flags = [f"--model_dir={folder}/binary", "--config.learning_rate=0.02"]
     return run(python, "\n\n".join(programs("docs/guide.md")), folder, *flags)
+
+
+def experiments(python, folder):
+    return run(python, whole("experiments"), folder, "--experiment=large", "--config.model.width=64", "--print_config")
 
 
 # What differs in the tests: the TPU guide's network takes minutes, and a machine may or may not have the internet.
@@ -88,6 +93,7 @@ TPU_PAGES = {
 PAGES = {
     "readme": readme,
     "guide": guide,
+    "experiments": experiments,
     **{name: page(name, after) for name, after in TPU_PAGES.items()},
     **{name: page(name) for name in ("from_orbit", "from_keras", "recipes")},
 }
@@ -125,6 +131,11 @@ def test_the_guides_programs_run_as_printed(results, folders):
     assert result.returncode == 0, result.stderr
     assert "stopped at step" in result.stdout and "done at step 400" in result.stdout
     assert (folders["guide"] / "binary" / "run.json").exists()
+
+
+def test_the_experiments_program_prints_the_settings_as_the_page_has_them(results):
+    (shown,) = re.findall(r"--print_config\n((?:    .*\n)+)", (ROOT / "docs" / "experiments.md").read_text())
+    assert printed(results["experiments"]) == textwrap.dedent(shown)
 
 
 def printed(result):
@@ -255,8 +266,9 @@ def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
 
 def test_the_readmes_table_has_every_flag_with_its_default():
     rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [name for name, _, _ in rows] == [name for name, *_ in launch.FLAGS]
-    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, launch.FLAGS):
+    flags = [*launch.FLAGS, *config.FLAGS]
+    assert [name for name, _, _ in rows] == [name for name, *_ in flags]
+    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, flags):
         assert default == ("none" if value is None else str(value).lower()), name
         assert text == help_text + (f" One of {', '.join(values[0])}." if values else ""), name
 

@@ -25,7 +25,7 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
-    {"run", "command_line"},
+    {"run", "command_line", "config"},
     {"evaluations"},
     {"controller"},
     {"launch"},

@@ -150,5 +150,10 @@ def make_optimizer(config: Config, model: Any) -> Any:
     raise UsageError(f"--config.optimizer is {config.optimizer!r}; expected adam or sgd")
 
 
+EXPERIMENTS = {
+    "mlp": Config(model="mlp"),
+    "sgd": Config(optimizer="sgd", learning_rate=0.05, decay_steps=2000),
+}
+
 if __name__ == "__main__":
-    launch.run(build, Config(), train_steps=2000, eval_interval=500)
+    launch.run(build, Config(), experiments=EXPERIMENTS, train_steps=2000, eval_interval=500)

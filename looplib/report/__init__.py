@@ -8,7 +8,8 @@ Names that other rooms may use, by file:
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
     ownership: none
     records: read_jsonl
-    run_json: RunReport, Standing, path_of, read
+    program: DIFF, diff, git, this_program
+    run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
     tensorboard_writer: TensorBoardWriter
     writer: Writer
     writers: Writers, make_writers
