@@ -18,6 +18,7 @@ from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
 from looplib.loop.schedule import Schedule
+from looplib.predictions import predict
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
@@ -240,6 +241,27 @@ class Controller:
           UsageError: for bad input, or if no checkpoint came in time.
         """
         return self._evaluations.of_each_checkpoint(steps, until_step, timeout)
+
+    def predict(
+        self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
+    ) -> dict[str, str]:
+        """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
+
+        A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
+        that differ from those of the finished pieces are refused.
+
+        Args:
+          directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
+          format: "jsonl", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
+          piece: records of a file.
+
+        Returns:
+          dict from evaluator name to its folder.
+
+        Raises:
+          UsageError: for bad input, or if no evaluator predicts.
+        """
+        return predict(self._run, os.fspath(directory) if directory else None, format, piece)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.

@@ -229,7 +229,7 @@ def _make_controller(
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
         trainer=trainer if "train" in mode else None,
-        evaluator=evaluator if "eval" in mode else None,
+        evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
         global_batch_size=values["global_batch_size"],
         model_dir=values["model_dir"],
@@ -316,13 +316,17 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
-    """Trains and evaluates by --mode."""
+    """Trains, evaluates or predicts by --mode."""
     mode, train_steps, eval_steps = values["mode"], values["train_steps"], values["eval_steps"]
     if mode == "train_and_eval":
         controller.train_and_evaluate(train_steps, values["eval_interval"], eval_steps)
     elif mode == "continuous_eval":
         until = train_steps if train_steps > 0 else None
         controller.evaluate_continuously(eval_steps, until_step=until, timeout=values["eval_timeout"])
+    elif mode == "predict":
+        controller.predict(
+            values["predictions"], format=values["predictions_format"], piece=values["predictions_piece"]
+        )
     if mode in ("train", "train_and_post_eval"):
         controller.train(train_steps)
     if mode in ("eval", "train_and_post_eval"):

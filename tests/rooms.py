@@ -11,7 +11,7 @@ TESTS = {
     "health": ["debuggers", "guards", "preemption"],
     "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
-    "report": ["clock", "writers"],
+    "report": ["clock", "predictions", "writers"],
     "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent

@@ -74,6 +74,18 @@ class Evaluator(abc.ABC):
         """
         return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
 
+    def predict_fn(self, inputs: Any) -> dict[str, Any]:
+        """Predicts for one batch on one replica, for `Controller.predict` and `--mode=predict`.
+
+        Args:
+          inputs: one batch of `dataset`, as in `step_fn`.
+
+        Returns:
+          A dict from name to a dense or ragged tensor `[batch, ...]` of numbers, booleans or strings, with a row for
+          each example.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no predict_fn")
+
     def collect(self, outputs: list[dict[str, Any]]) -> None:
         """Takes the values that a step returned as `looplib.each`; on the host, once a step, in order.
 
