@@ -13,6 +13,7 @@ from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
 from looplib.evaluations import Evaluations
+from looplib.exports import export
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
@@ -262,6 +263,28 @@ class Controller:
           UsageError: for bad input, or if no evaluator predicts.
         """
         return predict(self._run, os.fspath(directory) if directory else None, format, piece)
+
+    def export(
+        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
+    ) -> str:
+        """Writes the model at the current step for programs without looplib, into a directory that appears whole.
+
+        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, and
+        `export.json`. What is exported is the `export` of the first evaluator, or else of the trainer. An action may
+        call it.
+
+        Args:
+          directory: default `export/step-<step>` in `model_dir`; an earlier export there is replaced.
+          averages: whether averaged weights are exported, if there are any.
+          tflite: whether to write `model.tflite` too, if TensorFlow's converter takes the model.
+
+        Returns:
+          The directory.
+
+        Raises:
+          UsageError: for bad input, or a model that cannot be exported.
+        """
+        return export(self._run, os.fspath(directory) if directory else None, averages, tflite)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.

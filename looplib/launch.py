@@ -225,10 +225,10 @@ def _make_controller(
         )
     trainer, evaluator = built
     mode = values["mode"]
-    if mode != "train" and evaluator is None:
+    if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
-        trainer=trainer if "train" in mode else None,
+        trainer=trainer if "train" in mode or evaluator is None else None,
         evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
         global_batch_size=values["global_batch_size"],
@@ -239,7 +239,7 @@ def _make_controller(
         checkpoints=command_line.policy(values),
         actions=actions,
         config=config,
-        max_time=values["max_time"],
+        max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],
     )
     controller.report.flags = values
@@ -316,7 +316,7 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
-    """Trains, evaluates or predicts by --mode."""
+    """Trains, evaluates, predicts or exports by --mode."""
     mode, train_steps, eval_steps = values["mode"], values["train_steps"], values["eval_steps"]
     if mode == "train_and_eval":
         controller.train_and_evaluate(train_steps, values["eval_interval"], eval_steps)
@@ -327,6 +327,8 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
         controller.predict(
             values["predictions"], format=values["predictions_format"], piece=values["predictions_piece"]
         )
+    elif mode == "export":
+        controller.export(values["export"], averages=values["export_averages"], tflite=values["export_tflite"])
     if mode in ("train", "train_and_post_eval"):
         controller.train(train_steps)
     if mode in ("eval", "train_and_post_eval"):

@@ -9,7 +9,7 @@ TESTS = {
     "data": ["feeds", "global_batches", "sources"],
     "extras": ["checks", "foreign", "local_launch", "preflight"],
     "health": ["debuggers", "guards", "preemption"],
-    "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
+    "house": ["controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
     "report": ["clock", "predictions", "writers"],
     "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],

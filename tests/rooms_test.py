@@ -26,7 +26,7 @@ LEVELS = [
     {"data", "checkpoint", "runtime"},
     {"loop"},
     {"run", "command_line"},
-    {"evaluations", "predictions"},
+    {"evaluations", "exports", "predictions"},
     {"controller"},
     {"launch"},
 ]

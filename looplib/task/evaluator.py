@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.task import exported
 from looplib.task.averages import WeightAverages
+from looplib.task.exported import Exported
 from looplib.task.input_context import InputContext
 
 
@@ -85,6 +87,13 @@ class Evaluator(abc.ABC):
           each example.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no predict_fn")
+
+    def export(self) -> Exported:
+        """Returns what `Controller.export` and `--mode=export` write; the evaluator decides it, if there is one.
+
+        By default the Keras model that is the attribute `model`, in inference.
+        """
+        return exported.of_model(type(self).__name__, vars(self).get("model"), self.averages)
 
     def collect(self, outputs: list[dict[str, Any]]) -> None:
         """Takes the values that a step returned as `looplib.each`; on the host, once a step, in order.

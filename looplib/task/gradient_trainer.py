@@ -17,6 +17,7 @@ from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
 from looplib.task import shares as global_shares
 from looplib.task.averages import WeightAverages
+from looplib.task.exported import Exported
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Trainer
 
@@ -161,6 +162,10 @@ class GradientTrainer(Trainer):
         else:
             backward = self._accumulated(inputs)
         return checks.joined(type(self).__name__, backward.metrics, self._update(backward))
+
+    def export(self) -> Exported:
+        """See `Trainer.export`; with the averages."""
+        return dataclasses.replace(super().export(), averages=self.averages)
 
     # The gradient of a batch on one replica.
 

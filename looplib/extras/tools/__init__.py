@@ -5,6 +5,7 @@ Names that other rooms may use, by file:
     check: fits, replicas, resume
     compare: none
     dry_run: redirect, try_out
+    export: export
     inspect: inspect
     local_launch: launch
     preflight: answer, requested, settings
