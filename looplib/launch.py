@@ -328,6 +328,8 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
             values["predictions"], format=values["predictions_format"], piece=values["predictions_piece"]
         )
     elif mode == "export":
+        if not controller.restored_from:
+            raise UsageError(f"there is no checkpoint in {values['model_dir']} to export; train first")
         controller.export(values["export"], averages=values["export_averages"], tflite=values["export_tflite"])
     if mode in ("train", "train_and_post_eval"):
         controller.train(train_steps)

@@ -312,6 +312,8 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
 
 def test_an_export_that_is_killed_leaves_nothing_in_its_place(nursery, tmp_path):
     run, out, small = tmp_path / "run", tmp_path / "out", "--config.state_mb=0.01"
+    life = nursery.life(run, small, "--mode=export")
+    assert life.code() == 1 and "there is no checkpoint in" in life.output()
     life = nursery.life(run, small, "--mode=train", "--train_steps=4")
     assert life.code() == 0, life.output()
     life = nursery.life(run, small, "--mode=export", f"--export={out}")
@@ -339,7 +341,8 @@ def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     pixels, labels = digits(360)
-    found = tf.saved_model.load(str(tmp_path / "out" / "saved_model")).serve(pixels).numpy()
+    loaded = tf.saved_model.load(str(tmp_path / "out" / "saved_model"))
+    found = loaded.serve(pixels).numpy()
     records = [json.loads(line) for line in open(tmp_path / "run" / "predictions" / "eval" / "piece-00000.jsonl")]
     assert [record["label"] for record in records] == labels.tolist()
     softmax = np.exp(found - found.max(1, keepdims=True))

@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import random
+import signal
 import time
 
 import numpy as np
@@ -347,8 +348,9 @@ def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_no
                 time.sleep(0.01)
             life.ended(moments.uniform(0, 0.9))
             kills += not life.ended()
-            life.kill()
+            life.kill(signal.SIGTERM if attempt == 1 else signal.SIGKILL)
         code = life.code()
+        assert code in (0, 75 if attempt == 1 else -signal.SIGKILL), life.output()
         now = {path.name: path.stat().st_mtime_ns for path in pieces(tmp_path / "eval")}
         assert kept.items() <= now.items(), "a finished piece was written again"
         index = json.loads((tmp_path / "eval" / "_index.json").read_text())
