@@ -13,7 +13,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import pytest
 import rooms
 
-_REPLICAS = {"default": 1, "one_device": 1, "mirrored_x2": 2, "mirrored_x4": 4}
+EVERY = ("default", "one_device", "mirrored_x2", "mirrored_x4")
+_REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
     "docs",
@@ -81,7 +82,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("all"):
         groups = collections.defaultdict(list)
         for item in items:
-            if item.get_closest_marker("pairs"):
+            if item.get_closest_marker("pairs") and not item.get_closest_marker("repetition"):
                 groups[item.path, item.originalname].append(item)
         left_out = {item for item in items if item.get_closest_marker("repetition")}
         left_out.update(item for group in groups.values() for item in set(group) - _pairs(group))
@@ -156,8 +157,9 @@ def make_strategy(name):
     return _made[name]
 
 
-@pytest.fixture(params=list(_REPLICAS))
+@pytest.fixture(params=["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def strategy(request):
+    """One replica and two; tests that try every strategy are parametrized by `EVERY`."""
     return make_strategy(request.param)
 
 

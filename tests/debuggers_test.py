@@ -139,6 +139,7 @@ def test_a_second_interrupt_of_a_binary_leaves_at_once(python, tmp_path):
     assert text.splitlines()[-1] == "looplib: received a second signal (SIGINT): exiting without a save"
 
 
+@pytest.mark.repetition
 def test_a_process_that_was_suspended_continues(tmp_path):
     slow = f"print('here', flush=True); time.sleep({LIMIT / 3})"
     with start(slow, tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -11,7 +11,7 @@ import subprocess
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import more
+from conftest import more, repetitions
 
 import looplib
 from looplib import launch
@@ -93,16 +93,19 @@ PAGES = {
 }
 
 
+LONG = ("tpu_guide", "tpu_course")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: tmp_path_factory.mktemp(name) for name in PAGES}
+    return {name: tmp_path_factory.mktemp(name) for name in PAGES if name not in LONG or repetitions(False, True)}
 
 
 @pytest.fixture(scope="module")
 def results(folders, python):
     """What the programs of each page print, two at a time, as many as the smallest machine has cores."""
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return dict(zip(PAGES, pool.map(lambda name: PAGES[name](python, folders[name]), PAGES)))
+        return dict(zip(folders, pool.map(lambda name: PAGES[name](python, folders[name]), folders)))
 
 
 def test_the_readmes_three_ways_to_start_run_as_printed_and_resume(results):
@@ -156,6 +159,7 @@ def check_the_guide(out):
     ]
 
 
+@pytest.mark.repetition
 def test_the_tpu_guides_program_runs_without_a_tpu(results):
     assert min(check_the_guide(printed(results["tpu_guide"]))) > 0.6
     assert "lowered: {'train': True, 'eval': True} []" in results["tpu_guide"].stdout
@@ -191,6 +195,7 @@ def check_the_course(out):
     assert "the copies of each variable are equal" in out and "the mean loss of the first step" in out
 
 
+@pytest.mark.repetition
 def test_the_courses_program_runs_without_a_tpu(results):
     check_the_course(printed(results["tpu_course"]))
     assert "lowered: {'train': True, 'eval': True} []" in results["tpu_course"].stdout

@@ -189,11 +189,12 @@ def build(name, keras):
 class Config:
     script: str = "mlp"
     keras: str = "keras"
+    shuffle: bool = True
 
 
 def _build(config):
     model, arguments = build(config.script, importlib.import_module(config.keras))
-    trainer = looplib.KerasTrainer(model, **arguments)
+    trainer = looplib.KerasTrainer(model, **arguments, shuffle=config.shuffle)
     return trainer, trainer.evaluator() if "validation_data" in arguments else None
 
 

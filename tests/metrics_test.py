@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import make_strategy, more
+from conftest import EVERY, make_strategy, more
 
 import looplib
 
@@ -35,6 +35,7 @@ def evaluate(strategy, evaluator, global_batch_size=16, steps=-1, **settings):
 
 
 @pytest.mark.parametrize("n", [1, 1003, *more([7, 63, 64, 65])])
+@pytest.mark.parametrize("strategy", EVERY, indirect=True)
 def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
     found = evaluate(
         strategy,

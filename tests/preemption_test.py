@@ -399,6 +399,7 @@ def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
+@pytest.mark.repetition
 def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(tmp_path):
     """In the second call a step takes 5 s, in 3.5 s of which the process is suspended; looks come each 0.2 s."""
     code, _, errors = interrupted(sys.executable, tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0, first=5)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 from looplib import _tf, source_locations
 from looplib.data import iterator_state
@@ -268,7 +268,7 @@ USES = [
     the_users_frames_in_a_message,
     the_stages_and_keys_in_the_state_of_an_iterator,
     the_structure_of_a_checkpoint,
-    the_loss_of_a_parameter_server,
+    *more([the_loss_of_a_parameter_server]),  # tests/workers/parameter_server_test.py loses one too
 ]
 
 

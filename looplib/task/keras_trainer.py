@@ -183,17 +183,21 @@ def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
 
 def _build(model: Any, batch: tuple) -> None:
     """Makes the variables of a model and its metrics, which several replicas cannot do in their first step."""
-    # For one batch a trace takes too long; on several replicas, running eagerly takes longer.
-    eagerly, model.run_eagerly = model.run_eagerly, model.distribute_strategy.num_replicas_in_sync == 1
+    strategy = model.distribute_strategy
+    batch = tuple(tf.nest.map_structure(lambda part: part if part is None else tf.convert_to_tensor(part), batch))
+
+    def step() -> None:
+        strategy.run(model.test_step, args=(batch,))
+
     try:
-        model.test_on_batch(*batch)
+        # For one batch a trace takes too long; on several replicas, running eagerly takes longer.
+        (step if strategy.num_replicas_in_sync == 1 else tf.function(step))()
     except Exception:
         # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
         if not _has_own_step(model):
             raise
         model.built = model.built or all(layer.built for layer in model.layers)
     finally:
-        model.run_eagerly, model.test_function = eagerly, None
         model.reset_metrics()
 
 

@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 import toy
-from conftest import make_strategy, more
+from conftest import EVERY, make_strategy, more
 
 import looplib
 
@@ -57,6 +57,7 @@ def check_weights(found, expected, exact=False):
 
 @pytest.mark.pairs(possible=possible)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("strategy", EVERY, indirect=True)
 def test_a_run_equals_numpy_and_resumes_bit_by_bit(strategy, keras, loop, optimizer, tmp_path):
     """The order, losses, weights and evaluation are those of numpy, on any number of replicas."""
     whole, reports = train(strategy, keras, optimizer, loop, (STOP, STEPS), tmp_path / "whole", evaluates=True)

@@ -83,8 +83,8 @@ class Nursery:
         """Ports that are held until this nursery ends."""
         return self._held.enter_context(hold_ports(count))
 
-    def workers(self, count, folder, *arguments, missing=(), namespaces=None):
-        """Starts `faulty` as so many workers; returns a list of their lives, the chief's first.
+    def workers(self, count, folder, *arguments, missing=(), namespaces=None, binary="faulty"):
+        """Starts a binary as so many workers; returns a list of their lives, the chief's first.
 
         Args:
           count: how many the cluster has.
@@ -93,6 +93,7 @@ class Nursery:
           missing: numbers of workers that are not started.
           namespaces: dict from the name of a network namespace to an address in it, one for each worker; without it,
             they are on loopback.
+          binary: the name of its module.
         """
         hosts = namespaces or dict.fromkeys(range(count), "127.0.0.1")
         places = [
@@ -101,8 +102,8 @@ class Nursery:
         ]
         cluster = {"worker": [address for address, _ in places]}
         return [
-            self.life(
-                folder, "--strategy=multi_worker", *arguments, **place,
+            self.life_of(
+                binary, f"--model_dir={folder}", "--strategy=multi_worker", *arguments, **place,
                 environment={"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})},
             )
             for index, (_, place) in enumerate(places) if index not in missing

@@ -11,7 +11,7 @@ import pytest
 import side_by_side
 import tensorflow as tf
 import yaml
-from conftest import repetitions
+from conftest import more, repetitions
 from faults import lives
 
 from looplib.report.records import read_jsonl
@@ -130,7 +130,7 @@ def test_a_start_that_is_refused_leaves_the_runs_configuration(run, files, nurse
 
 
 @pytest.fixture(scope="module")
-def checks(files, nursery):
+def checks(files, nursery, cases):
     """`check resume` of ResNet, with the random augmentation of its pipeline, and of BERT, with dropout."""
 
     def check(name, *flags):
@@ -140,19 +140,19 @@ def checks(files, nursery):
             capture_output=True, text=True, cwd=ROOT, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
 
+    flags = {"resnet_imagenet": ["--deterministic"], "bert/pretraining": []}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        resnet = pool.submit(check, "resnet_imagenet", "--deterministic")
-        bert = pool.submit(check, "bert/pretraining")
-        return {"resnet_imagenet": resnet.result(), "bert/pretraining": bert.result()}
+        return dict(zip(cases("name"), pool.map(lambda name: check(name, *flags[name]), cases("name"))))
 
 
-@pytest.mark.parametrize("name", ["resnet_imagenet", "bert/pretraining"])
+@pytest.mark.parametrize("name", ["bert/pretraining", *more(["resnet_imagenet"])])
 def test_a_killed_run_resumes_exactly(name, checks):
     result = checks[name]
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.match(r"EQUAL, uninterrupted and after [12] kills?: ", result.stdout.splitlines()[-1])
 
 
+@pytest.mark.repetition
 def test_the_drivers_own_restart_does_not(tmp_path):
     overrides = {"task": {"train_data": {"aug_rand_hflip": False, "aug_crop": False}}}
     schedule = lambda until: {
