@@ -142,10 +142,10 @@ CASES = {
     "GradientTrainer, Keras 3": (gradient, "keras", "default"),
     "GradientTrainer, tf_keras, two replicas": (gradient, "tf_keras", "mirrored_x2"),
     "KerasTrainer, Keras 3, two replicas": (keras_trainer, "keras", "mirrored_x2"),
-    "KerasTrainer, tf_keras": (keras_trainer, "tf_keras", "default"),
     "image classification, cnn": (images, "cnn", "default"),
 }
 REPEATED = {
+    "KerasTrainer, tf_keras": (keras_trainer, "tf_keras", "default"),
     "image classification, tpu_guide": (images, "tpu_guide", "default"),
     "image classification, resnet18": (images, "resnet18", "default"),
     "image classification, cnn, two replicas": (images, "cnn", "mirrored_x2"),

@@ -130,7 +130,7 @@ def test_a_pipeline_of_its_own_keeps_its_order(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name, family",
-    [("default", "tf_keras"), ("mirrored_x2", "keras"), *more([("mirrored_x4", "keras"), ("mirrored_x2", "tf_keras")])],
+    [("mirrored_x2", "keras"), *more([("default", "tf_keras"), ("mirrored_x4", "keras"), ("mirrored_x2", "tf_keras")])],
 )
 def test_a_keras_trainer_predicts_as_model_predict_does(name, family, tmp_path):
     keras, strategy = pytest.importorskip(family), make_strategy(name)
@@ -247,7 +247,10 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES)
+FEW = ["other weights", "fewer examples", "other examples", "another batch"]
+
+
+@pytest.mark.parametrize("change", [*FEW, *more([change for change in CHANGES if change not in FEW])])
 def test_pieces_of_two_sources_are_never_mixed(change, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         stop_after(patch, 24)
