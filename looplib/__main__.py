@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools = parser.add_subparsers(required=True, metavar="TOOL")
     _add_inspect(tools)
     _add_average(tools)
+    _add_export(tools)
     _add_launch(tools)
     _add_rerun(tools)
     _add_sweep(tools)
@@ -66,6 +67,18 @@ def _add_average(tools: Any) -> None:
     parser.add_argument("output", help="the new directory, for --mode=eval --model_dir=... and --warm_start=...")
     parser.add_argument("--last", type=int, default=5, help="number of checkpoints (default %(default)s)")
     parser.set_defaults(run=_average)
+
+
+def _add_export(tools: Any) -> None:
+    text = "export the model of a run for programs without looplib, by its own command with --mode=export"
+    parser = tools.add_parser("export", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.add_argument("directory", help="the run directory")
+    parser.add_argument(
+        "output", nargs="?", help="the new directory (default: export/step-<step> in the run directory)"
+    )
+    parser.add_argument("--tflite", action="store_true", help="write a TFLite file too")
+    parser.add_argument("--last_weights", action="store_true", help="export the last weights, not averages of them")
+    parser.set_defaults(run=_export)
 
 
 def _add_launch(tools: Any) -> None:
@@ -203,6 +216,12 @@ def _average(options: argparse.Namespace) -> int:
     from looplib.extras.tools.average import average
 
     return average(options.directory, options.output, options.last)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from looplib.extras.tools.export import export
+
+    return export(options.directory, options.output, tflite=options.tflite, averages=not options.last_weights)
 
 
 def _launch(options: argparse.Namespace) -> int:

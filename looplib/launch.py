@@ -255,11 +255,11 @@ def _make_controller(
         )
     trainer, evaluator = built
     mode = values["mode"]
-    if mode != "train" and evaluator is None:
+    if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
-        trainer=trainer if "train" in mode and mode not in binary.modes else None,
-        evaluator=evaluator if "eval" in mode or mode in binary.modes else None,
+        trainer=trainer if mode in ("train", "train_and_eval", "train_and_post_eval") or evaluator is None else None,
+        evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
         global_batch_size=values["global_batch_size"],
         model_dir=values["model_dir"],
@@ -269,7 +269,7 @@ def _make_controller(
         checkpoints=command_line.policy(values),
         actions=binary.actions,
         config=config,
-        max_time=values["max_time"],
+        max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],
     )
     controller.report.flags = values
@@ -347,13 +347,21 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
-    """Trains and evaluates by --mode."""
+    """Trains, evaluates, predicts or exports by --mode."""
     mode, train_steps, eval_steps = values["mode"], values["train_steps"], values["eval_steps"]
     if mode == "train_and_eval":
         controller.train_and_evaluate(train_steps, values["eval_interval"], eval_steps)
     elif mode == "continuous_eval":
         until = train_steps if train_steps > 0 else None
         controller.evaluate_continuously(eval_steps, until_step=until, timeout=values["eval_timeout"])
+    elif mode == "predict":
+        controller.predict(
+            values["predictions"], format=values["predictions_format"], piece=values["predictions_piece"]
+        )
+    elif mode == "export":
+        if not controller.restored_from:
+            raise UsageError(f"there is no checkpoint in {values['model_dir']} to export; train first")
+        controller.export(values["export"], averages=values["export_averages"], tflite=values["export_tflite"])
     if mode in ("train", "train_and_post_eval"):
         controller.train(train_steps)
     if mode in ("eval", "train_and_post_eval"):

@@ -95,7 +95,7 @@ PAGES = {
     "guide": guide,
     "experiments": experiments,
     **{name: page(name, after) for name, after in TPU_PAGES.items()},
-    **{name: page(name) for name in ("from_orbit", "from_keras", "recipes")},
+    **{name: page(name) for name in ("from_orbit", "from_keras", "recipes", "after_training")},
 }
 
 
@@ -245,6 +245,15 @@ def test_the_recipes_run_as_printed(results):
     assert "stopped early; the weights are the best" in out
     accuracies = [float(value) for value in re.findall(r"step +40  train  accuracy ([\d.]+)", out)]
     assert len(accuracies) >= 6 and min(accuracies) > 0.8 and max(accuracies) > 0.95
+
+
+def test_the_programs_of_after_training_run_as_printed(results, folders):
+    out = printed(results["after_training"])
+    assert min(shown(r"accuracy of the second hundred: (\S+)", out)) > 0.9
+    served, labels = (line.split() for line in re.search(r"classes: \[(.*)\] labels: \[(.*)\]", out).groups())
+    assert len(served) == 5 and sum(a == b for a, b in zip(served, labels)) >= 4
+    kept = {path.name for path in (folders["after_training"] / "after_training" / "export").iterdir()}
+    assert kept and kept <= {"step-100", "step-200"}
 
 
 def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):

@@ -9,9 +9,9 @@ TESTS = {
     "data": ["feeds", "global_batches", "sources"],
     "extras": ["checks", "foreign", "local_launch", "preflight", "rerun", "sweep"],
     "health": ["debuggers", "guards", "preemption"],
-    "house": ["configuration", "controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
+    "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
-    "report": ["clock", "program", "writers"],
+    "report": ["clock", "predictions", "program", "writers"],
     "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent

@@ -26,7 +26,7 @@ LEVELS = [
     {"data", "checkpoint", "runtime"},
     {"loop"},
     {"run", "command_line", "config"},
-    {"evaluations"},
+    {"evaluations", "exports", "predictions"},
     {"controller"},
     {"launch"},
 ]

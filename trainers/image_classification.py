@@ -103,6 +103,12 @@ class ImageClassifierEvaluator(looplib.Evaluator):
             "accuracy": tf.equal(tf.argmax(logits, axis=1), labels),
         }
 
+    def predict_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Predicts the class, and the probability of each class, beside the label."""
+        images, labels = inputs
+        probabilities = tf.nn.softmax(self.model(images, training=False))
+        return {"label": labels, "prediction": tf.argmax(probabilities, axis=1), "probabilities": probabilities}
+
 
 def build(config: Config) -> tuple[ImageClassifier, ImageClassifierEvaluator]:
     """Builds the experiment, under the strategy's scope.

@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     children: none
     compare: none
     dry_run: redirect, try_out
+    export: export
     inspect: inspect
     local_launch: launch
     preflight: answer, requested, settings
