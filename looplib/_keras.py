@@ -123,7 +123,7 @@ def scales_loss(optimizer: Any) -> bool:
 
 def changes_when_called(layer: Any) -> bool:
     """Returns whether a call of a layer may change a state in it: of random numbers, or moving statistics."""
-    if layer.non_trainable_variables or untracked_variables(layer):
+    if layer.non_trainable_variables:
         return True
     # tf_keras draws from TensorFlow's own state by default, of which there is no variable.
     parts = (layer, *layer.submodules) if family(layer) == "tf_keras" else ()
@@ -166,8 +166,9 @@ def check_one_family(objects: Mapping[str, Any]) -> None:
 def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
     """Returns the state of a Keras object that `tf.train.Checkpoint` would miss.
 
-    In Keras 3 these are the variables of metrics and seed generators, and the seeds of layers; in tf_keras, the random
-    generators of layers such as dropout. Lists, tuples and dicts are searched.
+    In Keras 3 these are the variables of metrics and seed generators, the seeds of layers, and the variables of layers
+    that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random generators of layers such as
+    dropout. Lists, tuples and dicts are searched.
     """
     if isinstance(value, (list, tuple, dict)):
         items = value.values() if isinstance(value, dict) else value
@@ -182,7 +183,7 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
     if is_metric(value) or _is_a(value, "random", "SeedGenerator"):
         return [variable.value for variable in (value.variables if is_metric(value) else [value.state])]
     if is_layer(value):
-        tracked = {id(variable) for variable in value.weights}
+        tracked = {id(part) for part in tf.train.TrackableView(value).descendants()}
         return [variable.value for variable in value.variables if id(variable) not in tracked]
     return []
 

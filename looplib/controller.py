@@ -98,7 +98,8 @@ class Controller:
             steps_per_loop = (trainer.own_steps_per_loop(global_batch_size) if trainer else None) or 100
         settings = LoopSettings(strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch)
         checks.check_together(trainer, evaluators, strategy, loop)
-        self._actions = [*(trainer.own_actions if trainer else ()), *actions]
+        tasks = [*([trainer] if trainer else []), *evaluators.values()]
+        self._actions = [*(action for task in tasks for action in task.own_actions), *actions]
         self.steps_per_loop = settings.steps_per_loop
         self._schedule = functools.partial(Schedule, settings.steps_per_loop, checkpoints.every_steps)
         self._stopped = self.evaluation_due = self.ending = False

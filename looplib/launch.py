@@ -44,6 +44,7 @@ Build = Callable[[Any], tuple[Trainer | None, Evaluator | Mapping[str, Evaluator
 Settings = Callable[[], tuple[Any, dict[str, Any]]]
 Started = Callable[[Any, Controller], object]
 Act = Callable[[Event], object]
+Mode = Callable[[Any, Controller], object]
 
 # An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other
 # worker is frozen.
@@ -59,6 +60,7 @@ def run(
     settings: Settings | None = None,
     started: Started | None = None,
     actions: Sequence[Act] = (),
+    modes: Mapping[str, Mode] | None = None,
     **defaults: Any,
 ) -> NoReturn:
     """Defines the flags, parses the command line, runs the experiment and exits the process.
@@ -78,12 +80,14 @@ def run(
       started: function of `(config, controller)`, called before the first step, when the run directory is known to be
         this run's and its checkpoint to fit.
       actions: callables that take an `Event`, see `Controller`.
+      modes: dict from name to function of `(config, controller)`, further values of `--mode`. The controller has the
+        evaluator, but no trainer, and has restored the newest checkpoint.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
     if settings is None and config is not None and not dataclasses.is_dataclass(config):
         raise TypeError(f"config is a {type(config).__name__}; expected an instance of a dataclass")
     for name, define, default, help_text, *values in FLAGS:
-        arguments = [values[0]] if values else []
+        arguments = [(*values[0], *(modes or {}))] if name == "mode" else values[:1]
         define(name, defaults.pop(name, default), *arguments, help=help_text)
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
@@ -93,7 +97,19 @@ def run(
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     console.guard()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
-    app.run(lambda argv: _main(build, settings, started, actions, argv), argv=argv)
+    binary = _Binary(build, settings, started, actions, modes or {})
+    app.run(lambda argv: _main(binary, argv), argv=argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binary:
+    """The arguments of `run` that are needed once the command line is parsed."""
+
+    build: Build
+    settings: Settings
+    started: Started | None
+    actions: Sequence[Act]
+    modes: Mapping[str, Mode]
 
 
 def _define_config(config: Any, argv: Sequence[str] | None) -> Settings:
@@ -108,15 +124,13 @@ def _define_config(config: Any, argv: Sequence[str] | None) -> Settings:
     return lambda: (parsed.value, {})
 
 
-def _main(
-    build: Build, settings: Settings, started: Started | None, actions: Sequence[Act], argv: Sequence[str]
-) -> None:
+def _main(binary: _Binary, argv: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
         _tf.log_warnings_only()
     session = _Session({name: flags.FLAGS[name].value for name, *_ in FLAGS})
     with notice.listening(to_the_end=True), session:
-        _run_experiment(session, build, settings, started, actions, argv)
+        _run_experiment(session, binary, argv)
 
 
 @dataclasses.dataclass
@@ -174,14 +188,7 @@ class _Session:
                 logging.error("%s", error)
 
 
-def _run_experiment(
-    session: _Session,
-    build: Build,
-    settings: Settings,
-    started: Started | None,
-    actions: Sequence[Act],
-    argv: Sequence[str],
-) -> None:
+def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> None:
     from looplib.extras.tools import dry_run, preflight
 
     values = session.values
@@ -189,7 +196,7 @@ def _run_experiment(
         redirected = dry_run.redirect(values["strategy"], values["mode"])
         session.temporary = redirected["model_dir"]
         values.update(redirected)
-    config, others = settings()
+    config, others = binary.settings()
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings())
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
@@ -199,15 +206,17 @@ def _run_experiment(
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
-    session.controller = controller = _make_controller(build, config, values, session.strategy, actions)
+    session.controller = controller = _make_controller(binary, config, values, session.strategy)
     if preflight.requested():
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
-    if started:
-        started(config, controller)
+    if binary.started:
+        binary.started(config, controller)
     if values["dry_run"]:
         session.tried = dry_run.try_out(controller)
+    elif values["mode"] in binary.modes:
+        _run_added_mode(binary.modes[values["mode"]], config, controller)
     else:
         _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
@@ -215,10 +224,10 @@ def _run_experiment(
 
 
 def _make_controller(
-    build: Build, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy, actions: Sequence[Act]
+    binary: _Binary, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy
 ) -> Controller:
     with strategy.scope():
-        built = build(config)
+        built = binary.build(config)
     if not isinstance(built, tuple) or len(built) != 2:
         raise UsageError(
             f"build returned a {type(built).__name__}; expected (trainer, evaluator); evaluator may be None"
@@ -228,8 +237,8 @@ def _make_controller(
     if mode != "train" and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
-        trainer=trainer if "train" in mode else None,
-        evaluator=evaluator if "eval" in mode else None,
+        trainer=trainer if "train" in mode and mode not in binary.modes else None,
+        evaluator=evaluator if "eval" in mode or mode in binary.modes else None,
         strategy=strategy,
         global_batch_size=values["global_batch_size"],
         model_dir=values["model_dir"],
@@ -237,7 +246,7 @@ def _make_controller(
         loop=values["loop"],
         seed=values["seed"],
         checkpoints=command_line.policy(values),
-        actions=actions,
+        actions=binary.actions,
         config=config,
         max_time=values["max_time"],
         overfit_batch=values["overfit_batch"],
@@ -327,3 +336,11 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
         controller.train(train_steps)
     if mode in ("eval", "train_and_post_eval"):
         controller.evaluate(eval_steps)
+
+
+def _run_added_mode(mode: Mode, config: Any, controller: Controller) -> None:
+    if controller.restored_from is None:
+        raise UsageError(
+            f"there is no checkpoint in {controller.model_dir}; train first, or name the directory of a training"
+        )
+    mode(config, controller)

@@ -88,6 +88,41 @@ def test_the_seeds_of_keras_3_dropout_are_state():
     assert [tuple(seed.shape) for seed in state_of(trainer)["model_untracked"]] == [(2,)]
 
 
+def test_an_evaluation_job_has_the_layers_that_a_keras_3_model_keeps_in_lists_and_dicts(tmp_path):
+    """TensorFlow does not find them in the model, and the optimizer that leads to them is no part of the job."""
+
+    class Model(keras3.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [keras3.layers.Dense(4), keras3.layers.Dense(4)]
+            self.heads = {"classes": keras3.layers.Dense(3)}
+            self(toy.X[:1])
+
+        def call(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.heads["classes"](x)
+
+    class Evaluator(looplib.Evaluator):
+        def __init__(self):
+            self.model = Model()
+
+        def dataset(self, context):
+            return context.indices(len(toy.X)).map(lambda ids: tf.gather(toy.X, ids))
+
+        def step_fn(self, inputs):
+            return {"outputs": self.model(inputs)}
+
+    trainer = toy.Regression()
+    trainer.model = Model()
+    with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
+        controller.train(2)
+    evaluator = Evaluator()
+    with looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=tmp_path, writers=[]) as job:
+        job.evaluate()
+    np.testing.assert_array_equal(evaluator.model(toy.X), trainer.model(toy.X))
+
+
 def test_a_checkpoint_tells_its_step_without_a_model(tmp_path):
     trainer = toy.Regression()
     with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path, seed=4) as controller:

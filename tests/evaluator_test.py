@@ -123,6 +123,24 @@ def test_what_holds_during_an_evaluation_is_undone_before_its_report_and_after_a
         np.testing.assert_array_equal(a, b)
 
 
+def test_an_evaluator_brings_actions_along():
+    class Acting(toy.RegressionEvaluator):
+        @property
+        def own_actions(self):
+            return [lambda event: seen.append(("own", event.split, event.step))]
+
+    strategy, seen = make_strategy("default"), []
+    trainer, _ = toy.build(strategy)
+    given = lambda event: seen.append(("given", event.split, event.step))
+    controller = toy.controller(strategy, trainer, Acting(trainer.model), actions=[given])
+    controller.train_and_evaluate(1, 1)
+    expected = [(whose, split, 1) for split in ("train", "eval") for whose in ("own", "given")]
+    assert seen == expected
+    job = looplib.Controller(evaluator=Acting(trainer.model), global_batch_size=8, writers=[])
+    job.evaluate()
+    assert seen[len(expected) :] == [("own", "eval", 0)]
+
+
 def test_only_an_evaluator_collects():
     class Collecting(toy.Regression):
         def step_fn(self, inputs):

@@ -103,7 +103,7 @@ def custom_train_step(keras):
             gradients = tape.gradient(scaled, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
             self.mean_loss.update_state(loss, sample_weight=tf.shape(x)[0])
-            self.error.update_state(y, predicted[:, 0])
+            self.error.update_state(y[:, None], predicted)
             return {metric.name: metric.result() for metric in self.metrics}
 
     inputs = keras.Input((5,))

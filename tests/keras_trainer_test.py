@@ -76,7 +76,10 @@ def test_several_replicas_train_as_fit_on_one_device(name, keras, strategy):
     if name == "autoencoder":
         pytest.skip("batch normalization has the statistics of each replica")
     model, reports, _ = trained(name, keras, strategy)
-    assert_as_in_fit(model, reports, fitted(name, keras))
+    weights, history = fitted(name, keras)
+    # Keras 3 averages the loss of one of several outputs over batches, not examples, if their size may change.
+    history = {metric: values for metric, values in history.items() if metric not in ("kind_loss", "price_loss")}
+    assert_as_in_fit(model, reports, (weights, history))
 
 
 def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_training_alone():
@@ -254,6 +257,7 @@ def test_a_script_passes_the_checks(check, name, python, tmp_path):
         f"--config.script={name}",
         "--checkpoint_interval=5",
         "--steps_per_loop=5",
+        *([] if name == "cnn" else ["--mode=train"]),  # the others have nothing to evaluate on
     ]
     result = subprocess.run(
         [python, "-m", "looplib", "check", check, f"--dir={tmp_path}", "--", *command], capture_output=True, text=True

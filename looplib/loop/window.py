@@ -52,6 +52,8 @@ class Window:
             check_loss(losses, step, loss, self._guards, self._steps_per_loop)
             if steps and seconds:
                 metrics.setdefault("steps_per_second", round(steps / seconds, 2))
+                rates = self._training.task.rates
+                metrics.update({name: value * steps / seconds for name, value in rates.items()})
             if self._training.steps_per_epoch:
                 metrics.setdefault("epoch", round(step / self._training.steps_per_epoch, 3))
         self.measure_from(step)

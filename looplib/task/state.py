@@ -143,8 +143,8 @@ def state_of(task: Any) -> dict[str, Any]:
 
     Returns:
       dict from attribute name to a trackable object, or a list of variables where TensorFlow cannot track the object
-      itself: a Keras 3 metric or seed generator (its variables), and `<name>_untracked` for the seeds in a Keras 3
-      model and for what a list or dict holds of these.
+      itself: a Keras 3 metric or seed generator (its variables), and `<name>_untracked` for the seeds, and
+      the layers in lists and dicts, of a Keras 3 model, and for what a list or dict holds of these.
     """
     state = {}
     for name, value in vars(task).items():

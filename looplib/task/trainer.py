@@ -92,6 +92,18 @@ class Trainer(abc.ABC):
         """Actions that the trainer brings along, which the controller calls before those that it is given."""
         return ()
 
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Metrics in proportion to the speed: dict from name to the value at one step a second; none by default.
+
+        Each report has them, multiplied by its `steps_per_second`. Comparisons of runs leave out metrics whose names
+        end in "per_second" or "share_of_peak".
+
+        Example:
+            return {"tokens_per_second": self.global_batch_size * 128}
+        """
+        return {}
+
     def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
         """Returns the controller's `steps_per_loop` where it is not given; None leaves it to looplib."""
         del global_batch_size

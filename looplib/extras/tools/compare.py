@@ -25,7 +25,8 @@ _NOT_COMPARED = (
     "input_state/.ATTRIBUTES/py_state",  # depends on how full a pipeline's buffers were
 )
 _TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step is off by thousands of times
-_TIMES = re.compile("second|time|clock|restart")
+_TIMES = re.compile("second|time|clock|restart|share_of_peak")
+_SPEED = re.compile("per_second$|share_of_peak$")
 
 
 @dataclasses.dataclass
@@ -132,8 +133,9 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
         step, split = record["step"], record["split"]
         examples = record.get("examples", batch * (step - before[split]))
         before[split] = step
-        for name in record.keys() - {"step", "split", "examples", "steps_per_second", example_checksum.METRIC}:
-            found[name].append((record[name], examples))
+        for name in record.keys() - {"step", "split", "examples", example_checksum.METRIC}:
+            if not _SPEED.search(name):
+                found[name].append((record[name], examples))
     return {
         name: 4 / min(examples for _, examples in values)
         for name, values in found.items()
@@ -157,9 +159,8 @@ def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tupl
         step, split = record.pop("step"), record.pop("split")
         counts[split, step] += 1
         numbers[split, f"step {step} {split}: records"] = counts[split, step]
-        for name in sorted(
-            record.keys() - {"steps_per_second"}, key=lambda name: (name != example_checksum.METRIC, name)
-        ):
+        names = [name for name in record if not _SPEED.search(name)]
+        for name in sorted(names, key=lambda name: (name != example_checksum.METRIC, name)):
             numbers[split, f"step {step} {split} {name}"] = record[name]
     run = _report(folder)
     _, record = peek(final_checkpoint(folder))
