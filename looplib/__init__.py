@@ -22,6 +22,8 @@ _HOMES = {
     "EarlyStopping": "task.plateau",
     "Evaluator": "task.evaluator",
     "Event": "task.actions",
+    "ExportBest": "task.plateau",
+    "Exported": "task.exported",
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "health.guards",
     "InputContext": "task.input_context",

@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools = parser.add_subparsers(required=True, metavar="TOOL")
     _add_inspect(tools)
     _add_average(tools)
+    _add_export(tools)
     _add_launch(tools)
+    _add_rerun(tools)
+    _add_sweep(tools)
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
@@ -64,6 +67,18 @@ def _add_average(tools: Any) -> None:
     parser.add_argument("output", help="the new directory, for --mode=eval --model_dir=... and --warm_start=...")
     parser.add_argument("--last", type=int, default=5, help="number of checkpoints (default %(default)s)")
     parser.set_defaults(run=_average)
+
+
+def _add_export(tools: Any) -> None:
+    text = "export the model of a run for programs without looplib, by its own command with --mode=export"
+    parser = tools.add_parser("export", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.add_argument("directory", help="the run directory")
+    parser.add_argument(
+        "output", nargs="?", help="the new directory (default: export/step-<step> in the run directory)"
+    )
+    parser.add_argument("--tflite", action="store_true", help="write a TFLite file too")
+    parser.add_argument("--last_weights", action="store_true", help="export the last weights, not averages of them")
+    parser.set_defaults(run=_export)
 
 
 def _add_launch(tools: Any) -> None:
@@ -101,6 +116,43 @@ def _add_launch(tools: Any) -> None:
         help="seconds until the other processes are killed after a failure (default 30)",
     )
     parser.set_defaults(run=_launch)
+
+
+def _add_rerun(tools: Any) -> None:
+    parser = tools.add_parser(
+        "rerun",
+        help="repeat a run, say what differs now, and compare the two bit by bit",
+        description="Repeats the command, configuration and seed of a run in a new directory, says what differs now "
+        "(versions and code), and compares the two runs.",
+        epilog="exit codes: 0 equal, bit by bit; 1 different; 2 the command failed, or the run cannot be repeated",
+    )
+    parser.add_argument("directory", help="the run directory")
+    parser.add_argument("--to", help="the new run directory (default: DIR-rerun)")
+    parser.set_defaults(run=_rerun)
+
+
+def _add_sweep(tools: Any) -> None:
+    parser = tools.add_parser(
+        "sweep",
+        help="run a command with many settings, and rank the results",
+        usage="python -m looplib sweep --dir=SWEEP [options] -- COMMAND --config.lr=0.1,0.01 ...",
+        description="Runs COMMAND, without --model_dir, with many settings, each in a run directory of its own, and "
+        "ranks the results. The same command resumes a sweep that was ended or killed. docs/experiments.md describes "
+        "the lists and ranges of values.",
+        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly; 75 saved and ended by SIGTERM, SIGINT or "
+        "SIGHUP; run it again",
+    )
+    parser.add_argument("--dir", required=True, help="directory of the sweep")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default %(default)s)")
+    parser.add_argument("--search", default="grid", help="grid, random or tpe (default %(default)s)")
+    parser.add_argument("--trials", type=int, help="number of configurations (default: all points of the grid)")
+    parser.add_argument("--seeds", type=int, default=0, help="runs each configuration with --seed=0, 1, ... up to this")
+    parser.add_argument("--metric", default="eval/accuracy", help="SPLIT/NAME to rank by (default %(default)s)")
+    parser.add_argument("--goal", default="max", help="max or min (default %(default)s)")
+    parser.add_argument(
+        "--prune", default="none", help="rule that stops hopeless runs: none, median, halving or hyperband"
+    )
+    parser.set_defaults(run=_sweep)
 
 
 def _add_check(tools: Any) -> None:
@@ -166,6 +218,12 @@ def _average(options: argparse.Namespace) -> int:
     return average(options.directory, options.output, options.last)
 
 
+def _export(options: argparse.Namespace) -> int:
+    from looplib.extras.tools.export import export
+
+    return export(options.directory, options.output, tflite=options.tflite, averages=not options.last_weights)
+
+
 def _launch(options: argparse.Namespace) -> int:
     from looplib.extras.tools.local_launch import launch
 
@@ -177,6 +235,25 @@ def _launch(options: argparse.Namespace) -> int:
         grace=options.grace,
         backoff=options.backoff,
     )
+
+
+def _rerun(options: argparse.Namespace) -> int:
+    from looplib.extras.tools.rerun import rerun
+
+    return rerun(options.directory, options.to)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    try:
+        import matplotlib  # noqa: F401
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"a sweep needs {error.name}; install it with pip install 'looplib[sweep]'") from error
+    from looplib.extras.sweep.study import Plan
+    from looplib.extras.sweep.sweep import sweep
+
+    plan = Plan(options.command, options.search, options.metric, options.goal, options.prune, options.seeds)
+    return sweep(options.dir, plan, options.parallel, options.trials)
 
 
 def _resume(options: argparse.Namespace) -> int:

@@ -82,6 +82,26 @@ def float_type(model: Any) -> str:
     return sys.modules[family(model)].backend.floatx()
 
 
+def input_specs(model: Any) -> Any:
+    """Returns the structure of `tf.TensorSpec`s of the inputs of a model; None if it has no Input layers.
+
+    Each has a name: its key in a dict, "inputs" for one input, and else that of its Input layer.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        return None
+    inputs = inputs[0] if _is_a(model, "Sequential") else model.input
+    if isinstance(inputs, dict):
+        return {key: tf.TensorSpec(part.shape, part.dtype, key) for key, part in inputs.items()}
+    name = None if tf.nest.is_nested(inputs) else "inputs"
+    return tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype, name or part.name), inputs)
+
+
+def export_archive(model: Any) -> Any:
+    """Returns a new `ExportArchive` of a model's family."""
+    return sys.modules[family(model)].export.ExportArchive()
+
+
 def callback_base(model: Any) -> type:
     """Returns the class of callbacks of a model's family."""
     return sys.modules[family(model)].callbacks.Callback

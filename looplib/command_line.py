@@ -12,8 +12,9 @@ from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
+from looplib.report import pieces
 
-MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval")
+MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
 
 # The flags that `runtime.setup` takes.
 OF_THE_MACHINE = (
@@ -42,6 +43,12 @@ FLAGS = (
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
     ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
+    ("predictions", flags.DEFINE_string, None, "Directory for --mode=predict; none: predictions in the run directory."),
+    ("predictions_format", flags.DEFINE_enum, "jsonl", "Files of the predictions.", tuple(pieces.KINDS)),
+    ("predictions_piece", flags.DEFINE_integer, 10_000, "Records of a file of predictions."),
+    ("export", flags.DEFINE_string, None, "Directory for --mode=export; none: export/step-<step> in model_dir."),
+    ("export_averages", flags.DEFINE_boolean, True, "Exports averaged weights if the evaluator or trainer has any."),
+    ("export_tflite", flags.DEFINE_boolean, False, "Exports a TFLite file too, if the converter takes the model."),
     ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
     ("keep_last", flags.DEFINE_integer, 5, "Number of newest checkpoints to keep."),
     ("keep_best", flags.DEFINE_string, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
@@ -105,9 +112,10 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
         raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
-    if duration("--max_time", values["max_time"]) and "train" not in values["mode"]:
+    if duration("--max_time", values["max_time"] or None) and "train" not in values["mode"]:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
-    for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size"):
+    for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size",
+                 "predictions_piece"):  # fmt: skip
         if values[name] < 1:
             raise UsageError(f"--{name} is {values[name]}; expected at least 1")
     for name in ("train_steps", "eval_steps"):

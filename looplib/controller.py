@@ -13,11 +13,13 @@ from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
 from looplib.evaluations import Evaluations
+from looplib.exports import export
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
 from looplib.loop.schedule import Schedule
+from looplib.predictions import predict
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
@@ -241,6 +243,49 @@ class Controller:
           UsageError: for bad input, or if no checkpoint came in time.
         """
         return self._evaluations.of_each_checkpoint(steps, until_step, timeout)
+
+    def predict(
+        self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
+    ) -> dict[str, str]:
+        """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
+
+        A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
+        that differ from those of the finished pieces are refused.
+
+        Args:
+          directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
+          format: "jsonl", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
+          piece: records of a file.
+
+        Returns:
+          dict from evaluator name to its folder.
+
+        Raises:
+          UsageError: for bad input, or if no evaluator predicts.
+        """
+        return predict(self._run, os.fspath(directory) if directory else None, format, piece)
+
+    def export(
+        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
+    ) -> str:
+        """Writes the model at the current step for programs without looplib, into a directory that appears whole.
+
+        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, and
+        `export.json`. What is exported is the `export` of the first evaluator, or else of the trainer. An action may
+        call it.
+
+        Args:
+          directory: default `export/step-<step>` in `model_dir`; an earlier export there is replaced.
+          averages: whether averaged weights are exported, if there are any.
+          tflite: whether to write `model.tflite` too, if TensorFlow's converter takes the model.
+
+        Returns:
+          The directory.
+
+        Raises:
+          UsageError: for bad input, or a model that cannot be exported.
+        """
+        return export(self._run, os.fspath(directory) if directory else None, averages, tflite)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.

@@ -98,12 +98,12 @@ def parse_json(text: str) -> Any:
         raise ValueError("its JSON is nested too deep") from None
 
 
-def write_whole(path: str, text: str) -> None:
+def write_whole(path: str, content: str | bytes) -> None:
     """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one.
 
     A symbolic link of that name is replaced, not followed.
     """
-    content = text.encode()
+    content = content.encode() if isinstance(content, str) else content
     folder = os.path.dirname(path) or "."
     if is_remote(path):
         with tf.io.gfile.GFile(path + ".new", "wb") as file:

@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from looplib import _tf, command_line, console, runtime, source_locations
+from looplib import config as configuration
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE
@@ -36,6 +36,7 @@ from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, U
 from looplib.health.preemption import notice
 from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
+from looplib.report.program import this_program
 from looplib.task.actions import Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -61,6 +62,7 @@ def run(
     started: Started | None = None,
     actions: Sequence[Act] = (),
     modes: Mapping[str, Mode] | None = None,
+    experiments: Mapping[str, Any] | None = None,
     **defaults: Any,
 ) -> NoReturn:
     """Defines the flags, parses the command line, runs the experiment and exits the process.
@@ -71,8 +73,8 @@ def run(
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
         evaluator is an `Evaluator`, a dict from name to `Evaluator`, or None.
-      config: a dataclass instance with the experiment's own settings, each a flag `--config.<field>=<value>`; default
-        None for none, with which `build` is called then.
+      config: a dataclass instance with the experiment's own settings, each a flag `--config.<field>=<value>` and a name
+        in the files of --config_file; default None for none, with which `build` is called then.
       argv: the command line; default `sys.argv`.
       settings: in place of `config`, a function without arguments that is called once the command line is parsed, for a
         binary whose settings come from elsewhere; returns `(config, values)`: the argument of `build`, with an
@@ -82,23 +84,29 @@ def run(
       actions: callables that take an `Event`, see `Controller`.
       modes: dict from name to function of `(config, controller)`, further values of `--mode`. The controller has the
         evaluator, but no trainer, and has restored the newest checkpoint.
+      experiments: variants of `config` by name, of its class; --experiment=NAME takes one in its place.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
     if settings is None and config is not None and not dataclasses.is_dataclass(config):
         raise TypeError(f"config is a {type(config).__name__}; expected an instance of a dataclass")
+    if experiments and (settings or config is None):
+        raise TypeError("launch.run got experiments without a config, of which they are variants")
     for name, define, default, help_text, *values in FLAGS:
         arguments = [(*values[0], *(modes or {}))] if name == "mode" else values[:1]
         define(name, defaults.pop(name, default), *arguments, help=help_text)
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
+    own = (configuration.PRINT_FLAG,) if settings or config is None else configuration.FLAGS
+    for name, define, default, help_text in own:
+        define(name, default, help_text)
     if settings is None:
-        settings = _define_config(config, argv) if config is not None else lambda: (None, {})
-    for name, *_ in FLAGS:  # so that --help shows them
+        settings = _define_config(config, experiments or {}, argv) if config is not None else lambda: (None, {})
+    for name, *_ in (*FLAGS, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     console.guard()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
     binary = _Binary(build, settings, started, actions, modes or {})
-    app.run(lambda argv: _main(binary, argv), argv=argv)
+    app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,16 +120,24 @@ class _Binary:
     modes: Mapping[str, Mode]
 
 
-def _define_config(config: Any, argv: Sequence[str] | None) -> Settings:
+def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[str] | None) -> Settings:
     """Makes a flag of each field; returns a `settings` function."""
     try:
-        parsed = config_flags.DEFINE_config_dataclass("config", config, sys_argv=argv)  # reads the command line already
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        what, fields = error.args[0] if error.args else error, dataclasses.fields(config)
-        names = ", ".join(field.name for field in fields)
-        _end(_Session(), outcome.failed(f"a --config flag is wrong: {what}; expected one of the fields {names}"))
+        of_the_flags = configuration.define(config, experiments, sys.argv if argv is None else argv)
+    except UsageError as error:
+        _end(_Session(), outcome.failed(str(error)))
+    except flags.Error:
+        app.parse_flags_with_usage(sys.argv if argv is None else argv)  # prints it, and ends
+        raise
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
-    return lambda: (parsed.value, {})
+    return lambda: (of_the_flags(), {})
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        return configuration.parse(argv)
+    except UsageError as error:
+        _end(_Session(), outcome.failed(str(error)))
 
 
 def _main(binary: _Binary, argv: Sequence[str]) -> None:
@@ -197,6 +213,9 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         session.temporary = redirected["model_dir"]
         values.update(redirected)
     config, others = binary.settings()
+    if flags.FLAGS["print_config"].value:
+        print(configuration.dump(run_json.as_dict(config)), end="")
+        sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings())
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
@@ -211,6 +230,8 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
+    if "config" in flags.FLAGS and "train" in values["mode"] and controller.is_chief:
+        configuration.write(values["model_dir"], run_json.as_dict(config))
     if binary.started:
         binary.started(config, controller)
     if values["dry_run"]:
@@ -234,11 +255,11 @@ def _make_controller(
         )
     trainer, evaluator = built
     mode = values["mode"]
-    if mode != "train" and evaluator is None:
+    if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
-        trainer=trainer if "train" in mode and mode not in binary.modes else None,
-        evaluator=evaluator if "eval" in mode or mode in binary.modes else None,
+        trainer=trainer if mode in ("train", "train_and_eval", "train_and_post_eval") or evaluator is None else None,
+        evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
         global_batch_size=values["global_batch_size"],
         model_dir=values["model_dir"],
@@ -248,10 +269,11 @@ def _make_controller(
         checkpoints=command_line.policy(values),
         actions=binary.actions,
         config=config,
-        max_time=values["max_time"],
+        max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],
     )
     controller.report.flags = values
+    controller.report.program = this_program() if controller.is_chief else None
     return controller
 
 
@@ -325,13 +347,21 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
-    """Trains and evaluates by --mode."""
+    """Trains, evaluates, predicts or exports by --mode."""
     mode, train_steps, eval_steps = values["mode"], values["train_steps"], values["eval_steps"]
     if mode == "train_and_eval":
         controller.train_and_evaluate(train_steps, values["eval_interval"], eval_steps)
     elif mode == "continuous_eval":
         until = train_steps if train_steps > 0 else None
         controller.evaluate_continuously(eval_steps, until_step=until, timeout=values["eval_timeout"])
+    elif mode == "predict":
+        controller.predict(
+            values["predictions"], format=values["predictions_format"], piece=values["predictions_piece"]
+        )
+    elif mode == "export":
+        if not controller.restored_from:
+            raise UsageError(f"there is no checkpoint in {values['model_dir']} to export; train first")
+        controller.export(values["export"], averages=values["export_averages"], tflite=values["export_tflite"])
     if mode in ("train", "train_and_post_eval"):
         controller.train(train_steps)
     if mode in ("eval", "train_and_post_eval"):

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import subprocess
+import textwrap
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib import launch
+from looplib import config, launch
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -46,6 +47,10 @@ def readme(python, folder):
 def guide(python, folder):
     flags = [f"--model_dir={folder}/binary", "--config.learning_rate=0.02"]
     return run(python, "\n\n".join(programs("docs/guide.md")), folder, *flags)
+
+
+def experiments(python, folder):
+    return run(python, whole("experiments"), folder, "--experiment=large", "--config.model.width=64", "--print_config")
 
 
 # What differs in the tests: the TPU guide's network takes minutes, and a machine may or may not have the internet.
@@ -88,8 +93,9 @@ TPU_PAGES = {
 PAGES = {
     "readme": readme,
     "guide": guide,
+    "experiments": experiments,
     **{name: page(name, after) for name, after in TPU_PAGES.items()},
-    **{name: page(name) for name in ("from_orbit", "from_keras", "recipes")},
+    **{name: page(name) for name in ("from_orbit", "from_keras", "recipes", "after_training")},
 }
 
 
@@ -125,6 +131,11 @@ def test_the_guides_programs_run_as_printed(results, folders):
     assert result.returncode == 0, result.stderr
     assert "stopped at step" in result.stdout and "done at step 400" in result.stdout
     assert (folders["guide"] / "binary" / "run.json").exists()
+
+
+def test_the_experiments_program_prints_the_settings_as_the_page_has_them(results):
+    (shown,) = re.findall(r"--print_config\n((?:    .*\n)+)", (ROOT / "docs" / "experiments.md").read_text())
+    assert printed(results["experiments"]) == textwrap.dedent(shown)
 
 
 def printed(result):
@@ -236,6 +247,15 @@ def test_the_recipes_run_as_printed(results):
     assert len(accuracies) >= 6 and min(accuracies) > 0.8 and max(accuracies) > 0.95
 
 
+def test_the_programs_of_after_training_run_as_printed(results, folders):
+    out = printed(results["after_training"])
+    assert min(shown(r"accuracy of the second hundred: (\S+)", out)) > 0.9
+    served, labels = (line.split() for line in re.search(r"classes: \[(.*)\] labels: \[(.*)\]", out).groups())
+    assert len(served) == 5 and sum(a == b for a, b in zip(served, labels)) >= 4
+    kept = {path.name for path in (folders["after_training"] / "after_training" / "export").iterdir()}
+    assert kept and kept <= {"step-100", "step-200"}
+
+
 def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
     out = printed(results["from_orbit"])
     found = dict(re.findall(r"^(adapter|ported): ([\d.]+)$", out, re.MULTILINE))
@@ -255,8 +275,9 @@ def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
 
 def test_the_readmes_table_has_every_flag_with_its_default():
     rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [name for name, _, _ in rows] == [name for name, *_ in launch.FLAGS]
-    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, launch.FLAGS):
+    flags = [*launch.FLAGS, *config.FLAGS]
+    assert [name for name, _, _ in rows] == [name for name, *_ in flags]
+    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, flags):
         assert default == ("none" if value is None else str(value).lower()), name
         assert text == help_text + (f" One of {', '.join(values[0])}." if values else ""), name
 

@@ -7,11 +7,11 @@ TESTS = {
     "checkpoint": ["checkpoints", "continue", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
     "data": ["feeds", "global_batches", "sources"],
-    "extras": ["checks", "foreign", "local_launch", "preflight"],
+    "extras": ["checks", "foreign", "local_launch", "preflight", "rerun", "sweep"],
     "health": ["debuggers", "guards", "preemption"],
-    "house": ["controller", "errors", "imports", "launch", "lifecycle", "runtime", "tf"],
+    "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
-    "report": ["clock", "writers"],
+    "report": ["clock", "predictions", "program", "writers"],
     "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent

@@ -25,8 +25,8 @@ LEVELS = [
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
-    {"run", "command_line"},
-    {"evaluations"},
+    {"run", "command_line", "config"},
+    {"evaluations", "exports", "predictions"},
     {"controller"},
     {"launch"},
 ]

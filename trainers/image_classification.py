@@ -103,6 +103,12 @@ class ImageClassifierEvaluator(looplib.Evaluator):
             "accuracy": tf.equal(tf.argmax(logits, axis=1), labels),
         }
 
+    def predict_fn(self, inputs: tuple[tf.Tensor, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Predicts the class, and the probability of each class, beside the label."""
+        images, labels = inputs
+        probabilities = tf.nn.softmax(self.model(images, training=False))
+        return {"label": labels, "prediction": tf.argmax(probabilities, axis=1), "probabilities": probabilities}
+
 
 def build(config: Config) -> tuple[ImageClassifier, ImageClassifierEvaluator]:
     """Builds the experiment, under the strategy's scope.
@@ -150,5 +156,10 @@ def make_optimizer(config: Config, model: Any) -> Any:
     raise UsageError(f"--config.optimizer is {config.optimizer!r}; expected adam or sgd")
 
 
+EXPERIMENTS = {
+    "mlp": Config(model="mlp"),
+    "sgd": Config(optimizer="sgd", learning_rate=0.05, decay_steps=2000),
+}
+
 if __name__ == "__main__":
-    launch.run(build, Config(), train_steps=2000, eval_interval=500)
+    launch.run(build, Config(), experiments=EXPERIMENTS, train_steps=2000, eval_interval=500)

@@ -100,6 +100,7 @@ def distribute(
         batch_size=batch_size,
         sized=pipelines.sized,
         steps_per_epoch=context.steps_per_epoch,
+        examples=context.examples,
     )
 
 

@@ -28,6 +28,7 @@ class Stream:
       batch_size: examples of a batch of full size.
       sized: whether batches need no check of their size: it is static, or it may vary.
       steps_per_epoch: steps in which the data comes once; None where that is not known.
+      examples: how many examples there are; None where that is not known.
     """
 
     strategy: tf.distribute.Strategy
@@ -45,6 +46,7 @@ class Stream:
     batch_size: int
     sized: bool = True
     steps_per_epoch: float | None = None
+    examples: int | None = None
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property

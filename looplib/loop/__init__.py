@@ -15,6 +15,7 @@ Names that other rooms may use, by file:
     loops: LoopSettings, Loops
     optimizers: TrainingOptimizers
     packing: none
+    prediction: Prediction
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule

@@ -51,14 +51,27 @@ def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
     Returns:
       int64 scalar tensor, or None where nothing in `inputs` can be hashed.
     """
+    columns = _columns(inputs)
+    if not columns:
+        return None
+    steps = tf.fill([tf.shape(columns[0])[0]], tf.cast(step, tf.int64))
+    return tf.reduce_sum(tf.bitwise.bitwise_and(_hash(tf.stack([*columns, steps], axis=1)), 2**_BITS - 1))
+
+
+def hash_of_each(inputs: Any) -> tf.Tensor | None:
+    """Returns a hash of the content of each example of a batch, int64 `[batch]`; see `examples_checksum`."""
+    columns = _columns(inputs)
+    return _hash(tf.stack(columns, axis=1)) if columns else None
+
+
+def _columns(inputs: Any) -> list[tf.Tensor]:
+    """Returns the hashes of the rows of each tensor that has a row for each example."""
     leaves = [leaf for leaf in tf.nest.flatten(inputs) if _has_rows(leaf)]
     if not leaves:
-        return None
+        return []
     first, *others = map(_fingerprints, leaves)
     rows = tf.shape(first)[0]
-    others = [tf.cond(tf.shape(x)[0] == rows, lambda x=x: x, lambda: tf.zeros_like(first)) for x in others]
-    steps = tf.fill([rows], tf.cast(step, tf.int64))
-    return tf.reduce_sum(tf.bitwise.bitwise_and(_hash(tf.stack([first, *others, steps], axis=1)), 2**_BITS - 1))
+    return [first, *(tf.cond(tf.shape(x)[0] == rows, lambda x=x: x, lambda: tf.zeros_like(first)) for x in others)]
 
 
 def _has_rows(leaf: Any) -> bool:

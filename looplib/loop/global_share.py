@@ -5,7 +5,6 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import _keras
-from looplib.errors import UsageError
 from looplib.loop.packing import batch_size
 from looplib.loop.step import StepFn
 from looplib.task import reductions, shares
@@ -42,12 +41,12 @@ def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training
         variable.assign(tf.where(counts, variable.read_value(), value))
     if not isinstance(outputs, dict):
         return outputs
-    outputs = {name: _if(counts, name, value) for name, value in outputs.items()}
+    outputs = {name: _if(counts, value) for name, value in outputs.items()}
     return outputs if training else {"examples": reductions.total(share.examples), **outputs}
 
 
 @tf.autograph.experimental.do_not_convert
-def _if(counts: tf.Tensor, name: str, value: Any) -> Any:
+def _if(counts: tf.Tensor, value: Any) -> Any:
     """Returns an output of a step, which weighs nothing unless it counts."""
     if isinstance(value, tf.Tensor) and value.shape.rank != 0:
         value = reductions.mean(value)
@@ -56,10 +55,7 @@ def _if(counts: tf.Tensor, name: str, value: Any) -> Any:
     if value.kind == "total":
         return reductions.total(tf.where(counts, value.value, tf.zeros_like(value.value)))
     if value.kind == "each":
-        raise UsageError(
-            f"{name!r} is a looplib.each, and a replica without an example of a global batch would collect another "
-            'one; use batches = "per_replica", or global batches of a fixed size (drop_remainder=True)'
-        )
+        return Reduction("each", value.value, counts)
     if value.kind == "last":
         return value
     if value.kind != "mean":

@@ -14,7 +14,9 @@ from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.engines import ENGINES
+from looplib.loop.prediction import Prediction
 from looplib.loop.schedule import Boundary
+from looplib.loop.task_loop import TaskLoop
 from looplib.report.clock import Clock
 from looplib.task import checks
 from looplib.task.evaluator import Evaluator
@@ -105,19 +107,7 @@ class Loops:
         settings = self.settings
 
         def make_loop(split: str, task: Trainer | Evaluator, **others: Any) -> Loop:
-            return task_loop.make_loop(
-                Specification(
-                    split=split,
-                    task=task,
-                    strategy=settings.strategy,
-                    clock=self._clock,
-                    engine=settings.loop,
-                    seed=settings.seed,
-                    steps_per_loop=settings.steps_per_loop,
-                    chosen=record.engines.get(split),
-                    **others,
-                )
-            )
+            return task_loop.make_loop(self._specification(split, task, chosen=record.engines.get(split), **others))
 
         for task in filter(None, (trainer, *evaluators.values())):
             self.own(task)
@@ -134,8 +124,34 @@ class Loops:
                 overfit_batch=settings.overfit_batch,
             )
         for name, task in evaluators.items():
-            size = task.global_batch_size or settings.global_batch_size
-            self.evaluations[name] = make_loop(name, task, global_batch_size=size, counter=self._evaluated)
+            self.evaluations[name] = make_loop(name, task, **self._of_evaluations(task))
+
+    def _specification(self, split: str, task: Trainer | Evaluator, **others: Any) -> Specification:
+        settings = self.settings
+        return Specification(
+            split=split,
+            task=task,
+            strategy=settings.strategy,
+            clock=self._clock,
+            engine=settings.loop,
+            seed=settings.seed,
+            steps_per_loop=settings.steps_per_loop,
+            **others,
+        )
+
+    def _of_evaluations(self, task: Evaluator) -> dict[str, Any]:
+        size = task.global_batch_size or self.settings.global_batch_size
+        return {"global_batch_size": size, "counter": self._evaluated}
+
+    def of_prediction(self, name: str, task: Prediction, start_step: int) -> TaskLoop:
+        """Returns a new loop that predicts, for the caller to close.
+
+        Args:
+          name: the evaluator's.
+          task: the prediction.
+          start_step: global batches of its data to leave out.
+        """
+        return TaskLoop(self._specification(name, task, start_step=start_step, **self._of_evaluations(task)))
 
     def own(self, task: Trainer | Evaluator) -> None:
         """Gives a task the attributes that it reads of the run; another controller may have set them since."""

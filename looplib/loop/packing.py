@@ -70,7 +70,7 @@ class Packer:
         return [slot.kind == "last" for slot in self.slots for _ in range(slot.size)]
 
     @tf.autograph.experimental.do_not_convert
-    def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Any]]:
+    def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Reduction]]:
         """Packs one step's outputs; in replica context.
 
         Args:
@@ -79,7 +79,7 @@ class Packer:
 
         Returns:
           `(contribution, collected)`: float64 tensor `[n]`, n fixed by the structure of `outputs`, and a dict of the
-          values of `looplib.each`, which are not summed.
+          `looplib.each` outputs, which are not summed.
 
         Raises:
           UsageError: for an output that does not say how it reduces, or a structure that changes between steps.
@@ -102,7 +102,7 @@ class Packer:
                 metrics[name] = value
                 continue
             if isinstance(value, Reduction) and value.kind == "each":
-                collected[name] = value.value
+                collected[name] = value
                 continue
             slot, part = self._pack(name, value, batch, start)
             slots.append(slot)

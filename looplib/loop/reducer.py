@@ -17,6 +17,7 @@ from looplib.cluster.collectives import Workers
 from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
 from looplib.task.record import RunningTotals
+from looplib.task.reductions import Reduction
 
 State = RunningTotals | dict[str, float]  # the second is that of an Orbit trainer
 
@@ -103,11 +104,13 @@ class Reducer(Accumulator):
         )
 
     @tf.autograph.experimental.do_not_convert
-    def _with_collected(self, contribution: tf.Tensor, values: dict[str, Any]) -> Any:
-        if not values:
+    def _with_collected(self, contribution: tf.Tensor, collected: dict[str, Reduction]) -> Any:
+        if not collected:
             return contribution
+        values = {name: reduction.value for name, reduction in collected.items()}
         self.collects = tf.nest.map_structure(tf.type_spec_from_value, values)
-        return contribution, (tf.constant(True), values)
+        counts = [reduction.weight for reduction in collected.values() if reduction.weight is not None]
+        return contribution, (tf.reduce_all(counts) if counts else tf.constant(True), values)
 
     @tf.autograph.experimental.do_not_convert
     def _nothing(self) -> Any:

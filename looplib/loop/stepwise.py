@@ -81,7 +81,7 @@ class StepwiseLoop(HostLoop):
     def __init__(self, step: Step, collect: Collect) -> None:
         super().__init__(step.strategy, step.reducer, step.stream, collect)
         self.step = step
-        self._call = tf.function(step.__call__, autograph=False)
+        self._call = tf.function(step.__call__, autograph=False, reduce_retracing=True)
 
     def _do(self, batch: object) -> object:
         return self._call(batch)

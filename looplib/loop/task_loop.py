@@ -105,6 +105,11 @@ class TaskLoop(TrainingLoop):
             )
 
     @property
+    def stream(self) -> Stream:
+        """The batches of the task."""
+        return self._stream
+
+    @property
     def step(self) -> Step:
         """See `Loop`."""
         if self._inner.step is None:

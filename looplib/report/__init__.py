@@ -7,8 +7,11 @@ Names that other rooms may use, by file:
     jsonl_writer: JsonlWriter
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
     ownership: none
+    pieces: KINDS, Record, check_kind, rows_of
+    prediction_folder: PredictionFolder, Source
     records: read_jsonl
-    run_json: RunReport, Standing, path_of, read
+    program: DIFF, diff, git, this_program
+    run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
     tensorboard_writer: TensorBoardWriter
     writer: Writer
     writers: Writers, make_writers

@@ -19,7 +19,9 @@ from looplib.errors import Preempted, UsageError, gist
 from looplib.files import parse_json, read_text, write_whole
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
+from looplib.report.program import DIFF, Program
 
+_OF_TRAINING = "run.json"
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
 
 
@@ -52,9 +54,9 @@ class RunReport:
     """The report of a run directory, replaced atomically whenever its status changes.
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
-    all starts. `starts` lists them, each with `started`, `command`, `process`, `versions`, `restored_from`, `status`,
-    `step`, `seconds`, `verdict`, and `changed`: the settings that differ from the start before. Where something that
-    was printed is lost, `console` says why.
+    all starts. `starts` lists them, each with `started`, `command`, `program`, `process`, `versions`, `restored_from`,
+    `status`, `step`, `seconds`, `verdict`, and `changed`: the settings that differ from the start before. Where
+    something that was printed is lost, `console` says why.
 
     Attributes:
       path: the file; None writes nothing.
@@ -65,6 +67,7 @@ class RunReport:
       standing: function without arguments that returns the `Standing` of the run.
       check: raises `UsageError` if the run directory is not this process's any more; nothing is written then.
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
+      program: the `Program` of a binary, whose changed code is written beside the report; None for none.
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
     """
 
@@ -76,6 +79,7 @@ class RunReport:
     standing: Callable[[], Standing]
     check: Callable[[], None]
     config: Any = None
+    program: Program | None = None
     model: dict[str, Any] | None = None
     _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
@@ -105,15 +109,18 @@ class RunReport:
 
     def _begin(self, restored_from: str | None) -> None:
         self._earlier = read(self.path) if self.path else {}
-        changed = _differences(self._earlier, {"flags": self.flags, "config": self._config_dict()})
+        changed = changed_settings(self._earlier, {"flags": self.flags, "config": as_dict(self.config)})
         self._start = {
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "command": sys.argv,
+            "program": self.program.as_dict() if self.program else None,
             "process": dataclasses.asdict(this_process()),
             "versions": _versions(),
             "restored_from": restored_from,
             "changed": {name: list(values) for name, values in changed.items()},
         }
+        if self.program and self.program.commit and os.path.basename(self.path or "") == _OF_TRAINING:
+            self._write(os.path.join(os.path.dirname(self.path), DIFF), self.program.diff)
         if changed and restored_from:
             unused = "not used, because the run has a checkpoint"
             texts = [
@@ -149,8 +156,8 @@ class RunReport:
             **dataclasses.asdict(standing),
             "metrics": {**(earlier if isinstance(earlier, dict) else {}), **standing.metrics},
             "flags": self.flags,
-            "config": self._config_dict(),
-            **{name: self._start[name] for name in ("command", "versions", "restored_from")},
+            "config": as_dict(self.config),
+            **{name: self._start[name] for name in ("command", "program", "versions", "restored_from")},
             "strategy": self.strategy,
             "num_replicas": self.num_replicas,
             "loop": self.flags.get("loop"),
@@ -160,11 +167,14 @@ class RunReport:
             "starts": starts,
             **({"model": self.model} if self.model else {}),
         }
+        self._write(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
+
+    def _write(self, path: str, text: str) -> None:
         try:
             self.check()
-            write_whole(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
+            write_whole(path, text)
         except (UsageError, OSError, tf.errors.OpError) as reason:
-            logging.warning("%s cannot be written (%s)", self.path, reason)
+            logging.warning("%s cannot be written (%s)", path, reason)
 
     @property
     def saved_step(self) -> int | None:
@@ -172,17 +182,23 @@ class RunReport:
         step = (read(self.path) if self.path else {}).get("saved_step")
         return step if isinstance(step, int) else None
 
-    def _config_dict(self) -> dict[str, Any]:
-        if self.config is None:
-            return {}
-        if isinstance(self.config, _AsDict):  # Model Garden's are dataclasses too, of more than counts
-            return self.config.as_dict()
-        return dict(self.config) if isinstance(self.config, Mapping) else dataclasses.asdict(self.config)
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Returns a program's own settings as a dict.
+
+    Args:
+      config: a dataclass, a mapping, or an object with `as_dict`; None for none.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, _AsDict):  # Model Garden's are dataclasses too, of more than counts
+        return config.as_dict()
+    return dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
 
 
 def path_of(model_dir: str, trains: bool) -> str:
     """Returns the path of the report of a training, or of an evaluation job, in a run directory."""
-    return os.path.join(model_dir, "run.json" if trains else "run_eval.json")
+    return os.path.join(model_dir, _OF_TRAINING if trains else "run_eval.json")
 
 
 def read(path: str) -> dict[str, Any]:
@@ -200,8 +216,13 @@ def _starts(earlier: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**start, "status": "killed"} if start.get("status") == "running" else start for start in starts]
 
 
-def _differences(earlier: dict[str, Any], now: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Returns (old, new) of each setting that differs from an earlier start's, by its name on the command line."""
+def changed_settings(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns (old, new) of each setting that two reports have with different values, by its name on the command line.
+
+    Args:
+      earlier: a report.
+      now: another one, of which `flags` and `config` count.
+    """
     found = {}
     for kind, prefix in (("flags", ""), ("config", "config.")):
         before, after = _flat(earlier.get(kind), prefix), _flat(_strict(now[kind]), prefix)

@@ -5,6 +5,7 @@ Names that other rooms may use, by file:
     averages: WeightAverages
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     evaluator: Evaluator
+    exported: Exported
     gradient_checks: none
     gradient_trainer: GradientTrainer
     gradients: none
@@ -20,7 +21,7 @@ Names that other rooms may use, by file:
     own_loop: OwnLoop
     parts: none
     perturbation: VARIABLE, nudge, requested
-    plateau: EarlyStopping, ReduceOnPlateau
+    plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, weighed

@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.task import exported
 from looplib.task.actions import Event
 from looplib.task.averages import WeightAverages
+from looplib.task.exported import Exported
 from looplib.task.input_context import InputContext
 
 
@@ -86,6 +88,25 @@ class Evaluator(abc.ABC):
         For changes that are undone after the evaluation. By default the weights are exchanged with `averages`, if set.
         """
         return contextlib.nullcontext() if self.averages is None else self.averages.in_use()
+
+    def predict_fn(self, inputs: Any) -> dict[str, Any]:
+        """Predicts for one batch on one replica, for `Controller.predict` and `--mode=predict`.
+
+        Args:
+          inputs: one batch of `dataset`, as in `step_fn`.
+
+        Returns:
+          A dict from name to a dense or ragged tensor `[batch, ...]` of numbers, booleans or strings, with a row for
+          each example.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no predict_fn")
+
+    def export(self) -> Exported:
+        """Returns what `Controller.export` and `--mode=export` write; the evaluator decides it, if there is one.
+
+        By default the Keras model that is the attribute `model`, in inference.
+        """
+        return exported.of_model(type(self).__name__, vars(self).get("model"), self.averages)
 
     def collect(self, outputs: list[dict[str, Any]]) -> None:
         """Takes the values that a step returned as `looplib.each`; on the host, once a step, in order.

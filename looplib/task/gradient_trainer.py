@@ -17,6 +17,7 @@ from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
 from looplib.task import shares as global_shares
 from looplib.task.averages import WeightAverages
+from looplib.task.exported import Exported
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Trainer
 
@@ -167,6 +168,10 @@ class GradientTrainer(Trainer):
         """The variables of the model that are not trained, because `freeze` or their layers say so."""
         trained = {id(variable) for variable in self._plan.trained}
         return [variable for variable in self.model.variables if id(variable) not in trained]
+
+    def export(self) -> Exported:
+        """See `Trainer.export`; with the averages."""
+        return dataclasses.replace(super().export(), averages=self.averages)
 
     # The gradient of a batch on one replica.
 

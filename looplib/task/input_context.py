@@ -27,6 +27,7 @@ class InputContext:
       training: False for an evaluation.
       start_step: global batches that were consumed before this pipeline starts; 0 in a new run.
       arrays: the argument of `resident`, or None.
+      examples: how many examples `indices` was asked for; None if it was not.
       steps_per_epoch: steps in which the data comes once, for `epochs` and reports; `indices` sets it, and a `dataset`
         that repeats other data may. None where it is not known.
       of_global_batches: whether the task makes global batches, see `Trainer.batches`.
@@ -63,6 +64,7 @@ class InputContext:
         self.positioned = False
         self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays: Any = None
+        self.examples: int | None = None
         self.steps_per_epoch: float | None = None
 
     @property
@@ -124,7 +126,7 @@ class InputContext:
                 "context.indices was asked for whole epochs, and the smaller batch at their end may not reach all "
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
-        self.positioned = True
+        self.positioned, self.examples = True, num_examples
         if not self.training:
             return self._in_order(num_examples, seeds)
         steps = num_examples / self.global_batch_size
@@ -217,7 +219,8 @@ class InputContext:
             return (positions, self._seeds(positions)) if with_seeds else positions
 
         self.batches = own
-        return (tf.data.Dataset.range(own) if self.numbers is None else self.numbers).map(ids)
+        first = self.start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
+        return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(ids)
 
     def _seeds(self, positions: tf.Tensor) -> tf.Tensor:
         """Returns seeds int32 `[b, 2]` for int64 positions in the run `[b]`, no two alike."""

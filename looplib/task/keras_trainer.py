@@ -141,6 +141,13 @@ class KerasEvaluator(Evaluator):
         """See `Evaluator`."""
         return _metrics(self.model, inputs, self.model.test_step(inputs))
 
+    def predict_fn(self, inputs: Any) -> dict[str, Any]:
+        """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
+        outputs = self.model.predict_step(inputs)
+        if isinstance(outputs, (list, tuple)):
+            return {f"prediction_{number}": output for number, output in enumerate(outputs)}
+        return outputs if isinstance(outputs, dict) else {"prediction": outputs}
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """See `Evaluator`: the metrics are also those of the training, which continues with its own values."""

@@ -1,7 +1,9 @@
-"""Actions that watch a metric: early stopping, and a lower learning rate where a metric no longer improves."""
+"""Actions that watch a metric: early stopping, exports of the best, and a lower rate where it no longer improves."""
 
 import math
 import numbers
+import os
+import shutil
 from typing import Any
 
 from absl import logging
@@ -144,6 +146,72 @@ class EarlyStopping(_Patient):
         """Restores the best checkpoint, if that was asked for."""
         if self.restore_best and self._best is not None:
             controller.restore_checkpoint(best=True)
+
+
+class ExportBest(_Patient):
+    """Exports the model after each evaluation that is better than all before, by `controller.export`.
+
+    A run that is killed and resumed exports at the steps of an uninterrupted one.
+
+    Args:
+      metric: evaluator and metric, such as "eval/loss".
+      directory: gets an export `step-<step>` each; default `export` in the controller's `model_dir`.
+      number: how many exports to keep, the newest; those before are removed.
+      min_change: an improvement is a change by more than this; default 0. NaN is never one.
+      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      averages: whether averaged weights are exported, if there are any.
+      tflite: whether to write a TFLite file too.
+
+    Raises:
+      UsageError: for bad input.
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        directory: str | os.PathLike[str] | None = None,
+        number: int = 1,
+        min_change: float = 0.0,
+        mode: str | None = None,
+        averages: bool = True,
+        tflite: bool = False,
+    ) -> None:
+        super().__init__(metric, 1, min_change, mode)
+        self._directory, self._number = directory, whole_number("ExportBest.number", number)
+        self._averages, self._tflite = averages, tflite
+        self._kept: list[str] = []
+
+    def on_start(self, controller: Any) -> None:
+        """Checks that the metric is reported, and that there is a directory.
+
+        Raises:
+          UsageError: if not.
+        """
+        super().on_start(controller)
+        if self._directory is None and controller.model_dir is None:
+            raise UsageError("ExportBest has no directory, and the controller no model_dir; give one of them")
+
+    def __call__(self, event: Event) -> None:
+        """See `Action`."""
+        if not self._improves(event):
+            return
+        folder = self._directory or os.path.join(event.controller.model_dir, "export")
+        path = os.path.join(os.path.abspath(folder), f"step-{event.step}")
+        event.controller.export(path, averages=self._averages, tflite=self._tflite)
+        self._kept = [*(kept for kept in self._kept if kept != path), path]
+        *old, self._kept = *self._kept[: -self._number], self._kept[-self._number :]
+        if event.controller.is_chief:
+            for path in old:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def state(self) -> list[Any]:
+        """See `Action`."""
+        return [*super().state(), self._kept]
+
+    def load(self, state: list[Any]) -> None:
+        """See `Action`."""
+        *state, self._kept = state
+        super().load(state)
 
 
 class ReduceOnPlateau(_Patient):

@@ -10,7 +10,13 @@ from looplib.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A value and how it reduces; made by `mean`, `total`, `last` and `each`."""
+    """A value and how it reduces; made by `mean`, `total`, `last` and `each`.
+
+    Attributes:
+      kind: the name of the function that made it.
+      value: the value.
+      weight: of a mean; for `each`, a boolean scalar tensor that says whether the value counts, None for yes.
+    """
 
     kind: str
     value: Any

@@ -7,8 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.errors import UsageError
-from looplib.task import shares
+from looplib.task import exported, shares
 from looplib.task.actions import Event
+from looplib.task.exported import Exported
 from looplib.task.input_context import InputContext
 
 
@@ -115,6 +116,13 @@ class Trainer(abc.ABC):
         Called once, under `strategy.scope()`, when a run starts without a checkpoint of its own, after all variables
         exist and before the first step. A run that resumes never calls it.
         """
+
+    def export(self) -> Exported:
+        """Returns what `Controller.export` and `--mode=export` write where there is no evaluator.
+
+        By default the Keras model that is the attribute `model`, in inference.
+        """
+        return exported.of_model(type(self).__name__, vars(self).get("model"))
 
     def loop_end(self, metrics: dict[str, Any]) -> Mapping[str, Any]:
         """Finishes the metrics of a loop; returns them unchanged by default.

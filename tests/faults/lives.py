@@ -22,7 +22,7 @@ from looplib.extras.tools.local_launch import hold_ports
 ROOT = pathlib.Path(__file__).parents[2]
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
 # What the binaries import is there in each life.
-MODULES = ("faulty", "keras", "tf_keras", "trainers.image_classification")
+MODULES = ("faulty", "keras", "tf_keras", "trainers.image_classification", "optuna", "matplotlib.figure")
 
 
 class Nursery:

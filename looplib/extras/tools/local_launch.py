@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -19,6 +18,7 @@ from typing import TextIO
 
 from looplib import console
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from looplib.extras.tools.children import Signals, dying_with_parent
 
 _TICK = 0.1
 _LONGEST_PAUSE = 60.0
@@ -62,7 +62,7 @@ def launch(
             raise UsageError(f"--{name} is {value}; expected at least {least}")
     kinds = [("chief", 0)] * bool(parameter_servers)
     kinds += [("worker", i) for i in range(workers)] + [("ps", i) for i in range(parameter_servers)]
-    with console.guarded(), hold_ports(len(kinds)) as ports, _Signals() as signals:
+    with console.guarded(), hold_ports(len(kinds)) as ports, Signals() as signals:
         spec: dict[str, list[str]] = {}
         for (kind, _), port in zip(kinds, ports):
             spec.setdefault(kind, []).append(f"127.0.0.1:{port}")
@@ -97,33 +97,6 @@ def hold_ports(count: int) -> Iterator[list[int]]:
         yield ports
 
 
-class _Signals:
-    """Notes SIGTERM, SIGINT and SIGHUP while the `with` block runs."""
-
-    def __enter__(self) -> "_Signals":
-        self.came: list[int] = []
-        heard = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
-            heard.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._note) for number in heard}
-        return self
-
-    def _note(self, number: int, _: object) -> None:
-        if number != signal.SIGHUP or not self.came:  # a closed terminal sends two, which is no second request
-            self.came.append(number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def wait(self, seconds: float) -> bool:
-        """Waits so many seconds, or until a signal comes; returns whether one has."""
-        end = time.monotonic() + seconds
-        while not self.came and time.monotonic() < end:
-            time.sleep(min(_TICK, max(0.0, end - time.monotonic())))
-        return bool(self.came)
-
-
 @dataclasses.dataclass(eq=False)
 class _Task:
     kind: str
@@ -143,9 +116,8 @@ class _Task:
 class _Run:
     """The processes of one command on given addresses, started any number of times."""
 
-    def __init__(self, command: Sequence[str], spec: dict[str, list[str]], signals: _Signals, grace: float) -> None:
+    def __init__(self, command: Sequence[str], spec: dict[str, list[str]], signals: Signals, grace: float) -> None:
         self._command, self._spec, self._signals, self._grace = command, spec, signals, grace
-        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def attempt(self, single_restarts: int, backoff: float) -> list[_Task]:
         """Starts all tasks and returns them once they have ended."""
@@ -193,7 +165,7 @@ class _Run:
                 self._command, env=environment,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,  # so that the terminal's Ctrl-C comes through this process, once
-                preexec_fn=self._end_with_launcher if self._libc else None,
+                preexec_fn=dying_with_parent(signal.SIGTERM),  # if the launcher is killed, they save and end
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"{shlex.join(self._command)} cannot be started ({error.strerror})") from error
@@ -202,9 +174,6 @@ class _Run:
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, (task, stream))
             self._unfinished[pipe] = b""
-
-    def _end_with_launcher(self) -> None:
-        self._libc.prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG: if the launcher is killed, they save and end
 
     def _look_after(self, tasks: list[_Task], single_restarts: int, backoff: float) -> None:
         now = time.monotonic()

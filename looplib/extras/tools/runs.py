@@ -8,13 +8,13 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from looplib.checkpoint.manager import latest_checkpoint
 from looplib.errors import UsageError
+from looplib.extras.tools import children
 from looplib.extras.tools.compare import final_checkpoint
 from looplib.loop import example_checksum
 
@@ -67,15 +67,17 @@ def run(
     Raises:
       UsageError: if the command cannot be started, fails, or takes longer.
     """
-    life, stamp, moment = Life(_saved_step(folder)), _stamp(folder), None
-    process = _start(command, folder, environment or {example_checksum.VARIABLE: "1"})
+    life, stamp, moment = Life(saved_step(folder)), _stamp(folder), None
+    added = environment or {example_checksum.VARIABLE: "1"}
+    with open(f"{folder}.log", "ab") as log:
+        process = children.start([*command, f"--model_dir={folder}"], log, added)
     started = time.monotonic()
     struck = False
     try:
         while process.poll() is None and life.now <= timeout and not struck:
             time.sleep(0.005)
             life.now = time.monotonic() - started
-            life.saved = _saved_step(folder)
+            life.saved = saved_step(folder)
             if life.saved != life.found:
                 life.saves.setdefault(life.saved, life.now)
             if life.ready is None and _stamp(folder) != stamp:
@@ -96,23 +98,6 @@ def run(
             print("".join(f"  | {line}" for line in log.readlines()[-20:]), end="", file=sys.stderr)
         raise UsageError(f"the command {how}; its last lines are above, all are in {folder}.log")
     return life
-
-
-def _start(command: Sequence[str], folder: str, environment: Mapping[str, str]) -> subprocess.Popen:
-    with open(f"{folder}.log", "ab") as log:
-        try:
-            return subprocess.Popen(
-                [*command, f"--model_dir={folder}"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a separate process group, to kill it with its children
-                env={**os.environ, **environment},
-            )
-        except OSError as error:
-            raise UsageError(
-                f"{command[0]!r} cannot be started: {error.strerror}; write the command as you type it"
-            ) from error
 
 
 def run_to_the_end(
@@ -201,7 +186,8 @@ def _stamp(folder: str) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_ino
 
 
-def _saved_step(folder: str) -> int:
+def saved_step(folder: str) -> int:
+    """Returns the step of the newest checkpoint in a run directory, maybe an unfinished one; 0 if there is none."""
     names = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "ckpt-*.index"))
     found = (re.search(r"ckpt-(\d+)\.index$", name) for name in names)
     return max((int(match[1]) for match in found if match), default=0)

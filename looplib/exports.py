@@ -1,0 +1,211 @@
+"""Exports of a run: its model as files that need no looplib, in a directory that appears whole."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras, files
+from looplib.errors import UsageError, gist
+from looplib.run import Run
+from looplib.task.exported import Exported
+
+_RECORD = "export.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What `export.json` says of an export.
+
+    Attributes:
+      step: the global step.
+      weights: "averages" or "last".
+      checkpoint: the checkpoint that the run has continued from, or None.
+      files: bytes of each part, by its name.
+      left_out: why a part is not there, by its name.
+      differences: the largest difference of a part's outputs from the trainer's, for random inputs, by its name.
+    """
+
+    step: int
+    weights: str
+    checkpoint: str | None
+    files: dict[str, int]
+    left_out: dict[str, str]
+    differences: dict[str, float]
+
+
+def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str:
+    """Exports the model at its current step, see `Controller.export`."""
+    run.refuse_if_closed_or_torn("export")
+    run.refuse_without_state()
+    if directory is None:
+        run.directory.need("export without a directory")
+        directory = os.path.join(run.model_dir, "export", f"step-{run.step}")
+    directory = directory if files.is_remote(directory) else os.path.abspath(directory)
+    chief = run.workers.is_chief
+    if chief:
+        _check(directory)
+    task = next((loop.task for loop in run.loops.by_name.values() if loop is not run.loops.training), None)
+    exported = _named((task or run.loops.training.task).export())
+    averages = averages and exported.averages is not None
+    # Where several workers train, all read the variables, and all but the chief drop what they write.
+    place = f"{directory}.new" if chief else tempfile.mkdtemp(prefix="looplib-export-")
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        with exported.averages.in_use() if averages else contextlib.nullcontext():
+            parts = _Parts(exported, place)
+            parts.write(tflite and chief)
+        if chief:
+            weights = "averages" if averages else "last"
+            record = Written(run.step, weights, run.restored_from, parts.sizes(), parts.left_out, parts.differences)
+            files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+            _appear(place, directory)
+            run.say(_sentence(record, directory))
+    except (OSError, tf.errors.OpError) as error:
+        raise UsageError(f"{directory} cannot be written ({gist(error)}); name another directory") from error
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    return directory
+
+
+def _check(directory: str) -> None:
+    """Refuses a directory that is not on this machine, or holds something else than an export."""
+    if files.is_remote(directory):
+        raise UsageError(f"{directory} is not a local directory; export to one, and copy it from there")
+    if os.path.lexists(directory) and not os.path.isfile(os.path.join(directory, _RECORD)):
+        if not os.path.isdir(directory) or os.path.islink(directory) or os.listdir(directory):
+            raise UsageError(f"{directory} holds something else than an export; name another directory, or remove it")
+
+
+def _appear(place: str, directory: str) -> None:
+    """Gives a finished export its name; an earlier one there is removed."""
+    for folder, _, names in os.walk(place):
+        for name in (*names, ""):
+            files.make_durable(os.path.join(folder, name))
+    earlier = f"{directory}.old"
+    shutil.rmtree(earlier, ignore_errors=True)
+    if os.path.lexists(directory):
+        os.rename(directory, earlier)
+    os.rename(place, directory)
+    files.make_durable(os.path.dirname(directory))
+    shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _sentence(record: Written, directory: str) -> str:
+    sizes = ", ".join(
+        f"{name} ({size:,} bytes"
+        + (f", differs by {d:.1g})" if (d := record.differences.get(name)) is not None else ")")
+        for name, size in record.files.items()
+    )
+    reasons = "".join(f"; without {name}: {reason}" for name, reason in record.left_out.items())
+    which = "averaged weights" if record.weights == "averages" else "weights"
+    return f"exported the {which} of step {record.step} to {directory}: {sizes}{reasons}"
+
+
+class _Parts:
+    """The files of an export.
+
+    Args:
+      exported: what to export.
+      folder: where to write.
+
+    Attributes:
+      left_out: why a part is not there.
+      differences: the largest difference of each part from the trainer's function.
+    """
+
+    def __init__(self, exported: Exported, folder: str) -> None:
+        self._exported, self._folder = exported, folder
+        self.left_out: dict[str, str] = {}
+        self.differences: dict[str, float] = {}
+
+    def write(self, tflite: bool) -> None:
+        """Writes the parts: a SavedModel, a Keras file and, if asked for, a TFLite file."""
+        os.makedirs(self._folder)
+        path = os.path.join(self._folder, "saved_model")
+        _save(self._exported, path)
+        loaded = tf.saved_model.load(path)
+        batch = tf.nest.map_structure(_random, self._exported.signature)
+        names = [spec.name for spec in tf.nest.flatten(self._exported.signature)]
+        expected = tf.nest.flatten(self._exported.function(batch))
+        self.differences["saved_model"] = _difference(tf.nest.flatten(loaded.serve(batch)), expected)
+        if _keras.is_model(self._exported.model):
+            self._write_keras()
+        if tflite:
+            inputs = dict(zip(names, tf.nest.flatten(batch)))
+            self._write_tflite(path, inputs, loaded.signatures["serving_default"](**inputs))
+
+    def _write_keras(self) -> None:
+        path = os.path.join(self._folder, "model.keras")
+        try:
+            self._exported.model.save(path)
+        except Exception as error:  # a layer without a configuration raises errors of many types
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            self.left_out["model.keras"] = f"Keras cannot write this model ({gist(error)})"
+
+    def _write_tflite(self, saved: str, inputs: dict[str, tf.Tensor], outputs: dict[str, tf.Tensor]) -> None:
+        try:
+            content = tf.lite.TFLiteConverter.from_saved_model(saved).convert()
+            runner = tf.lite.Interpreter(model_content=content).get_signature_runner("serving_default")
+            found = runner(**{name: tensor.numpy() for name, tensor in inputs.items()})
+        except Exception as error:  # the converter's errors have many types
+            self.left_out["model.tflite"] = f"TensorFlow's converter does not take it ({gist(error)})"
+            return
+        self.differences["model.tflite"] = _difference([found[name] for name in outputs], list(outputs.values()))
+        with open(os.path.join(self._folder, "model.tflite"), "wb") as file:
+            file.write(content)
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the bytes of each part."""
+        sizes = {}
+        for name in sorted(os.listdir(self._folder)):
+            path = os.path.join(self._folder, name)
+            inside = [os.path.join(folder, file) for folder, _, names in os.walk(path) for file in names]
+            sizes[name] = sum(map(os.path.getsize, inside or [path]))
+        return sizes
+
+
+def _save(exported: Exported, path: str) -> None:
+    """Writes a SavedModel with the endpoint `serve`, which is also its signature for serving."""
+    if _keras.is_model(exported.model):
+        archive = _keras.export_archive(exported.model)
+        archive.track(exported.model)
+        archive.add_endpoint("serve", exported.function, [exported.signature])
+        with contextlib.redirect_stdout(io.StringIO()):  # prints how to use it
+            archive.write_out(path)
+        return
+    module = tf.Module()
+    module.model = exported.model
+    module.serve = tf.function(exported.function, input_signature=[exported.signature])
+    tf.saved_model.save(module, path, signatures=module.serve.get_concrete_function())
+
+
+def _named(exported: Exported) -> Exported:
+    """Gives each input of the signature a name, by which programs that serve pass it."""
+    flat = tf.nest.flatten(exported.signature)
+    default = ["inputs"] if len(flat) == 1 else [f"inputs_{number}" for number in range(len(flat))]
+    named = [tf.TensorSpec(spec.shape, spec.dtype, spec.name or name) for spec, name in zip(flat, default)]
+    return dataclasses.replace(exported, signature=tf.nest.pack_sequence_as(exported.signature, named))
+
+
+def _random(spec: tf.TensorSpec) -> tf.Tensor:
+    """Makes a tensor of a spec, with two rows: zeros and ones of whole numbers, and others from 0 to 1."""
+    shape = [2 if size is None else size for size in spec.shape.as_list()]
+    if spec.dtype == tf.string:
+        return tf.fill(shape, "")
+    uniform = tf.random.stateless_uniform(shape, seed=[0, 0])
+    return tf.cast(uniform if spec.dtype.is_floating else tf.round(uniform), spec.dtype)
+
+
+def _difference(found: Any, expected: Any) -> float:
+    """Returns the largest difference of two lists of tensors; 0 for those that are no numbers."""
+    pairs = [(tf.convert_to_tensor(one), tf.convert_to_tensor(other)) for one, other in zip(found, expected)]
+    numbers = [(tf.cast(a, tf.float64), tf.cast(b, tf.float64)) for a, b in pairs if b.dtype != tf.string]
+    return max((float(tf.reduce_max(tf.abs(a - b))) for a, b in numbers), default=0.0)

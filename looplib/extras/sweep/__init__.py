@@ -1,0 +1,9 @@
+"""`python -m looplib sweep`: one command with many settings, searched by Optuna.
+
+Names that other rooms may use, by file:
+    jobs: none
+    results: none
+    space: none
+    study: Plan
+    sweep: sweep
+"""

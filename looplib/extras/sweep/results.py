@@ -1,0 +1,126 @@
+"""The results of a sweep: a table as text and CSV, and a plot."""
+
+import csv
+import math
+import os
+from collections.abc import Sequence
+
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState
+
+from looplib import files
+from looplib.extras.sweep.jobs import curve
+from looplib.extras.sweep.space import Parameter
+from looplib.extras.sweep.study import Plan, deviation, error, values
+from looplib.extras.tools.runs import say
+
+_STATES = {
+    TrialState.COMPLETE: "done",
+    TrialState.PRUNED: "stopped",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "not ended",
+    TrialState.WAITING: "not ended",
+}
+Cell = str | int | float | None
+_LONGEST = 60  # of a cell of the text
+
+
+def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
+    """Returns the trials that have a result, the best first.
+
+    Args:
+      trials: all trials.
+      goal: "max" or "min".
+    """
+    done = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    return sorted(done, key=lambda trial: -trial.value if goal == "max" else trial.value)
+
+
+def write(directory: str, plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> None:
+    """Writes results.csv, results.txt and results.png into a sweep's directory, and prints the table.
+
+    Args:
+      directory: the sweep's.
+      plan: what it does.
+      parameters: what it searches.
+      trials: all trials.
+    """
+    if not trials:
+        return
+    best = ranked(trials, plan.goal)
+    rows = _rows(plan, parameters, [*best, *(trial for trial in trials if trial not in best)])
+    with open(os.path.join(directory, "results.csv"), "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    text = _aligned(rows)
+    files.write_whole(os.path.join(directory, "results.txt"), text)
+    say(text.rstrip())
+    _plot(os.path.join(directory, "results.png"), directory, plan, parameters, best)
+    if best:
+        settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
+        say(f"best: trial-{best[0].number:04}, {plan.metric} {best[0].value:.6g} {settings}")
+    say(f"results.csv, results.txt and results.png are in {directory}")
+
+
+def _rows(plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTrial]) -> list[list[Cell]]:
+    several = plan.seeds > 1
+    names = [one.flag.lstrip("-") for one in parameters]
+    seeds = [f"seed {seed}" for seed in range(plan.seeds)] if several else []
+    rows: list[list[Cell]] = [["trial", "state", plan.metric, *["deviation"] * several, *seeds, *names, "error"]]
+    for trial in trials:
+        known = values(trial)
+        row: list[Cell] = [f"trial-{trial.number:04}", _STATES[trial.state], trial.value]
+        if several:
+            row += [deviation(trial), *(known.get(seed) for seed in range(plan.seeds))]
+        row += [trial.params.get(one.flag) for one in parameters]
+        rows.append([*row, error(trial)])
+    return rows
+
+
+def _aligned(rows: Sequence[Sequence[Cell]]) -> str:
+    used = [column for column in range(len(rows[0])) if any(row[column] not in (None, "") for row in rows[1:])]
+    short = [[_short(row[column]) for column in used] for row in rows]
+    widths = [max(len(row[column]) for row in short) for column in range(len(used))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in short)
+    return "\n".join(lines) + "\n"
+
+
+def _short(cell: Cell) -> str:
+    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)[:_LONGEST]
+
+
+def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter], best: Sequence[FrozenTrial]) -> None:
+    """Draws the curves of all results, and the results by each parameter."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(3, 1 + len(parameters))
+    lines = math.ceil((1 + len(parameters)) / columns)
+    figure = Figure(figsize=(5 * columns, 4 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for place, trial in reversed(list(enumerate(best))):  # the best on top
+        for seed in values(trial):
+            folder = os.path.join(directory, f"trial-{trial.number:04}", f"seed-{seed}" if plan.seeds else "")
+            points = sorted(curve(folder, plan.metric).items())
+            label = f"trial {trial.number} (best)" if place == 0 and seed == min(values(trial)) else None
+            color = "tab:red" if place == 0 else "0.75"
+            axes[0].plot(*zip(*points), color=color, marker=".", linewidth=1, label=label)
+    axes[0].set(xlabel="step", ylabel=plan.metric)
+    if best:
+        axes[0].legend()
+    for axis, parameter in zip(axes[1:], parameters):
+        settings = [trial.params[parameter.flag] for trial in best]
+        if isinstance(parameter.values, CategoricalDistribution):
+            order = {choice: number for number, choice in enumerate(parameter.values.choices)}
+            settings = [order[setting] for setting in settings]
+            axis.set_xticks(list(order.values()), list(order))
+        elif parameter.values.log:
+            axis.set_xscale("log")
+        spread = [deviation(trial) or 0.0 for trial in best]
+        axis.errorbar(settings, [trial.value for trial in best], spread, fmt="o", color="0.4", capsize=2)
+        axis.set(xlabel=parameter.flag, ylabel=plan.metric)
+        if best:
+            axis.plot(settings[0], best[0].value, "o", color="tab:red", zorder=3)
+    for axis in axes[1 + len(parameters) :]:
+        axis.remove()
+    figure.savefig(path)

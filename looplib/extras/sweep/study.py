@@ -1,0 +1,166 @@
+"""The database of a sweep: Optuna's, in a SQLite file that a kill at any moment leaves whole."""
+
+import dataclasses
+import glob
+import json
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import optuna
+
+from looplib.errors import UsageError
+from looplib.extras.sweep.space import Parameter
+
+SEARCHES = ("grid", "random", "tpe")
+PRUNERS = {
+    "none": optuna.pruners.NopPruner,
+    "median": optuna.pruners.MedianPruner,
+    "halving": optuna.pruners.SuccessiveHalvingPruner,
+    "hyperband": optuna.pruners.HyperbandPruner,
+}
+_FILE, _NAME, _PLAN = "sweep.db", "sweep", "plan"
+_LARGEST_GRID = 10_000
+_VALUE, _ERROR, _DEVIATION = "value of seed", "error", "deviation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a sweep does; it stays as it is when the sweep is started again.
+
+    Attributes:
+      command: the command, with its ranges and lists.
+      search: one of `SEARCHES`.
+      metric: what to compare: the split and the name in metrics.jsonl, such as "eval/accuracy".
+      goal: "max" or "min".
+      prune: a name in `PRUNERS`.
+      seeds: under how many seeds to run each configuration; 0: once, with the command's own seed.
+    """
+
+    command: list[str]
+    search: str
+    metric: str
+    goal: str
+    prune: str
+    seeds: int
+
+
+class Study:
+    """The trials of a sweep.
+
+    Args:
+      directory: the sweep's.
+      plan: what it does.
+      parameters: what it searches.
+
+    Raises:
+      UsageError: if the directory holds a sweep with another plan, or a grid that has no end.
+    """
+
+    def __init__(self, directory: str, plan: Plan, parameters: Sequence[Parameter]) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._plan, self._parameters = plan, parameters
+        self._grid = {one.flag: one.grid() for one in parameters} if plan.search == "grid" else {}
+        self.grid_size = int(np.prod([float(len(values)) for values in self._grid.values()]))
+        if self.grid_size > _LARGEST_GRID:
+            raise UsageError(
+                f"the grid has {self.grid_size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
+                "use --search=random"
+            )
+        path = os.path.join(directory, _FILE)
+        if not os.path.exists(path):
+            _create(path, plan)
+        self._study = optuna.load_study(study_name=_NAME, storage=f"sqlite:///{path}", pruner=PRUNERS[plan.prune]())
+        before = Plan(**json.loads(self._study.user_attrs[_PLAN]))
+        for field in dataclasses.fields(Plan):
+            old, new = getattr(before, field.name), getattr(plan, field.name)
+            if old != new:
+                old, new = (" ".join(value) if isinstance(value, list) else value for value in (old, new))
+                raise UsageError(
+                    f"{directory} holds a sweep whose {field.name} is {old}, not {new}; start it as it was, or use "
+                    "another --dir"
+                )
+
+    def all(self) -> list[optuna.trial.FrozenTrial]:
+        """Returns all trials."""
+        return self._study.get_trials(deepcopy=False)
+
+    def unfinished(self) -> list[optuna.Trial]:
+        """Returns the trials that were begun and have not ended, for the sweep's next start."""
+        states = (optuna.trial.TrialState.RUNNING,)
+        frozen = self._study.get_trials(deepcopy=False, states=states)
+        return [self._complete(one.number, lambda one=one: optuna.Trial(self._study, one._trial_id)) for one in frozen]
+
+    def new(self) -> optuna.Trial:
+        """Returns a new trial, with a value for each parameter."""
+        return self._complete(len(self.all()), self._study.ask)
+
+    def _complete(self, number: int, make: Callable[[], optuna.Trial]) -> optuna.Trial:
+        """Makes a trial with this number's sampler: a start of the sweep draws what an uninterrupted one would."""
+        seed = int(np.random.SeedSequence((0, number)).generate_state(1)[0])
+        if self._plan.search == "grid":
+            self._study.sampler = optuna.samplers.GridSampler(self._grid, seed=0)
+        elif self._plan.search == "random":
+            self._study.sampler = optuna.samplers.RandomSampler(seed=seed)
+        else:
+            self._study.sampler = optuna.samplers.TPESampler(seed=seed)
+        trial = make()
+        for parameter in self._parameters:
+            parameter.suggest(trial)
+        self._study.sampler = optuna.samplers.RandomSampler(seed=seed)  # a grid's refuses the end of its last trial
+        return trial
+
+    def note(self, trial: optuna.Trial, seed: int, value: float) -> None:
+        """Notes the result under one seed, and ends the trial if it was the last one."""
+        trial.set_user_attr(f"{_VALUE} {seed}", value)
+        self.end_if_complete(trial)
+
+    def end_if_complete(self, trial: optuna.Trial) -> bool:
+        """Ends a trial that has a result under each seed; returns whether it has."""
+        found = values(trial)
+        if len(found) < max(1, self._plan.seeds):
+            return False
+        if len(found) > 1:
+            trial.set_user_attr(_DEVIATION, float(np.std(list(found.values()), ddof=1)))
+        self._study.tell(trial, float(np.mean(list(found.values()))))
+        return True
+
+    def fail(self, trial: optuna.Trial, sentence: str) -> None:
+        """Ends a trial that failed."""
+        trial.set_user_attr(_ERROR, sentence)
+        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+    def prune(self, trial: optuna.Trial) -> None:
+        """Ends a trial that was stopped as hopeless."""
+        self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+
+
+def _create(path: str, plan: Plan) -> None:
+    """Makes the database under another name first: a kill in the middle leaves no half of one."""
+    new = f"{path}.new"
+    for left in glob.glob(f"{glob.escape(new)}*"):
+        os.remove(left)
+    storage = optuna.storages.RDBStorage(f"sqlite:///{new}")
+    direction = "maximize" if plan.goal == "max" else "minimize"
+    study = optuna.create_study(storage=storage, study_name=_NAME, direction=direction)
+    study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(plan)))
+    storage.remove_session()
+    storage.engine.dispose()
+    os.rename(new, path)
+
+
+def values(trial: optuna.Trial | optuna.trial.FrozenTrial) -> dict[int, float]:
+    """Returns the results of a trial by seed."""
+    return {
+        int(name.removeprefix(_VALUE)): value for name, value in trial.user_attrs.items() if name.startswith(_VALUE)
+    }
+
+
+def deviation(trial: optuna.trial.FrozenTrial) -> float | None:
+    """Returns the standard deviation of a trial's results over its seeds; None with one seed."""
+    return trial.user_attrs.get(_DEVIATION)
+
+
+def error(trial: optuna.trial.FrozenTrial) -> str:
+    """Returns the last line of a trial that failed, "" otherwise."""
+    return trial.user_attrs.get(_ERROR, "")

@@ -1,0 +1,218 @@
+"""`python -m looplib sweep`: runs of one command with many settings, resumed after a kill at any moment."""
+
+import collections
+import contextlib
+import fcntl
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+
+import optuna
+
+from looplib import console, files
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from looplib.extras.sweep import jobs, results, space
+from looplib.extras.sweep.jobs import Job
+from looplib.extras.sweep.study import PRUNERS, SEARCHES, Plan, Study, values
+from looplib.extras.tools.children import Signals
+from looplib.extras.tools.runs import saved_step, say
+
+_TICK = 0.1
+
+
+def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
+    """Runs a sweep, or what is left of it.
+
+    Args:
+      directory: for its database and the run directories.
+      plan: what it does.
+      parallel: how many runs at a time.
+      trials: how many configurations; default all points of a grid.
+
+    Returns:
+      The exit code: `EXIT_DONE`, `EXIT_FAILED` if no trial has a result, or `EXIT_PREEMPTED` if a signal ended it.
+
+    Raises:
+      UsageError: for bad input.
+    """
+    _check(plan, parallel, trials)
+    if files.is_remote(directory):
+        raise UsageError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
+    fixed, parameters = space.parse(plan.command)
+    directory = os.path.abspath(directory)
+    with console.guarded(), _alone(directory), Signals() as signals:
+        study = Study(directory, plan, parameters)
+        limit = min(study.grid_size, trials or study.grid_size) if plan.search == "grid" else trials
+        finished = _Sweep(directory, plan, fixed, study, parallel, limit).run(signals)
+        results.write(directory, plan, parameters, study.all())
+    if not finished:
+        say(f"sweep: ended by a signal; all runs are saved; run the same command to resume (code {EXIT_PREEMPTED})")
+        return EXIT_PREEMPTED
+    return EXIT_DONE if results.ranked(study.all(), plan.goal) else EXIT_FAILED
+
+
+def _check(plan: Plan, parallel: int, trials: int | None) -> None:
+    if not plan.command:
+        raise UsageError(
+            "the command is missing; write it after --, as in -- python -m trainers.my_trainer --config.a=1,2"
+        )
+    for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min"))):
+        if (value := getattr(plan, name)) not in options:
+            raise UsageError(f"--{name} is {value!r}; expected one of {', '.join(options)}")
+    for name, value in (("parallel", parallel), ("trials", trials)):
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}; expected at least 1")
+    if plan.seeds < 0:
+        raise UsageError(f"--seeds is {plan.seeds}; expected at least 1, or 0 for the command's own seed")
+    if trials is None and plan.search != "grid":
+        raise UsageError(f"--search={plan.search} has no end of its own; give a number of trials (--trials=20)")
+    if plan.prune != "none" and plan.seeds > 1:
+        raise UsageError("--prune compares single runs, and --seeds ranks means of several; leave out one of them")
+    if not all(plan.metric.partition("/")):
+        raise UsageError(f"--metric is {plan.metric!r}; expected SPLIT/NAME, such as eval/accuracy")
+    for argument in plan.command:
+        name = argument.lstrip("-").split("=")[0] if argument.startswith("-") else ""
+        if name == "model_dir" or (name == "seed" and plan.seeds):
+            raise UsageError(f"the command {shlex.join(plan.command)} has --{name}, which the sweep sets; remove it")
+
+
+@contextlib.contextmanager
+def _alone(directory: str) -> Iterator[None]:
+    """Makes a sweep's directory and holds it for this process."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        file = open(os.path.join(directory, "lock"), "w")
+    except OSError as error:
+        raise UsageError(f"--dir {directory} cannot be used ({error.strerror}); use another directory") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another sweep runs in {directory}; wait for it, or use another --dir") from None
+        yield
+
+
+class _Sweep:
+    """The runs of a sweep.
+
+    Args:
+      directory: the sweep's.
+      plan: what it does.
+      fixed: the arguments that all runs have.
+      study: its trials.
+      parallel: how many runs at a time.
+      limit: how many trials.
+    """
+
+    def __init__(
+        self, directory: str, plan: Plan, fixed: Sequence[str], study: Study, parallel: int, limit: int
+    ) -> None:
+        self._directory, self._plan, self._fixed, self._study = directory, plan, fixed, study
+        self._parallel, self._limit = parallel, limit
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._running: list[Job] = []
+        self._ended: set[int] = set()  # trials that ended in this start
+
+    def run(self, signals: Signals) -> bool:
+        """Runs all trials; returns whether they have ended, so that False says that a signal came."""
+        before = self._study.all()
+        unfinished = self._study.unfinished()
+        if before:
+            say(f"sweep: {len(before) - len(unfinished)} trials have ended, and {len(unfinished)} go on")
+        for trial in unfinished:
+            if not self._study.end_if_complete(trial):
+                self._add(trial)
+        try:
+            while not signals.came:
+                self._fill()
+                if not self._running and not self._waiting:
+                    return True
+                signals.wait(_TICK)
+                for job in [*self._running]:
+                    self._look_at(job)
+            for job in self._running:
+                job.stop()
+            while self._running and len(signals.came) < 2:  # a second signal ends them at once
+                time.sleep(_TICK)
+                self._running = [job for job in self._running if job.poll() is None]
+            return False
+        finally:
+            for job in self._running:
+                job.kill()
+
+    def _add(self, trial: optuna.Trial) -> None:
+        """Queues the runs of a trial that have no result yet."""
+        folder = os.path.join(self._directory, f"trial-{trial.number:04}")
+        known = values(trial)
+        for seed in range(max(1, self._plan.seeds)):
+            if seed not in known:
+                place = os.path.join(folder, f"seed-{seed}") if self._plan.seeds else folder
+                command = jobs.command_of(self._fixed, trial, seed if self._plan.seeds else None, place)
+                self._waiting.append(Job(trial, seed, place, command))
+
+    def _fill(self) -> None:
+        """Starts runs up to the number that may run at a time."""
+        held = []
+        while len(self._running) < self._parallel:
+            if not self._waiting and len(self._study.all()) < self._limit:
+                self._add(self._study.new())
+            if not self._waiting:
+                break
+            job = self._waiting.popleft()
+            if job.start():
+                self._running.append(job)
+            else:  # a process of the sweep's last start is still ending
+                held.append(job)
+        self._waiting.extendleft(reversed(held))
+
+    def _look_at(self, job: Job) -> None:
+        code = job.poll()
+        if self._plan.prune != "none":
+            self._report(job)
+        if code is None:
+            return
+        self._running.remove(job)
+        trial = job.trial
+        if trial.number in self._ended:
+            return
+        if code == EXIT_DONE:
+            try:
+                value = jobs.result(job.folder, self._plan.metric)
+            except UsageError as error:
+                self._fail(job, str(error))
+                return
+            self._study.note(trial, job.seed, value)
+            self._say(job, f"{self._plan.metric} {value:.6g}")
+        elif job.stopped is not None:
+            self._study.prune(trial)
+            self._say(job, f"stopped at step {saved_step(job.folder)}: other trials were better there")
+        elif job.may_run_again(code):
+            self._waiting.appendleft(job)
+        else:
+            self._fail(job, job.failure(code))
+
+    def _report(self, job: Job) -> None:
+        """Passes new metrics on to the pruner, and stops a hopeless run."""
+        found = job.curve(self._plan.metric)
+        if not found or job.stopped is not None:
+            return
+        known = self._study.all()[job.trial.number].intermediate_values
+        for step in sorted(found.keys() - known.keys()):
+            job.trial.report(found[step], step)
+        if job.trial.should_prune():
+            job.stop()
+
+    def _fail(self, job: Job, sentence: str) -> None:
+        """Marks a trial as failed, and ends its other runs."""
+        self._ended.add(job.trial.number)
+        self._study.fail(job.trial, sentence)
+        self._say(job, f"failed: {sentence}")
+        self._waiting = collections.deque(one for one in self._waiting if one.trial.number != job.trial.number)
+        for other in self._running:
+            if other.trial.number == job.trial.number:
+                other.stop()
+
+    def _say(self, job: Job, text: str) -> None:
+        settings = " ".join(f"{flag}={value}" for flag, value in job.trial.params.items())
+        say(f"{os.path.relpath(job.folder, self._directory)}: {text}{f' ({settings})' if settings else ''}")

@@ -1,0 +1,91 @@
+"""Child processes of a tool, which end with it, and the signals that it passes on to them."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
+
+from looplib.errors import UsageError
+
+_TICK = 0.1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def dying_with_parent(number: int) -> Callable[[], None] | None:
+    """Returns a `preexec_fn` with which a child gets a signal when the thread that started it ends, however it ends.
+
+    Args:
+      number: the signal.
+    """
+    if _LIBC is None:
+        return None
+    parent = os.getpid()
+
+    def ask() -> None:
+        _LIBC.prctl(1, int(number))  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it has ended already
+            os.kill(os.getpid(), number)
+
+    return ask
+
+
+def start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, str] | None = None) -> subprocess.Popen:
+    """Starts a command as a process group of its own, which is killed if this process is.
+
+    Args:
+      command: the program and its arguments.
+      output: open file for what it prints.
+      environment: variables to add.
+
+    Raises:
+      UsageError: if it cannot be started.
+    """
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # to signal it with its children, and to keep the terminal's Ctrl-C from it
+            env={**os.environ, **(environment or {})},
+            preexec_fn=dying_with_parent(signal.SIGKILL),
+        )
+    except OSError as error:
+        raise UsageError(
+            f"{command[0]!r} cannot be started: {error.strerror}; write the command as you type it"
+        ) from error
+
+
+class Signals:
+    """Notes SIGTERM, SIGINT and SIGHUP while the `with` block runs.
+
+    Attributes:
+      came: their numbers, in order.
+    """
+
+    def __enter__(self) -> "Signals":
+        self.came: list[int] = []
+        heard = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            heard.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in heard}
+        return self
+
+    def _note(self, number: int, _: object) -> None:
+        if number != signal.SIGHUP or not self.came:  # a closed terminal sends two, which is no second request
+            self.came.append(number)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so many seconds, or until a signal comes; returns whether one has."""
+        end = time.monotonic() + seconds
+        while not self.came and time.monotonic() < end:
+            time.sleep(min(_TICK, max(0.0, end - time.monotonic())))
+        return bool(self.came)

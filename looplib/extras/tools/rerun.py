@@ -1,0 +1,199 @@
+"""`python -m looplib rerun DIR`: a run once more, compared with the first bit by bit."""
+
+import difflib
+import importlib.metadata
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import looplib
+from looplib import config as configuration
+from looplib import files
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, UsageError
+from looplib.extras.tools.children import dying_with_parent
+from looplib.extras.tools.compare import compare
+from looplib.extras.tools.runs import say
+from looplib.loop import example_checksum
+from looplib.report import program, run_json
+from looplib.report.records import read_jsonl
+
+# Settings that a resumed run may have changed: they decide when it ends and what it keeps, but not what it computes.
+_HARMLESS = (
+    "train_steps", "max_time", "keep_last", "keep_best", "keep_every", "checkpoint_interval", "stall_limit",
+    "join_limit",
+)  # fmt: skip
+_MOST_LINES = 100  # of a diff
+_SHOWN = 6
+
+
+def rerun(directory: str, to: str | None = None) -> int:
+    """Repeats a run in a new directory, says what differs now, and compares the two bit by bit.
+
+    Args:
+      directory: the run directory, unchanged.
+      to: the new one; default the name of the first with "-rerun" after it.
+
+    Returns:
+      The exit code: `EXIT_DONE` if they are equal, `EXIT_DIFFERENT` if not, `EXIT_UNKNOWN` if the command failed.
+
+    Raises:
+      UsageError: for a run that cannot be repeated, or a directory that is not empty.
+    """
+    for place in filter(files.is_remote, (directory, to or "")):
+        raise UsageError(f"{place} is remote; copy the run to a local directory, and name a local one for the new run")
+    directory = os.path.abspath(directory)
+    to = os.path.abspath(to or f"{directory}-rerun")
+    path = run_json.path_of(directory, trains=True)
+    report = run_json.read(path)
+    if not report:
+        raise UsageError(f"{path} cannot be read; name the run directory of a training")
+    try:
+        _refuse_what_cannot_be_repeated(report, directory)
+        command, folder = _command(report, directory, to)
+        differences = _differences_now(report, directory)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{path} does not say how the run was started ({error!r}); it is of an older looplib"
+        ) from error
+    if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
+        raise UsageError(f"{to} is not empty; name another directory with --to, or remove it")
+    say(f"{shlex.join(command)} (in {folder})")
+    say("versions and code are those of the run" if not differences else "differs from the run:")
+    for line in differences:
+        say(f"  {line}")
+    try:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=_environment(directory),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=dying_with_parent(signal.SIGTERM),
+        )
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be started in {folder} ({error.strerror})") from error
+    if code := process.wait():
+        print(f"looplib: error: the command ended with code {code}; its own last line says why", file=sys.stderr)
+        return EXIT_UNKNOWN
+    return _verdict(report, directory, to)
+
+
+def _command(report: dict[str, Any], directory: str, to: str) -> tuple[list[str], str]:
+    """Returns the command of a run in a new directory, and its working directory."""
+    first = report["starts"][0]
+    started = first["program"]
+    if not started["arguments"]:
+        raise UsageError("the run was not started from a file or module; repeat it by hand")
+    flags = [*first["command"][1:], f"--model_dir={to}"]
+    if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
+        flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
+    command = [sys.executable, *started["arguments"], *flags]
+    if "train_steps" in _changed(report):
+        command.append(f"--train_steps={report['flags']['train_steps']}")
+    return command, started["directory"]
+
+
+def _without(arguments: Sequence[str], *names: str) -> list[str]:
+    """Returns the arguments without some flags, whose values follow a "=" or are the next argument."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, equals, _ = argument.lstrip("-").partition("=")
+        drops = argument.startswith("-") and name in names
+        if not (skip or drops):
+            kept.append(argument)
+        skip = drops and not equals
+    return kept
+
+
+def _changed(report: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings that a resumed run has changed, with the values before and after."""
+    return {name: values for start in report["starts"] for name, values in start["changed"].items()}
+
+
+def _refuse_what_cannot_be_repeated(report: dict[str, Any], directory: str) -> None:
+    if report["status"] != "done":
+        raise UsageError(
+            f"the run in {directory} has not ended well (it is {report['status']} at step {report['step']}); run its "
+            "own command again until it is done, and repeat it then"
+        )
+    for name, (before, after) in _changed(report).items():
+        if name not in _HARMLESS:
+            raise UsageError(
+                f"the run in {directory} was resumed with {name}={after}, and had {before} before, so no single "
+                "command repeats it; start a new run with one of them"
+            )
+    if report["strategy"].startswith(("MultiWorker", "ParameterServer")):
+        raise UsageError(
+            f"the run in {directory} had several processes ({report['strategy']}); start them as you did then, with "
+            "another --model_dir"
+        )
+
+
+def _differences_now(report: dict[str, Any], directory: str) -> list[str]:
+    """Returns lines about versions and code that are not those of the run."""
+    lines = []
+    for name, version in report["versions"].items():
+        if (now := _version(name)) != version:
+            lines.append(f"{name} {version} is now {now}")
+    if len({(start["program"]["commit"], start["program"]["changes"]) for start in report["starts"]}) > 1:
+        lines.append("the code changed between starts of the run; compared is that of the last one")
+    then = report["program"]
+    if not then["commit"]:
+        return [*lines, "the version of the code was not recorded (its file was in no git repository)"]
+    commit = program.git(then["repository"], "rev-parse", "HEAD").strip()
+    if commit != then["commit"]:
+        lines.append(f"git commit {then['commit'][:12]} is now {commit[:12] or 'not known'}")
+    try:
+        before = files.read_text(os.path.join(directory, program.DIFF))
+    except (OSError, ValueError, tf.errors.OpError):
+        return [*lines, f"the changes since the commit are not known ({program.DIFF} cannot be read)"]
+    if not program.git(then["repository"], "cat-file", "-t", then["commit"]):
+        return [*lines, "the code cannot be compared, because git does not have that commit"]
+    now = program.diff(then["repository"], then["commit"])
+    changes = list(
+        difflib.unified_diff(before.splitlines(), now.splitlines(), "changes then", "changes now", n=2, lineterm="")
+    )
+    if changes:
+        lines.append(f"the code, as changes since commit {then['commit'][:12]}:")
+        lines += [f"  {line}" for line in changes[:_MOST_LINES]]
+        lines += [f"  ({len(changes) - _MOST_LINES} more lines)"] * (len(changes) > _MOST_LINES)
+    return lines
+
+
+def _version(name: str) -> str:
+    known = {"python": platform.python_version(), "looplib": looplib.__version__, "tensorflow": tf.__version__}
+    try:
+        return known.get(name) or importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _environment(directory: str) -> dict[str, str]:
+    """Returns the environment in which the metrics have checksums of the examples if those of the run have them."""
+    environment = {name: value for name, value in os.environ.items() if name != example_checksum.VARIABLE}
+    records = read_jsonl(os.path.join(directory, "metrics.jsonl"))
+    if any(example_checksum.METRIC in record for record in records):
+        environment[example_checksum.VARIABLE] = "1"
+    return environment
+
+
+def _verdict(report: dict[str, Any], directory: str, to: str) -> int:
+    """Compares both runs, prints the result, and returns the exit code."""
+    again = run_json.read(run_json.path_of(to, trains=True))
+    for name, (before, now) in sorted(run_json.changed_settings(report, again).items()):
+        say(f"setting {name} was {before} and is now {now}, though the command does not say so")
+    found = compare(directory, to)
+    what = f"{found.records} records of metrics.jsonl and {found.tensors} tensors of the final checkpoint"
+    if not found.differences:
+        say(f"EQUAL, bit by bit: {what} in {directory} and {to}")
+        return EXIT_DONE
+    say(f"DIFFERENT: {len(found.differences)} values of {what}; the first:")
+    for where, one, other in found.differences[:_SHOWN]:
+        say(f"  {where}: {one} then, {other} now")
+    return EXIT_DIFFERENT

@@ -1,0 +1,94 @@
+"""The predictions of a run: what its evaluators predict for each example of their data, written in pieces."""
+
+import hashlib
+import os
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import _keras, console
+from looplib.errors import UsageError, whole_number
+from looplib.health.preemption import notice
+from looplib.loop import task_loop
+from looplib.loop.base import Request
+from looplib.loop.prediction import Prediction
+from looplib.report import pieces
+from looplib.report.prediction_folder import PredictionFolder, Source
+from looplib.run import Run
+from looplib.task.evaluator import Evaluator
+from looplib.task.state import state_of, variables_of
+
+
+def predict(run: Run, directory: str | None, kind: str, piece: int) -> dict[str, str]:
+    """Predicts for the data of each evaluator that can, see `Controller.predict`."""
+    pieces.check_kind(kind)
+    whole_number("the records of a piece of predictions", piece)
+    run.refuse_without_state()
+    run.refuse_while_training("predict")
+    if directory is None:
+        run.directory.need("predict without a directory")
+        directory = os.path.join(run.model_dir, "predictions")
+    evaluators = {name: loop.task for name, loop in run.loops.evaluations.items()}
+    able = {name: task for name, task in evaluators.items() if type(task).predict_fn is not Evaluator.predict_fn}
+    if not able:
+        names = ", ".join(type(task).__name__ for task in evaluators.values())
+        raise UsageError(
+            f"there is nothing to predict with: {names or 'no evaluator'} defines predict_fn; define it in an "
+            "Evaluator, returning a dict from name to a tensor [batch, ...]"
+        )
+    with console.guarded(), notice.listening(), run.watchdog.watching():
+        return {
+            name: _predict(run, name, task, os.path.join(directory, name), kind, piece) for name, task in able.items()
+        }
+
+
+def _predict(run: Run, name: str, evaluator: Evaluator, path: str, kind: str, piece: int) -> str:
+    """Writes the predictions for the data of one evaluator; returns their folder."""
+    chief = run.workers.is_chief
+    folder = PredictionFolder(path) if chief else None
+    start = run.workers.agree(folder.finished.step if chief else 0)
+    task = Prediction(evaluator, folder.take if chief else lambda records, examples: None)
+    run.loops.own(evaluator)
+    with evaluator.evaluating():
+        loop = run.loops.of_prediction(name, task, start)
+        task_loop.check_evaluation({name: loop}, -1)
+        in_order = loop.stream.positioned or task.batches == "global"
+        if not in_order and run.workers.count > 1:
+            raise UsageError(
+                f"{type(evaluator).__name__}.dataset divides the data among {run.workers.count} workers itself, so its "
+                "order is not known; make it with context.indices, or predict in one process"
+            )
+        if chief:
+            source = Source(
+                step=run.step,
+                weights=_checksum(run.loops.settings.strategy, evaluator),
+                examples=loop.stream.examples,
+                outputs=", ".join(f"{output} {kind}" for output, kind in task.outputs.items()),
+                global_batch_size=loop.stream.batch_size * run.loops.settings.strategy.num_replicas_in_sync,
+                replicas=None if in_order else run.loops.settings.strategy.num_replicas_in_sync,
+                format=kind,
+                piece=piece,
+            )
+            folder.begin(source)
+        try:
+            ran = loop.run(Request(-1), "evaluate")
+        finally:
+            loop.close()
+    if ran.stopped:
+        run.leave(run.step)
+    if chief:
+        folder.end()
+        run.say(f"{folder.finished.records} predictions of step {run.step} are in {path}")
+    return path
+
+
+def _checksum(strategy: tf.distribute.Strategy, evaluator: Evaluator) -> str:
+    """Returns a checksum of the weights that an evaluator predicts with, as this process's first replica has them."""
+    held = vars(evaluator)
+    state = {name: part for name, part in state_of(evaluator).items() if not _keras.is_metrics(held.get(name))}
+    digest = hashlib.sha256()
+    for _, variable in variables_of(state):
+        value = np.asarray(strategy.experimental_local_results(variable)[0].numpy())
+        digest.update(f"{value.dtype} {value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()

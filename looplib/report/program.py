@@ -1,0 +1,91 @@
+"""How a program was started, and the version of its code that git knows, so that a run can be repeated."""
+
+import dataclasses
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+
+DIFF = "code.diff"  # in the run directory
+_MOST_BYTES = 1 << 20  # of a diff
+_MOST_SECONDS = 10.0  # for git
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The program of a process, as `run.json` names it.
+
+    Attributes:
+      arguments: those of Python before the program's own: ["-m", MODULE], or the path of a file.
+      directory: the working directory.
+      repository: the folder of the git repository that the program's file is in; "" for none.
+      commit: its commit; "" for none.
+      changes: a checksum of `git diff HEAD`; "" for no changes.
+      diff: the text of `git diff HEAD`, which is in a file of its own, `DIFF`.
+    """
+
+    arguments: list[str]
+    directory: str
+    repository: str
+    commit: str
+    changes: str
+    diff: str
+
+    def as_dict(self) -> dict[str, str | list[str]]:
+        """Returns all but the diff."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "diff"}
+
+
+def this_program() -> Program:
+    """Returns the program of this process."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    arguments = ["-m", spec.name.removesuffix(".__main__")] if spec else [os.path.abspath(file)] if file else []
+    folder = os.path.dirname(os.path.abspath(file)) if file else ""
+    found = git(folder, "rev-parse", "--show-toplevel", "HEAD").splitlines() if folder else []
+    repository, commit = found if len(found) == 2 else ("", "")
+    text = diff(repository, "HEAD") if repository else ""
+    changes = hashlib.sha256(text.encode()).hexdigest() if text else ""
+    return Program(arguments, os.getcwd(), repository, commit, changes, text)
+
+
+def diff(repository: str, commit: str) -> str:
+    """Returns how the files of a git repository differ from those of a commit; at most 1 MB of it.
+
+    Args:
+      repository: its folder.
+      commit: the commit.
+    """
+    return git(repository, "diff", "--no-color", "--no-ext-diff", "--no-textconv", commit, "--")
+
+
+def git(folder: str, *arguments: str) -> str:
+    """Returns what a git command prints, at most 1 MB of it; "" if there is no git, it fails or takes long.
+
+    Args:
+      folder: where to run it.
+      *arguments: its command line.
+    """
+    try:
+        process = subprocess.Popen(
+            ["git", "-C", folder, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # only reads
+        )
+    except OSError:
+        return ""
+    timer = threading.Timer(_MOST_SECONDS, process.kill)
+    timer.start()
+    try:
+        content = process.stdout.read(_MOST_BYTES)
+        whole = len(content) < _MOST_BYTES
+        if not whole:
+            process.kill()
+        process.stdout.close()
+        code = process.wait()
+    finally:
+        timer.cancel()
+    return "" if whole and code else content.decode(errors="replace")

@@ -1,0 +1,54 @@
+"""What a trainer or evaluator exports: a function that serves, and the model whose variables it uses."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from looplib import _keras
+from looplib.errors import UsageError
+from looplib.task.averages import WeightAverages
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What is exported for programs without looplib.
+
+    Attributes:
+      function: function of one argument, a batch, in TensorFlow; returns a tensor or a structure of tensors.
+      signature: the structure of `tf.TensorSpec`s of this argument.
+      model: the Keras model or `tf.Module` that holds the variables and tables that the function uses.
+      averages: `WeightAverages` that an export may use in place of the weights; None for none.
+
+    Example:
+        def export(self):
+            serve = lambda images: {"class": tf.argmax(self.model(images, training=False), 1)}
+            return looplib.Exported(serve, tf.TensorSpec([None, 28, 28, 1], name="images"), self.model)
+    """
+
+    function: Callable[[Any], Any]
+    signature: Any
+    model: Any
+    averages: WeightAverages | None = None
+
+
+def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Exported:
+    """Returns what a Keras model exports: its outputs in inference, for batches of its inputs.
+
+    Args:
+      who: the class of the task, for messages.
+      model: the attribute `model` of the task, or None.
+      averages: `WeightAverages` of the model, or None.
+
+    Raises:
+      UsageError: if it is no Keras model, or does not know its inputs.
+    """
+    signature = _keras.input_specs(model) if _keras.is_model(model) else None
+    if signature is None:
+        found = (
+            "no Keras model as its attribute model" if not _keras.is_model(model) else "a model without Input layers"
+        )
+        raise UsageError(
+            f"{who} has {found}, so it is not known what to export; define {who}.export, which returns "
+            "looplib.Exported(function, signature, model)"
+        )
+    return Exported(lambda inputs: model(inputs, training=False), signature, model, averages)
