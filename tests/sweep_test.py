@@ -242,7 +242,12 @@ def test_a_trial_under_several_seeds_has_their_mean_and_deviation(python, tmp_pa
 @pytest.mark.repetition
 def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
     """The first five trials run to their end, the later ones only if they are not below the median of those that do."""
-    of = ["--config.start=0.1..0.8:0.1", "--config.rate=0.001", "--config.pause=0.2", "--train_steps=30"]
+    of = [
+        "--config.start=0.1,0.2,0.3,0.4,0.55,0.6,0.7,0.8",
+        "--config.rate=0.001",
+        "--config.pause=0.2",
+        "--train_steps=30",
+    ]
     result = sweep(python, tmp_path, "--prune=median", of=of)
     assert result.returncode == EXIT_DONE, result.stderr
     rows = sorted(table(tmp_path), key=lambda row: row["trial"])
