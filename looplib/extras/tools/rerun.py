@@ -56,7 +56,10 @@ def rerun(directory: str, to: str | None = None) -> int:
         raise UsageError(f"{path} cannot be read; name the run directory of a training")
     try:
         _refuse_what_cannot_be_repeated(report, directory)
-        command, folder = _command(report, directory, to)
+        command, folder = command_of(report, directory)
+        command.append(f"--model_dir={to}")
+        if "train_steps" in _changed(report):
+            command.append(f"--train_steps={report['flags']['train_steps']}")
         differences = _differences_now(report, directory)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
@@ -84,19 +87,30 @@ def rerun(directory: str, to: str | None = None) -> int:
     return _verdict(report, directory, to)
 
 
-def _command(report: dict[str, Any], directory: str, to: str) -> tuple[list[str], str]:
-    """Returns the command of a run in a new directory, and its working directory."""
-    first = report["starts"][0]
-    started = first["program"]
-    if not started["arguments"]:
+def command_of(report: dict[str, Any], directory: str) -> tuple[list[str], str]:
+    """Returns the command of a run's first start, for another --model_dir after it, and its working directory.
+
+    Args:
+      report: its `run.json`.
+      directory: the run directory, whose settings the command takes.
+
+    Raises:
+      UsageError: if the report does not say how the run was started.
+    """
+    try:
+        first = report["starts"][0]
+        started = first["program"]
+        arguments, folder, flags = started["arguments"], started["directory"], first["command"][1:]
+    except (LookupError, TypeError) as error:
+        raise UsageError(
+            f"{run_json.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
+            "directory of a training by this version of looplib"
+        ) from error
+    if not arguments:
         raise UsageError("the run was not started from a file or module; repeat it by hand")
-    flags = [*first["command"][1:], f"--model_dir={to}"]
     if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
         flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
-    command = [sys.executable, *started["arguments"], *flags]
-    if "train_steps" in _changed(report):
-        command.append(f"--train_steps={report['flags']['train_steps']}")
-    return command, started["directory"]
+    return [sys.executable, *arguments, *flags], folder
 
 
 def _without(arguments: Sequence[str], *names: str) -> list[str]:
