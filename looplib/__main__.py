@@ -148,7 +148,7 @@ def _add_sweep(tools: Any) -> None:
     parser.add_argument("--trials", type=int, help="number of configurations (default: all points of the grid)")
     parser.add_argument("--seeds", type=int, default=0, help="runs each configuration with --seed=0, 1, ... up to this")
     parser.add_argument("--metric", default="eval/accuracy", help="SPLIT/NAME to rank by (default %(default)s)")
-    parser.add_argument("--goal", default="max", help="max or min (default %(default)s)")
+    parser.add_argument("--goal", help="max or min (default: by the name of the metric, so min for a loss)")
     parser.add_argument(
         "--prune", default="none", help="rule that stops hopeless runs: none, median, halving or hyperband"
     )

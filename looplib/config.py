@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 import yaml
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
 from looplib import files
@@ -69,7 +69,12 @@ def define(config: Any, experiments: Mapping[str, Any], argv: Sequence[str]) -> 
         override(config, read(path), path)
     for argument in argv[1:]:
         if match := re.match(r"--?(?:no)?config\.([^=]+)", argument):
-            _hint(config, match[1].split("."))
+            hint = _hint(config, match[1].split("."))
+            if typing.get_origin(hint) in (list, dict, typing.Literal) or hint in (list, dict):
+                raise UsageError(
+                    f"--config.{match[1]} is of the type {str(hint).replace('typing.', '')}, which a flag cannot set; "
+                    "set it in a --config_file"
+                )
     try:
         defined = config_flags.DEFINE_config_dataclass("config", config, sys_argv=argv)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
@@ -87,7 +92,7 @@ def parse(argv: Sequence[str]) -> list[str]:
       What it has besides flags.
 
     Raises:
-      UsageError: for a value of a setting that has another type.
+      UsageError: for an unknown flag, or a value of another type.
     """
     try:
         return flags.FLAGS(argv)
@@ -96,9 +101,9 @@ def parse(argv: Sequence[str]) -> list[str]:
         if match and "config" in flags.FLAGS:
             if hint := _hint(flags.FLAGS["config"].value, match[1].split(".")):
                 _refuse_type(f"--config.{match[1]}", match[2], hint)
-    except flags.Error:
-        pass
-    return app.parse_flags_with_usage(argv)  # which prints the error and the usage
+        raise UsageError(f"{error}") from error
+    except flags.Error as error:
+        raise UsageError(f"{error}; --help lists the flags") from error
 
 
 def read(path: str) -> Mapping[str, Any]:

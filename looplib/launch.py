@@ -52,6 +52,7 @@ Mode = Callable[[Any, Controller], object]
 _THEIRS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
            tf.errors.CancelledError)  # fmt: skip
 _THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0
+_MOST_NAMED = 8  # settings
 
 
 def run(
@@ -87,8 +88,9 @@ def run(
       experiments: variants of `config` by name, of its class; --experiment=NAME takes one in its place.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
-    if settings is None and config is not None and not dataclasses.is_dataclass(config):
-        raise TypeError(f"config is a {type(config).__name__}; expected an instance of a dataclass")
+    if settings is None and config is not None and (isinstance(config, type) or not dataclasses.is_dataclass(config)):
+        what = f"the class {config.__name__}" if isinstance(config, type) else f"a {type(config).__name__}"
+        raise TypeError(f"config is {what}; expected an instance of a dataclass, such as Config()")
     if experiments and (settings or config is None):
         raise TypeError("launch.run got experiments without a config, of which they are variants")
     for name, define, default, help_text, *values in FLAGS:
@@ -232,6 +234,8 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
     controller.clock.add_start()
     if "config" in flags.FLAGS and "train" in values["mode"] and controller.is_chief:
         configuration.write(values["model_dir"], run_json.as_dict(config))
+    if "train" not in values["mode"] and controller.is_chief:
+        _warn_of_other_settings(values["model_dir"], config)
     if binary.started:
         binary.started(config, controller)
     if values["dry_run"]:
@@ -275,6 +279,20 @@ def _make_controller(
     controller.report.flags = values
     controller.report.program = this_program() if controller.is_chief else None
     return controller
+
+
+def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
+    """Names the settings of a job that does not train that differ from those of the training."""
+    trained = run_json.read(run_json.path_of(model_dir, trains=True)) if model_dir else {}
+    now = {"flags": {}, "config": run_json.as_dict(config)}
+    if changed := run_json.changed_settings({"config": trained.get("config")}, now):
+        texts = [f"{name}={new} (the training has {old})" for name, (old, new) in sorted(changed.items())]
+        logging.warning(
+            "settings differ from those of the training: %s; they are used as given. --config_file=%s takes those of "
+            "the training",
+            ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),
+            os.path.join(model_dir, configuration.FILE),
+        )
 
 
 def _done(session: _Session, _: None) -> Outcome:

@@ -33,7 +33,7 @@ def predict(run: Run, directory: str | None, kind: str, piece: int) -> dict[str,
     if not able:
         names = ", ".join(type(task).__name__ for task in evaluators.values())
         raise UsageError(
-            f"there is nothing to predict with: {names or 'no evaluator'} defines predict_fn; define it in an "
+            f"there is nothing to predict with: {names or 'the run'} has no predict_fn; define it in an "
             "Evaluator, returning a dict from name to a tensor [batch, ...]"
         )
     with console.guarded(), notice.listening(), run.watchdog.watching():

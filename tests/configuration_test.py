@@ -117,6 +117,9 @@ BAD = {
     "--config.model.width=wide": "--config.model.width is 'wide'; expected int",
     "--config.model.dropout=high": "--config.model.dropout is 'high'; expected float | None",
     "--config.colour=green": "--config.colour is 'green'; expected one of RED, BLUE",
+    "--config.kind=y": "--config.kind is of the type Literal['x', 'y'], which a flag cannot set; set it in a --config_file",
+    "--config.weights=1.0": "--config.weights is of the type list[float], which a flag cannot set",
+    "--fast": "Unknown command line flag 'fast'",
     "--experiment=smal": "--experiment=smal is not a named variant; did you mean small? expected one of small",
     "--config_file=/nowhere.yaml": "--config_file=/nowhere.yaml cannot be read",
 }
@@ -149,3 +152,11 @@ def test_the_run_directory_has_the_configuration_which_can_be_given_back(nursery
     assert (values["model"], values["learning_rate"], values["decay_steps"]) == ("mlp", 0.002, 7)
     configs = [json.loads((folder / "run.json").read_text())["config"] for folder in (one, other)]
     assert configs[0] == configs[1] == values
+    evaluation = [binary, f"--model_dir={one}", "--mode=eval"]
+    other = nursery.life_of(*evaluation, "--experiment=mlp", "--config.decay_steps=7")
+    assert other.code() == 0
+    assert "settings differ from those of the training: config.learning_rate=0.001 (the training has 0.002);" in (
+        other.output()
+    )
+    equal = nursery.life_of(*evaluation, f"--config_file={one}/config.yaml")
+    assert equal.code() == 0 and "settings" not in equal.output()  # differ neither from the training nor from that job

@@ -68,6 +68,7 @@ def test_the_tagger_knows_more_than_the_most_frequent_tag(results):
     assert results["tagging"]["examples"] == 500
 
 
+@pytest.mark.repetition
 @pytest.mark.parametrize("check, name", [("resume", "tagging"), ("replicas", "retrieval"), *more(
     [("resume", "regression"), ("resume", "retrieval"), ("replicas", "regression"), ("replicas", "tagging")])])  # fmt: skip
 def test_an_example_resumes_exactly_and_trains_alike_on_any_number_of_replicas(check, name, python, tmp_path):

@@ -352,4 +352,4 @@ def test_the_command_exports_what_a_binary_has_trained(nursery, tmp_path):
         [nursery.python, "-m", "looplib", "export", tmp_path], capture_output=True, text=True, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert failed.returncode == 2 and "does not say how the run was started" in failed.stderr
+    assert failed.returncode == 2 and "run.json cannot be read; name the run directory of a training" in failed.stderr

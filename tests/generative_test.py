@@ -174,6 +174,7 @@ def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, clas
         np.testing.assert_allclose(average, other, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.repetition
 @pytest.mark.parametrize("experiment, steps", [(gan, 1200), *more([(diffusion, 1500)])])
 def test_the_samples_are_digits_and_an_evaluation_job_repeats_them(experiment, steps, classifier, tmp_path):
     config = dataclasses.replace(experiment.Config(), classifier=classifier)

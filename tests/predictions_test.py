@@ -303,7 +303,7 @@ def test_outputs_that_cannot_be_written_are_sentences(case, tmp_path):
 
 def test_what_cannot_be_predicted_is_a_sentence(tmp_path):
     for folder, build, settings, words in [
-        (tmp_path, toy.RegressionEvaluator, {}, "RegressionEvaluator defines predict_fn"),
+        (tmp_path, toy.RegressionEvaluator, {}, "RegressionEvaluator has no predict_fn"),
         (None, Predicts, {}, "predict without a directory needs a model_dir"),
         (tmp_path, Predicts, dict(format="csv"), "the predictions' format is 'csv'; expected one of jsonl"),
         (tmp_path, Predicts, dict(piece=0), "expected a whole number of at least 1"),

@@ -29,7 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
 
 def command(python, folder, *options, of=()):
     return [
-        python, "-m", "looplib", "sweep", f"--dir={folder}", "--metric=eval/score", *options, "--", python, "-m", "swept",
+        python, "-m", "looplib", "sweep", f"--dir={folder}", "--metric=eval/score", "--goal=max", *options, "--", python, "-m", "swept",
         *of,
     ]  # fmt: skip
 
@@ -127,6 +127,7 @@ BAD = {
     "no command": ([], [], "the command is missing"),
     "search": (["--search=best"], ["train"], "--search is 'best'; expected one of grid, random, tpe"),
     "goal": (["--goal=up"], ["train"], "--goal is 'up'; expected one of max, min"),
+    "no goal": (["--metric=eval/quality"], ["train"], "the name does not imply whether higher or lower is better"),
     "parallel": (["--parallel=0"], ["train"], "--parallel is 0; expected at least 1"),
     "trials": (["--search=tpe"], ["train"], "--search=tpe has no end of its own; give a number of trials"),
     "prune": (["--prune=median", "--seeds=2"], ["train"], "--prune compares single runs"),
@@ -198,7 +199,7 @@ def test_a_sweep_killed_at_any_moment_loses_and_repeats_no_trial(python, tmp_pat
     subprocess.run(alone, env=ENVIRONMENT, check=True, capture_output=True)
     assert not compare(whole, runs[interrupted]).differences
     again = sweep(python, folder, "--parallel=2", of=of)
-    assert again.returncode == EXIT_DONE and "4 trials have ended, and 0 go on" in again.stdout
+    assert again.returncode == EXIT_DONE and "trials that have ended: 4; that resume: 0" in again.stdout
     twice = [path for path, time_of in ended.items() if path.stat().st_mtime_ns != time_of]
     assert len(twice) <= 6  # a run may be done, and the sweep killed before it has noted that: both runs, at each kill
     for path in twice:  # then the command finds nothing left to do
@@ -272,11 +273,12 @@ def test_a_signal_saves_the_runs_and_the_same_command_resumes(python, tmp_path):
     reports = [json.loads(path.read_text()) for path in tmp_path.glob("trial-*/run.json")]
     assert [report["status"] for report in reports] == ["preempted"] * 2
     result = sweep(python, tmp_path, "--parallel=2", of=of)
-    assert result.returncode == EXIT_DONE and "0 trials have ended, and 2 go on" in result.stdout
+    assert result.returncode == EXIT_DONE and "trials that have ended: 0; that resume: 2" in result.stdout
     for row in table(tmp_path):
         assert float(row["eval/score"]) == pytest.approx(swept.score(float(row["config.rate"]), 40), rel=1e-5)
 
 
+@pytest.mark.repetition
 @pytest.mark.parametrize("search", ["random", *more(["tpe"])])
 def test_a_search_stays_in_its_ranges_and_draws_the_values_of_an_uninterrupted_one(search, python, tmp_path):
     of = ["--config.rate=1e-3..0.5:log", "--config.start=0..1", "--train_steps=10"]

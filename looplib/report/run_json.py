@@ -121,7 +121,7 @@ class RunReport:
         }
         if self.program and self.program.commit and os.path.basename(self.path or "") == _OF_TRAINING:
             self._write(os.path.join(os.path.dirname(self.path), DIFF), self.program.diff)
-        if changed and restored_from:
+        if changed and restored_from and os.path.basename(self.path or "") == _OF_TRAINING:
             unused = "not used, because the run has a checkpoint"
             texts = [
                 f"{name}={new} ({unused if name in _FOR_NEW_RUNS else f'was {old}'})"

@@ -1,6 +1,7 @@
 """The database of a sweep: Optuna's, in a SQLite file that a kill at any moment leaves whole."""
 
 import dataclasses
+import functools
 import glob
 import json
 import os
@@ -32,7 +33,7 @@ class Plan:
       command: the command, with its ranges and lists.
       search: one of `SEARCHES`.
       metric: what to compare: the split and the name in metrics.jsonl, such as "eval/accuracy".
-      goal: "max" or "min".
+      goal: "max" or "min"; None to read it from the name of the metric.
       prune: a name in `PRUNERS`.
       seeds: under how many seeds to run each configuration; 0: once, with the command's own seed.
     """
@@ -40,7 +41,7 @@ class Plan:
     command: list[str]
     search: str
     metric: str
-    goal: str
+    goal: str | None
     prune: str
     seeds: int
 
@@ -70,7 +71,8 @@ class Study:
         path = os.path.join(directory, _FILE)
         if not os.path.exists(path):
             _create(path, plan)
-        self._study = optuna.load_study(study_name=_NAME, storage=f"sqlite:///{path}", pruner=PRUNERS[plan.prune]())
+        self._storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+        self._study = optuna.load_study(study_name=_NAME, storage=self._storage, pruner=PRUNERS[plan.prune]())
         before = Plan(**json.loads(self._study.user_attrs[_PLAN]))
         for field in dataclasses.fields(Plan):
             old, new = getattr(before, field.name), getattr(plan, field.name)
@@ -88,8 +90,13 @@ class Study:
     def unfinished(self) -> list[optuna.Trial]:
         """Returns the trials that were begun and have not ended, for the sweep's next start."""
         states = (optuna.trial.TrialState.RUNNING,)
-        frozen = self._study.get_trials(deepcopy=False, states=states)
-        return [self._complete(one.number, lambda one=one: optuna.Trial(self._study, one._trial_id)) for one in frozen]
+        numbers = [one.number for one in self._study.get_trials(deepcopy=False, states=states)]
+        return [self._complete(number, functools.partial(self._again, number)) for number in numbers]
+
+    def _again(self, number: int) -> optuna.Trial:
+        """Returns a trial that was begun, by its number."""
+        study = self._storage.get_study_id_from_name(_NAME)
+        return optuna.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study, number))
 
     def new(self) -> optuna.Trial:
         """Returns a new trial, with a value for each parameter."""

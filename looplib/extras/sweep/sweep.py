@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shlex
@@ -17,6 +18,7 @@ from looplib.extras.sweep.jobs import Job
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, Plan, Study, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
+from looplib.task.monitored import mode_of
 
 _TICK = 0.1
 
@@ -37,6 +39,7 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
       UsageError: for bad input.
     """
     _check(plan, parallel, trials)
+    plan = dataclasses.replace(plan, goal=mode_of("the sweep", plan.metric, plan.goal))
     if files.is_remote(directory):
         raise UsageError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
     fixed, parameters = space.parse(plan.command)
@@ -57,9 +60,9 @@ def _check(plan: Plan, parallel: int, trials: int | None) -> None:
         raise UsageError(
             "the command is missing; write it after --, as in -- python -m trainers.my_trainer --config.a=1,2"
         )
-    for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min"))):
+    for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min", None))):
         if (value := getattr(plan, name)) not in options:
-            raise UsageError(f"--{name} is {value!r}; expected one of {', '.join(options)}")
+            raise UsageError(f"--{name} is {value!r}; expected one of {', '.join(filter(None, options))}")
     for name, value in (("parallel", parallel), ("trials", trials)):
         if value is not None and value < 1:
             raise UsageError(f"--{name} is {value}; expected at least 1")
@@ -119,7 +122,7 @@ class _Sweep:
         before = self._study.all()
         unfinished = self._study.unfinished()
         if before:
-            say(f"sweep: {len(before) - len(unfinished)} trials have ended, and {len(unfinished)} go on")
+            say(f"trials that have ended: {len(before) - len(unfinished)}; that resume: {len(unfinished)}")
         for trial in unfinished:
             if not self._study.end_if_complete(trial):
                 self._add(trial)

@@ -50,10 +50,7 @@ def rerun(directory: str, to: str | None = None) -> int:
         raise UsageError(f"{place} is remote; copy the run to a local directory, and name a local one for the new run")
     directory = os.path.abspath(directory)
     to = os.path.abspath(to or f"{directory}-rerun")
-    path = run_json.path_of(directory, trains=True)
-    report = run_json.read(path)
-    if not report:
-        raise UsageError(f"{path} cannot be read; name the run directory of a training")
+    report = report_of(directory)
     try:
         _refuse_what_cannot_be_repeated(report, directory)
         command, folder = command_of(report, directory)
@@ -63,7 +60,7 @@ def rerun(directory: str, to: str | None = None) -> int:
         differences = _differences_now(report, directory)
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path} does not say how the run was started ({error!r}); it is of an older looplib"
+            f"run.json in {directory} does not say how the run was started ({error!r}); it is of an older looplib"
         ) from error
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
         raise UsageError(f"{to} is not empty; name another directory with --to, or remove it")
@@ -85,6 +82,22 @@ def rerun(directory: str, to: str | None = None) -> int:
         print(f"looplib: error: the command ended with code {code}; its own last line says why", file=sys.stderr)
         return EXIT_UNKNOWN
     return _verdict(report, directory, to)
+
+
+def report_of(directory: str) -> dict[str, Any]:
+    """Returns the `run.json` of a training.
+
+    Args:
+      directory: the run directory.
+
+    Raises:
+      UsageError: if it cannot be read.
+    """
+    path = run_json.path_of(directory, trains=True)
+    if report := run_json.read(path):
+        return report
+    sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
+    raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
 
 
 def command_of(report: dict[str, Any], directory: str) -> tuple[list[str], str]:
