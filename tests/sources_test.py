@@ -256,7 +256,7 @@ BY_SKIPPING = {
     "make_csv_dataset, parallel": (CSV, lambda _: X.make_csv_dataset(FILES.csv, 2, num_parallel_reads=3, shuffle=False)),
     "make_csv_dataset, cached": (CSV, lambda _: X.make_csv_dataset(FILES.csv, 2, num_epochs=1, shuffle=False).cache().repeat()),
     "sample_from_datasets, one ended": (ENDED, lambda _: Data.sample_from_datasets([numbers(3), numbers(25)], seed=3)),
-    "cache, shared": (SHARED, lambda _: (lambda data: Data.zip((data.repeat(), data.shuffle(5, seed=1).repeat())))(numbers(13).cache())),
+    "cache, shared": (SHARED, lambda _: (lambda data: Data.zip((data.repeat(), data.shuffle(10, seed=1).repeat())))(numbers(13).cache())),
     "cache, in a file": ("it caches in files", lambda folder: numbers(13).cache(f"{folder}/{uuid.uuid4()}").repeat()),
     "cache, in interleave": ("MemoryCache", lambda _: numbers().interleave(lambda i: tens()(i).cache().repeat(2), cycle_length=2)),
     "shuffle, in interleave": ("SeedGenerator", lambda _: numbers(3).interleave(lambda i: tens()(i).shuffle(6), cycle_length=3).repeat()),
