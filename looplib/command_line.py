@@ -15,6 +15,7 @@ from looplib.loop.engines import ENGINES
 from looplib.report import pieces
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
+TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
 
 # The flags that `runtime.setup` takes.
 OF_THE_MACHINE = (
@@ -112,7 +113,7 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
         raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
-    if duration("--max_time", values["max_time"] or None) and "train" not in values["mode"]:
+    if duration("--max_time", values["max_time"] or None) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
     for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size",
                  "predictions_piece"):  # fmt: skip

@@ -30,7 +30,7 @@ from looplib import _tf, command_line, console, runtime, source_locations
 from looplib import config as configuration
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import Workers
-from looplib.command_line import FLAGS, OF_THE_MACHINE
+from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, UsageError
 from looplib.health.preemption import notice
@@ -181,7 +181,7 @@ class _Session:
     @property
     def report_path(self) -> str:
         """The path of the run's report."""
-        return run_json.path_of(self.values["model_dir"], "train" in self.values["mode"])
+        return run_json.path_of(self.values["model_dir"], self.values["mode"] in TRAINING_MODES)
 
     @property
     def advice(self) -> str:
@@ -232,9 +232,10 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
-    if "config" in flags.FLAGS and "train" in values["mode"] and controller.is_chief:
+    trains = values["mode"] in TRAINING_MODES
+    if trains and "config" in flags.FLAGS and controller.is_chief:
         configuration.write(values["model_dir"], run_json.as_dict(config))
-    if "train" not in values["mode"] and controller.is_chief:
+    if not trains and controller.is_chief:
         _warn_of_other_settings(values["model_dir"], config)
     if binary.started:
         binary.started(config, controller)
@@ -262,7 +263,7 @@ def _make_controller(
     if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
-        trainer=trainer if mode in ("train", "train_and_eval", "train_and_post_eval") or evaluator is None else None,
+        trainer=trainer if mode in TRAINING_MODES or evaluator is None else None,
         evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
         global_batch_size=values["global_batch_size"],

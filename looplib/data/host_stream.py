@@ -64,8 +64,7 @@ class HostStream(Stream):
         if self._savable:
             kind = (self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality()))
             try:
-                self._digest = iterator_state.digest(iterator, *kind)
-                self._shuffles = iterator_state.shuffles(iterator)
+                self._digest, self._shuffles = iterator_state.at_start(iterator, *kind)
             except iterator_state.UnsavableError as error:
                 self._give_up(str(error))
         if position is not None and self._savable:

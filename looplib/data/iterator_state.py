@@ -39,14 +39,19 @@ def handle(iterator: tf.data.Iterator) -> tf.Tensor:
     return tf.nest.flatten(iterator, expand_composites=True)[0]
 
 
-def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
-    """Returns a hash of a new iterator's stages and buffer sizes, and of `kind`; a state of others fails late.
+def at_start(iterator: tf.data.Iterator, *kind: object) -> tuple[bytes, frozenset[bytes]]:
+    """Returns what later states of a new iterator are compared with.
+
+    Returns:
+      A hash of its stages and buffer sizes, and of `kind`, because restoring a state of others fails late; and its
+      shuffles, by the caches that they fill, for `save`.
 
     Raises:
       UnsavableError: if the iterator's state cannot be saved.
     """
-    keys = _tf.keys_of_iterator_state(_texts(_state(iterator)))
-    return hashlib.sha256(repr((*kind, keys)).encode()).digest()[:_DIGEST_BYTES]
+    texts = _texts(_state(iterator))
+    digest = hashlib.sha256(repr((*kind, _tf.keys_of_iterator_state(texts))).encode()).digest()[:_DIGEST_BYTES]
+    return digest, frozenset(_tf.caches_of_shuffles(texts))
 
 
 def save(iterator: tf.data.Iterator, shuffles: Set[bytes] = frozenset()) -> tuple[bytes, set[str]]:
@@ -54,7 +59,7 @@ def save(iterator: tf.data.Iterator, shuffles: Set[bytes] = frozenset()) -> tupl
 
     Args:
       iterator: the iterator.
-      shuffles: what `shuffles` returned at the start.
+      shuffles: those that `at_start` returned.
 
     Raises:
       BetweenEpochsError: if a shuffle is not in the state, so that a later epoch would have another order.
@@ -74,15 +79,6 @@ def save(iterator: tf.data.Iterator, shuffles: Set[bytes] = frozenset()) -> tupl
     if size > _MOST_BYTES:
         raise UnsavableError(f"its buffers take more than {_MOST_BYTES // 2**20} MB")
     return tf.io.serialize_tensor(pieces).numpy(), found
-
-
-def shuffles(iterator: tf.data.Iterator) -> frozenset[bytes]:
-    """Returns the shuffles of a new iterator, by the caches that they fill, for `save`.
-
-    Raises:
-      UnsavableError: if its state cannot be saved.
-    """
-    return frozenset(_tf.caches_of_shuffles(_texts(_state(iterator))))
 
 
 def restore(iterator: tf.data.Iterator, packed: bytes) -> None:

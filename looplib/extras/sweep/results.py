@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial, TrialState
 from looplib import files
 from looplib.extras.sweep.jobs import curve
 from looplib.extras.sweep.space import Parameter
-from looplib.extras.sweep.study import Plan, deviation, error, values
+from looplib.extras.sweep.study import Plan, deviation, error, name_of, values
 from looplib.extras.tools.runs import say
 
 _STATES = {
@@ -57,7 +57,7 @@ def write(directory: str, plan: Plan, parameters: Sequence[Parameter], trials: S
     _plot(os.path.join(directory, "results.png"), directory, plan, parameters, best)
     if best:
         settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
-        say(f"best: trial-{best[0].number:04}, {plan.metric} {best[0].value:.6g} {settings}")
+        say(f"best: {name_of(best[0])}, {plan.metric} {best[0].value:.6g} {settings}")
     say(f"results.csv, results.txt and results.png are in {directory}")
 
 
@@ -68,7 +68,7 @@ def _rows(plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTr
     rows: list[list[Cell]] = [["trial", "state", plan.metric, *["deviation"] * several, *seeds, *names, "error"]]
     for trial in trials:
         known = values(trial)
-        row: list[Cell] = [f"trial-{trial.number:04}", _STATES[trial.state], trial.value]
+        row: list[Cell] = [name_of(trial), _STATES[trial.state], trial.value]
         if several:
             row += [deviation(trial), *(known.get(seed) for seed in range(plan.seeds))]
         row += [trial.params.get(one.flag) for one in parameters]
@@ -100,7 +100,7 @@ def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter]
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for place, trial in reversed(list(enumerate(best))):  # the best on top
         for seed in values(trial):
-            folder = os.path.join(directory, f"trial-{trial.number:04}", f"seed-{seed}" if plan.seeds else "")
+            folder = os.path.join(directory, name_of(trial), f"seed-{seed}" if plan.seeds else "")
             points = sorted(curve(folder, plan.metric).items())
             label = f"trial {trial.number} (best)" if place == 0 and seed == min(values(trial)) else None
             color = "tab:red" if place == 0 else "0.75"

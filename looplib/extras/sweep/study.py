@@ -156,6 +156,11 @@ def _create(path: str, plan: Plan) -> None:
     os.rename(new, path)
 
 
+def name_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
+    """Returns the name of a trial, which is also that of its folder in the sweep's directory."""
+    return f"trial-{trial.number:04}"
+
+
 def values(trial: optuna.Trial | optuna.trial.FrozenTrial) -> dict[int, float]:
     """Returns the results of a trial by seed."""
     return {

@@ -15,7 +15,7 @@ from looplib import console, files
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
-from looplib.extras.sweep.study import PRUNERS, SEARCHES, Plan, Study, values
+from looplib.extras.sweep.study import PRUNERS, SEARCHES, Plan, Study, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
 from looplib.task.monitored import mode_of
@@ -146,7 +146,7 @@ class _Sweep:
 
     def _add(self, trial: optuna.Trial) -> None:
         """Queues the runs of a trial that have no result yet."""
-        folder = os.path.join(self._directory, f"trial-{trial.number:04}")
+        folder = os.path.join(self._directory, name_of(trial))
         known = values(trial)
         for seed in range(max(1, self._plan.seeds)):
             if seed not in known:
