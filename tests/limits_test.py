@@ -250,7 +250,7 @@ def test_the_table_has_every_variable_once_with_its_shape_and_whether_it_is_trai
 
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_the_log_and_run_json_have_the_table(name, tmp_path, caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="absl")
     strategy = make_strategy(name)
     with strategy.scope():
         trainer = toy.Regression(optimizer="adam")
