@@ -120,7 +120,7 @@ def read(path: str) -> Mapping[str, Any]:
                 text = file.read()
         values = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, tf.errors.OpError) as error:
-        raise UsageError(f"--config_file={path} cannot be read as YAML ({gist(error)})") from error
+        raise UsageError(f"--config_file={path} cannot be read ({gist(error)})") from error
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"--config_file={path} holds a {type(values).__name__}; expected settings, as name: value")
     return values or {}

@@ -288,11 +288,11 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={new} (the training has {old})" for name, (old, new) in sorted(changed.items())]
+        kept = os.path.join(model_dir, configuration.FILE)  # Model Garden's experiments have none
         logging.warning(
-            "settings differ from those of the training: %s; they are used as given. --config_file=%s takes those of "
-            "the training",
+            "settings differ from those of the training: %s; they are used as given%s",
             ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),
-            os.path.join(model_dir, configuration.FILE),
+            f". --config_file={kept} takes those of the training" if tf.io.gfile.exists(kept) else "",
         )
 
 
@@ -378,8 +378,7 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
             values["predictions"], format=values["predictions_format"], piece=values["predictions_piece"]
         )
     elif mode == "export":
-        if not controller.restored_from:
-            raise UsageError(f"there is no checkpoint in {values['model_dir']} to export; train first")
+        _refuse_untrained(controller)
         controller.export(values["export"], averages=values["export_averages"], tflite=values["export_tflite"])
     if mode in ("train", "train_and_post_eval"):
         controller.train(train_steps)
@@ -388,8 +387,12 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
 
 
 def _run_added_mode(mode: Mode, config: Any, controller: Controller) -> None:
+    _refuse_untrained(controller)
+    mode(config, controller)
+
+
+def _refuse_untrained(controller: Controller) -> None:
     if controller.restored_from is None:
         raise UsageError(
             f"there is no checkpoint in {controller.model_dir}; train first, or name the directory of a training"
         )
-    mode(config, controller)

@@ -292,7 +292,7 @@ def test_text_is_generated_in_evaluations_and_by_its_mode(files, python, tmp_pat
     ]
     written = {event.step: value.tensor.string_val[0].decode() for event in events for value in event.summary.value}
     assert written == {step: f"```\n{text}\n```" for step, text in zip((12, 24), texts)}
-    assert tf.io.decode_png(tf.io.read_file(f"{tmp_path}/run/bits_per_byte.png")).shape[:2] == (350, 600)
+    assert tf.io.decode_png(tf.io.read_file(f"{tmp_path}/run/bits_per_byte.png")).shape[:2] == (280, 480)
     generated = program(python, *arguments, "--mode=generate")
     assert generated.returncode == 0, generated.stderr
     assert texts[1] in generated.stdout

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import looplib
 from looplib import UsageError, launch
-from trainers import curves, text_data, transformer
+from trainers import pictures, text_data, transformer
 
 _Pair = tuple[tf.Tensor, tf.Tensor]
 
@@ -226,7 +226,7 @@ def write_sample(event: looplib.Event) -> None:
         tf.summary.text("sample", f"```\n{text}\n```", event.step)
     with tf.io.gfile.GFile(os.path.join(folder, f"{event.step}.txt"), "w") as file:
         file.write(text)
-    curves.draw(event.controller.model_dir, "bits_per_byte", "xz_bits_per_byte")
+    pictures.write_evaluations(event.controller.model_dir, "bits_per_byte", "xz_bits_per_byte")
 
 
 def generate(config: Config, controller: looplib.Controller) -> None:

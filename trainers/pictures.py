@@ -4,7 +4,6 @@ python -m trainers.pictures --output=accuracy.png --metric=eval/accuracy /tmp/al
 """
 
 import io
-import json
 import os
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from absl import app, flags
 from matplotlib.figure import Figure
 
 from looplib import UsageError
+from looplib.report.records import read_jsonl
 
 
 def write_points(path: str, features: np.ndarray, labels: np.ndarray) -> None:
@@ -49,11 +49,9 @@ def write_curves(path: str, run_dirs: Sequence[str], metric: str) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for run_dir in run_dirs:
-        try:
-            with tf.io.gfile.GFile(os.path.join(run_dir, "metrics.jsonl")) as file:
-                records = [json.loads(line) for line in file]
-        except tf.errors.OpError as error:
-            raise UsageError(f"{run_dir} has no metrics.jsonl that can be read; expected a run directory") from error
+        records = read_jsonl(os.path.join(run_dir, "metrics.jsonl"))
+        if not records:
+            raise UsageError(f"{run_dir} has no metrics.jsonl with records; expected a run directory")
         points = [(record["step"], record[name]) for record in records if record["split"] == split and name in record]
         if not points:
             raise UsageError(f"{run_dir} has no metric {metric}; expected a split and a name, such as eval/accuracy")
@@ -62,6 +60,31 @@ def write_curves(path: str, run_dirs: Sequence[str], metric: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     _write(path, figure)
+
+
+def write_evaluations(model_dir: str, metric: str, mark: str) -> None:
+    """Draws a metric of all evaluations over the minutes of training, into `<metric>.png` of the run directory.
+
+    Args:
+      model_dir: the run directory, which has records of the training and of evaluations.
+      metric: the name of the metric.
+      mark: the name of another metric of the evaluations, the last value of which becomes a dashed line.
+    """
+    records = read_jsonl(os.path.join(model_dir, "metrics.jsonl"))
+    steps, minutes = [0], [0.0]
+    for record in records:
+        if record["split"] == "train":
+            minutes.append(minutes[-1] + (record["step"] - steps[-1]) / record["steps_per_second"] / 60)
+            steps.append(record["step"])
+    evaluations = [record for record in records if record["split"] == "eval"]
+    times = np.interp([record["step"] for record in evaluations], steps, minutes)
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(times, [record[metric] for record in evaluations], "o-", label=metric)
+    axes.axhline(evaluations[-1][mark], color="gray", linestyle="--", label=mark)
+    axes.set(xlabel="minutes of training", ylabel=metric)
+    axes.legend()
+    _write(os.path.join(model_dir, f"{metric}.png"), figure)
 
 
 def _write(path: str, figure: Figure) -> None:

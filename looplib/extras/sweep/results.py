@@ -22,7 +22,6 @@ _STATES = {
     TrialState.WAITING: "not ended",
 }
 Cell = str | int | float | None
-_LONGEST = 60  # of a cell of the text
 
 
 def ranked(trials: Sequence[FrozenTrial], goal: str) -> list[FrozenTrial]:
@@ -85,7 +84,7 @@ def _aligned(rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def _short(cell: Cell) -> str:
-    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)[:_LONGEST]
+    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
 def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter], best: Sequence[FrozenTrial]) -> None:

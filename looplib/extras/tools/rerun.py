@@ -59,9 +59,7 @@ def rerun(directory: str, to: str | None = None) -> int:
             command.append(f"--train_steps={report['flags']['train_steps']}")
         differences = _differences_now(report, directory)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"run.json in {directory} does not say how the run was started ({error!r}); it is of an older looplib"
-        ) from error
+        raise _untold(directory, error) from error
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
         raise UsageError(f"{to} is not empty; name another directory with --to, or remove it")
     say(f"{shlex.join(command)} (in {folder})")
@@ -115,15 +113,19 @@ def command_of(report: dict[str, Any], directory: str) -> tuple[list[str], str]:
         started = first["program"]
         arguments, folder, flags = started["arguments"], started["directory"], first["command"][1:]
     except (LookupError, TypeError) as error:
-        raise UsageError(
-            f"{run_json.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
-            "directory of a training by this version of looplib"
-        ) from error
+        raise _untold(directory, error) from error
     if not arguments:
         raise UsageError("the run was not started from a file or module; repeat it by hand")
     if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
         flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
     return [sys.executable, *arguments, *flags], folder
+
+
+def _untold(directory: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{run_json.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
+        "directory of a training by this version of looplib"
+    )
 
 
 def _without(arguments: Sequence[str], *names: str) -> list[str]:
