@@ -45,6 +45,11 @@ class _Status(NamedTuple):
     stopped: tf.Tensor
     finite: tf.Tensor
 
+    @property
+    def go(self) -> tf.Tensor:
+        """Whether to do another step."""
+        return self.finite & ~self.stopped
+
 
 class _Outcome(NamedTuple):
     """What the loop on the device returns, scalar tensors except `totals`.
@@ -119,7 +124,7 @@ class GraphLoop(InnerLoop):
         else:
             more, seconds, status, ended = self._repeat_to_the_end(iterator, steps - done, stride, status)
         done += more
-        take = read > 0 and status.finite and not status.stopped and (ended or done >= steps)
+        take = (read > 0) & status.go & (ended | (done >= steps))
         if self._reducer.has_keras_metrics:
             take = tf.constant(False)
         with tf.control_dependencies([done]):
@@ -132,7 +137,7 @@ class GraphLoop(InnerLoop):
     ) -> tuple[tf.Tensor, tf.Tensor, _Status]:  # fmt: skip
         """The inner loop: `do` calls `strategy.run`. After each stride of rounds it checks whether to stop."""
         # The step appears once in the program: if it draws random numbers, each copy would have its own state.
-        rounds = tf.where(status.finite and not status.stopped, rounds, 0)
+        rounds = tf.where(status.go, rounds, 0)
         done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
         for _ in tf.range(_strides(rounds, stride)):
             count = tf.minimum(stride, rounds - done)
@@ -140,7 +145,7 @@ class GraphLoop(InnerLoop):
                 waited += do(iterator)
             done += count
             status = self._look()
-            if status.stopped or not status.finite:
+            if not status.go:
                 break
         return done, waited, status
 
@@ -152,7 +157,7 @@ class GraphLoop(InnerLoop):
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
         done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
         batch = self._stream.next_as_optional(iterator)
-        begins = self._stream.has_value(batch) and status.finite and not status.stopped
+        begins = self._stream.has_value(batch) & status.go
         rounds = tf.where(begins, steps - 1, 0)
         for _ in tf.range(_strides(rounds, stride)):
             for _ in tf.range(tf.minimum(stride, rounds - done)):
@@ -165,10 +170,10 @@ class GraphLoop(InnerLoop):
                 if not self._stream.has_value(batch):
                     break
             status = self._look()
-            if status.stopped or not status.finite or not self._stream.has_value(batch):
+            if ~(status.go & self._stream.has_value(batch)):
                 break
         # A batch that was fetched is trained on, also when a signal asks to stop.
-        one_more = status.finite and done < steps and self._stream.has_value(batch)
+        one_more = status.finite & (done < steps) & self._stream.has_value(batch)
         for _ in tf.range(tf.cast(one_more, tf.int64)):
             self.step(self._stream.get_value(batch))
             done += 1
