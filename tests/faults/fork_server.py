@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import pydoc
 import random
 import resource
 import runpy
@@ -23,6 +24,16 @@ import sys
 import types
 
 _CLONE_NEWNET = 0x40000000
+# What AutoGraph converts in nearly every run, which takes each new process a second: of which a tf.function is made, and
+# what is called in one.
+_LOOP, _REDUCER, _STREAM = "graph.GraphLoop", "reducer.Reducer", "looplib.data.host_stream.HostStream"
+_OUTER = [f"looplib.loop.{name}" for name in (f"{_LOOP}._run", f"{_REDUCER}.read")]
+_INNER = [
+    *(f"looplib.loop.{_LOOP}.{name}" for name in ("_repeat", "_repeat_to_the_end", "_do_step")),
+    *(f"looplib.loop.{_REDUCER}.{name}" for name in ("run_step", "_reset_local")),
+    *(f"looplib.loop.{name}" for name in ("graph._strides", "chunks.do_step", "timing.timed", "step.Step.__call__")),
+    "looplib.health.non_finite.run_watched", f"{_STREAM}.next", f"{_STREAM}._to_replicas", "faulty.Faulty.step_fn",
+]  # fmt: skip
 
 
 class Client:
@@ -149,6 +160,17 @@ def become(order, streams, own_paths):
         sys.modules["numpy"].random.seed()
 
 
+def convert_ahead():
+    """Has AutoGraph convert looplib's own functions, so that the forks find them converted."""
+    from tensorflow.python.autograph.core import converter
+    from tensorflow.python.autograph.impl import api
+
+    for names, asked in ((_OUTER, True), (_INNER, False)):
+        options = converter.ConversionOptions(recursive=True, user_requested=asked, optional_features=None)
+        for name in names:
+            api._convert_actual(pydoc.locate(name), converter.ProgramContext(options))
+
+
 def run(arguments):
     """Runs what follows `python` on a command line: `-m module`, `-c code` or a file, and its arguments."""
     first, *rest = arguments
@@ -172,6 +194,7 @@ def main():
     own_paths = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     for module in sys.argv[2:]:
         importlib.import_module(module)
+    convert_ahead()
     gc.collect()
     gc.freeze()  # so that no collection in a fork goes through, and copies, what was imported
     order, streams = serve(sys.argv[1])
