@@ -22,7 +22,7 @@ MLP = [
     *("--steps_per_loop=20", "--checkpoint_interval=30"),
 ]
 CASES = {
-    "resume": (["resume", "--kills=2"], MLP),
+    "resume": (["resume", "--kills=1"], MLP),
     "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step"]),
     "data": (["resume", "--kills=1"], ["unreliable", "--config.fault=data"]),
     "unseeded": (["resume", "--baseline=2"], ["unreliable", "--config.fault=unseeded"]),
@@ -63,7 +63,7 @@ def test_a_run_that_resumes_exactly_is_equal(results):
     result = results["resume"]
     assert result.returncode == 0, result.stdout + result.stderr
     verdict = result.stdout.splitlines()[-1]
-    assert re.match(r"EQUAL, uninterrupted and after [12] kills?: ", verdict)
+    assert re.match(r"EQUAL, uninterrupted and after 1 kill: ", verdict)
     assert "9 records of metrics.jsonl (with the examples trained on), 15 tensors" in verdict and "(115,340 " in verdict
     assert "it had saved step" in result.stdout and "covers little" not in result.stdout
 

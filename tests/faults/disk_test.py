@@ -11,7 +11,7 @@ import keras as keras3
 import numpy as np
 import pytest
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, more
 from kill_test import events, records, saved_step
 
 import looplib
@@ -64,7 +64,7 @@ def whole(nursery, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("leave", [0, 3 * MB])
+@pytest.mark.parametrize("leave", [3 * MB, *more([0])])
 def test_a_disk_that_gets_full_ends_a_run_with_a_sentence_and_it_resumes_once_there_is_space(
     leave, nursery, disk, whole
 ):

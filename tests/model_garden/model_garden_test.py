@@ -10,7 +10,7 @@ import pytest
 import side_by_side
 import tensorflow as tf
 import tf_keras
-from conftest import make_strategy
+from conftest import make_strategy, more
 from official.core import base_trainer, exp_factory, task_factory, train_utils
 from official.modeling import optimization
 
@@ -42,7 +42,10 @@ def steps(number, loop=1, **others):
     return {"trainer": {"summary_interval": loop, "validation_interval": number, **settings}}
 
 
-@pytest.fixture(scope="module", params=_PLAIN)
+_SLOW = "retinanet_resnetfpn_coco"  # to trace; a repetition
+
+
+@pytest.fixture(scope="module", params=[*(name for name in _PLAIN if name != _SLOW), *more([_SLOW])])
 def both(request, tmp_path_factory):
     """(name, configuration, directory, the run under the driver, the run under looplib)."""
     directory = str(tmp_path_factory.mktemp("both"))
@@ -122,7 +125,7 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
 
 
 # Metrics that are means, and metrics of all examples together; the others are repetitions.
-ON_TWO_REPLICAS = ("resnet_imagenet", "retinanet_resnetfpn_coco")
+ON_TWO_REPLICAS = ("resnet_imagenet", "seg_resnetfpn_pascal")
 
 
 @pytest.mark.parametrize(
