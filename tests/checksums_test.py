@@ -48,6 +48,7 @@ def test_what_belongs_together_counts():
     assert examples_checksum(tf.constant(1), 0) is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [tf.int64, tf.float32, tf.string])
 def test_padding_to_the_longest_of_a_batch_does_not_count(kind):
     rows = [[3, 1, 4], [1], [5, 0, 2, 6], [5, 3]]

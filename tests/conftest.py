@@ -86,6 +86,12 @@ def pytest_collection_modifyitems(config, items):
                 groups[item.path, item.originalname].append(item)
         left_out = {item for item in items if item.get_closest_marker("repetition")}
         left_out.update(item for group in groups.values() for item in set(group) - _pairs(group))
+        cases = collections.defaultdict(list)
+        for item in items:
+            if item.get_closest_marker("few") and item not in left_out:
+                cases[item.path, item.originalname].append(item)
+        for group in cases.values():  # lists of cases go from the simple to the hard
+            left_out.update(group[: -group[0].get_closest_marker("few").args[0]])
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     longest = {name: number for number, name in enumerate(_LONGEST)}

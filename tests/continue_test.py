@@ -29,6 +29,7 @@ def policy(path):
     return looplib.CheckpointPolicy(continue_from=str(path))
 
 
+@pytest.mark.few(1)
 def test_step_weights_and_slots_are_taken_and_the_data_starts_anew(keras, tmp_path):
     theirs = foreign(tmp_path / "theirs", keras)
     trainer, _ = toy.build(DEFAULT, keras, "adam")

@@ -96,6 +96,7 @@ def possible(params):
     return params["loop"] != "eager" or params["kind"] == "mlp"  # conformance_test has the eager loop
 
 
+@pytest.mark.few(3)
 @pytest.mark.pairs(possible=possible)
 @pytest.mark.parametrize("loop", ["xla", "auto", "eager"])
 @pytest.mark.parametrize("kind", ["mlp", "normalized", *more(["cnn"])])
@@ -164,6 +165,7 @@ def by_boundaries(tmp_path_factory):
     return run
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loop", ["xla", "auto"])
 def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_boundaries, fast_trials):
     records, order = by_boundaries(loop)
@@ -173,6 +175,7 @@ def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_b
     np.testing.assert_array_equal(order, expected_order)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("loop", ["graph", "xla", "auto"])
 @pytest.mark.parametrize("examples", [1, 333, *more([7, 8, 9, 80])])
 def test_an_evaluation_is_exact_whatever_is_left_at_the_end(loop, examples, fast_trials):
@@ -418,6 +421,7 @@ def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
         assert results == {"sum": 19900, "mean": pytest.approx((np.arange(200) ** 2).mean()), "examples": 200}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "steps_per_loop, interval, tried", [(1, 1000, {"graph", "xla x1"}), (50, 3, {"graph", "xla x1"})]
 )

@@ -94,6 +94,7 @@ def possible(params):
     return params["loop"] == "graph" or not params["strategy"].startswith("mirrored")
 
 
+@pytest.mark.few(5)
 @pytest.mark.pairs(possible=possible)
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
 @pytest.mark.parametrize("count", [1, 4, *more([2, 8])])
@@ -106,6 +107,7 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
 def test_losses_of_the_models_layers_count_once(weighted, count):
     """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
@@ -154,6 +156,7 @@ def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family
     assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):
     class Norm(looplib.Evaluator):
@@ -197,6 +200,7 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, family",
     [
@@ -234,6 +238,7 @@ def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
     assert trainer.loss_scale.scale.numpy() == 2.0**17
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_learns_as_float32_does(precision, keras):
     def accuracy(policy):
@@ -346,6 +351,7 @@ class Contrastive(looplib.GradientTrainer):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(looplib.global_positions(queries), logits)
 
 
+@pytest.mark.few(1)
 def test_examples_of_all_replicas_in_one_loss_train_alike_on_any_number_of_replicas(keras):
     found = []
     for name in ("default", "mirrored_x2", "mirrored_x4"):
@@ -405,6 +411,7 @@ def test_global_mean_with_weights_in_a_step_of_ones_own_equals_numpy(name):
     assert_weights(trainer, numpy_weights(4))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("settings", [{}, {"report": ("gradient_norm",)}, {"micro_batches": 2}], ids=str)
 def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared(keras, settings):
     """Keras 3 squares them one by one, and an option would change the training."""
@@ -426,6 +433,7 @@ def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared
     assert trainer.model.get_weights()[0].item() == pytest.approx(0.9, abs=1e-5)  # a gradient of 4 over its own size
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
     """The static shape of a gradient is then not known, as TensorFlow derives it."""
@@ -477,6 +485,7 @@ def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
     """Their activations are not kept: the step multiplies matrices more often, and the weights are the same."""

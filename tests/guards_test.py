@@ -180,6 +180,7 @@ def test_skip_leaves_a_step_out_as_if_its_batch_were_not_there(where, place, ker
     assert all(np.isfinite(record["loss"]) for record in records)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "where, keras",
     [
@@ -234,6 +235,7 @@ def losses_of_a_whole_run(name, policy):
 CHANGES = [("halt", "skip"), ("skip", "rollback"), ("off", "skip")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "before, after, name",
     [

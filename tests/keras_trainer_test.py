@@ -126,6 +126,7 @@ def callbacks_of(keras, folder):
     ]
 
 
+@pytest.mark.few(1)
 def test_callbacks_observe_and_schedule_as_in_fit(keras, tmp_path):
     (tmp_path / "fit").mkdir()
     expected, callbacks = callbacks_of(keras, tmp_path / "fit")
@@ -206,6 +207,7 @@ def test_callbacks_refuse_reports_that_are_not_of_epochs():
             controller.train(epochs=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy, keras", [("default", "keras"), ("mirrored_x2", "tf_keras")], indirect=["keras"])
 def test_a_data_set_of_global_batches_trains_as_in_fit(strategy, keras):
     _, arguments = keras_scripts.build("class_weights", keras)

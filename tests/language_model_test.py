@@ -150,6 +150,7 @@ def test_vocabularies_encode_and_decode(vocabularies):
     assert [pieces[token] for token in tokens] == ["import", "o", "##s"] and words.decode(tokens) == b"import os"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["", "sentence", "word"])
 def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies, kind):
     settings = config(files, vocabulary=vocabularies[kind], sequence_length=1024, text_bytes=10_000)

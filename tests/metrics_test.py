@@ -68,6 +68,7 @@ def test_each_example_counts_once_on_any_number_of_replicas(strategy, n):
     assert found["positive"] == pytest.approx((values > 0).mean(), rel=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch, n", [(4, 13), (1, 3), *more([(4, 12), (5, 41)])])
 def test_an_ordinary_pipeline_loses_no_batch(strategy, batch, n):
     size = batch * strategy.num_replicas_in_sync

@@ -63,6 +63,7 @@ def sequences(count):
 CASES = [dict(patience=1), dict(patience=3, mode="max"), dict(patience=2, min_change=0.3)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_early_stopping_stops_where_that_of_keras_does(case):
     stopped = set()
@@ -83,6 +84,7 @@ def test_early_stopping_stops_where_that_of_keras_does(case):
     assert min(stopped) < 23
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [*CASES, dict(patience=1, cooldown=2), dict(patience=2, min_rate=0.002)], ids=str)
 def test_the_rate_on_a_plateau_is_that_of_keras(case):
     lowest = set()
@@ -110,6 +112,7 @@ def test_the_rate_on_a_plateau_is_that_of_keras(case):
     assert min(lowest) < 0.05
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
     """As a training whose program sets the rate at the same steps."""
@@ -129,6 +132,7 @@ def test_the_step_computes_with_the_reduced_rate_on_every_strategy(name):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.few(1)
 def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_path, keras):
     def start(rate, steps):
         trainer = toy.Regression(keras, "adam")
@@ -146,6 +150,7 @@ def test_a_new_rate_of_the_program_wins_at_a_restart_and_is_reduced_further(tmp_
     assert start(0.01, 6) == pytest.approx(0.005)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device", "mirrored_x4"])])
 def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name, tmp_path):
     """The best value is that of step 3; the weights are those of a training of three steps."""

@@ -80,6 +80,7 @@ def finish(tmp_path, steps=40, **settings):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("signum", preemption.SIGNALS)
 def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path):
@@ -101,6 +102,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
         finish(tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loop", ["graph", "xla"])
 def test_fast_steps_stop_within_a_few_hundredths_of_a_second_too(loop):
     trainer = Quiet()
@@ -376,6 +378,7 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
 REPEATED = [signal.SIGHUP, signal.SIGXCPU]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("signum", REPEATED)
 def test_a_hangup_or_limit_that_comes_again_changes_nothing(signum, python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)

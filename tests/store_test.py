@@ -128,6 +128,7 @@ SAVED = {
 }
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_path):
@@ -200,6 +201,7 @@ def test_a_warm_start_that_cannot_be_is_a_sentence(case, sentence, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.few(1)
 def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_path):
     class Extended(toy.Regression):
         def __init__(self):
@@ -224,6 +226,7 @@ def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_p
         np.testing.assert_array_equal(third.weights()[0], second.weights()[0])
 
 
+@pytest.mark.few(1)
 def test_a_partial_restore_and_a_warm_start_leave_a_new_head_as_it_is_and_name_it(keras, tmp_path, caplog):
     def build(classes):
         trainer = toy.Regression(keras)

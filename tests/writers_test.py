@@ -281,6 +281,7 @@ def test_a_rollback_within_a_process_leaves_each_step_once(tmp_path):
     assert scalars(tmp_path / "train") == {("a", s): a for s, a in expected}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_an_event_file_cut_anywhere_loses_only_the_record_that_was_cut(split, tmp_path):
     write_board(tmp_path / "whole", *((s, split, {"a": s}) for s in (1, 2, 3)))

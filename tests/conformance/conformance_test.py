@@ -112,6 +112,7 @@ def test_optimizers_that_clip_decay_average_and_accumulate(optimizer, name, fami
     check_weights(resumed.weights(), whole.weights(), exact=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "optimizer, family", [("adam", "tf_keras"), ("accumulate", "keras"), *more([("adam", "keras")])]
 )
@@ -172,6 +173,7 @@ def noisy(strategy, keras, pipeline, steps, model_dir):
     return trainer
 
 
+@pytest.mark.few(3)
 @pytest.mark.pairs
 @pytest.mark.parametrize("pipeline", ["indices", "ordinary"])
 def test_all_that_is_random_resumes_bit_by_bit(strategy, keras, pipeline, tmp_path, caplog):
@@ -182,6 +184,7 @@ def test_all_that_is_random_resumes_bit_by_bit(strategy, keras, pipeline, tmp_pa
     assert "cannot be saved" not in caplog.text and "are not saved" not in caplog.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, family",
     [

@@ -178,6 +178,7 @@ def test_a_run_stopped_and_started_again_equals_one_that_was_not(folder, whole, 
     check_it_resumes(folder, whole, caplog, NEWEST)
 
 
+@pytest.mark.few(14)
 @each_damage
 @pytest.mark.parametrize("kind", FILES)
 def test_a_damaged_file_of_the_newest_checkpoint_costs_that_checkpoint_only(kind, damage, how, folder, whole, caplog):
