@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_export(tools)
     _add_launch(tools)
     _add_rerun(tools)
+    _add_replay(tools)
+    _add_diff(tools)
     _add_sweep(tools)
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
@@ -129,6 +131,37 @@ def _add_rerun(tools: Any) -> None:
     parser.add_argument("directory", help="the run directory")
     parser.add_argument("--to", help="the new run directory (default: DIR-rerun)")
     parser.set_defaults(run=_rerun)
+
+
+def _add_replay(tools: Any) -> None:
+    parser = tools.add_parser(
+        "replay",
+        help="go back to any step of a run, and look at its batch, loss, gradients and ops",
+        description="Restores the newest checkpoint before a step into a temporary directory, trains to the step, and "
+        "shows its batch, metrics, norms and the first op whose output is not finite. Compares with what the run "
+        "reported. Changes nothing in the run directory.",
+        epilog="exit codes: 0 equal to what the run reported; 1 different; 2 the step cannot be replayed",
+    )
+    parser.add_argument("directory", help="the run directory")
+    parser.add_argument("--step", type=int, required=True, help="the step, counted from 1")
+    parser.add_argument("--eager", action="store_true", help="run the step only op by op, once, and show its prints")
+    parser.add_argument("--pdb", action="store_true", help="stop in step_fn, in Python's debugger; with --eager")
+    parser.add_argument("--save", default="", help="file for the batch, FILE.npz")
+    parser.set_defaults(run=_replay)
+
+
+def _add_diff(tools: Any) -> None:
+    parser = tools.add_parser(
+        "diff",
+        help="find the first step at which two runs part, and in what",
+        description="Compares settings, versions, curves and checkpoints of two runs, and replays both between the "
+        "last equal and the first different point, to find the step at which they part, and whether the examples, the "
+        "metrics or the weights differ first. Changes nothing in the run directories.",
+        epilog="exit codes: 0 equal as far as both go; 1 different; 2 not known",
+    )
+    parser.add_argument("first", help="a run directory")
+    parser.add_argument("second", help="the other run directory")
+    parser.set_defaults(run=_diff)
 
 
 def _add_sweep(tools: Any) -> None:
@@ -241,6 +274,18 @@ def _rerun(options: argparse.Namespace) -> int:
     from looplib.extras.tools.rerun import rerun
 
     return rerun(options.directory, options.to)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from looplib.extras.tools.replay import replay
+
+    return replay(options.directory, options.step, eager=options.eager, debug=options.pdb, save=options.save)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from looplib.extras.tools.diff import diff
+
+    return diff(options.first, options.second)
 
 
 def _sweep(options: argparse.Namespace) -> int:

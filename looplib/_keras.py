@@ -4,8 +4,9 @@ Keras 3 (`keras`) and Keras 2 (`tf_keras`) both run on TensorFlow, and neither's
 This imports neither: it recognizes objects by the modules of their classes.
 """
 
+import contextlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -239,3 +240,27 @@ def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iter
                 f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
                 "build models, optimizers and metrics inside `with strategy.scope():`"
             )
+
+
+@contextlib.contextmanager
+def whole_tracebacks() -> Iterator[None]:
+    """Keeps Keras 3's and TensorFlow's own frames in the tracebacks of errors, inside a `with` block."""
+    holders = [tf.debugging, *([sys.modules["keras"].config] if "keras" in sys.modules else [])]
+    holders = [holder for holder in holders if holder.is_traceback_filtering_enabled()]
+    for holder in holders:
+        holder.disable_traceback_filtering()
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.enable_traceback_filtering()
+
+
+def layer_of(error: BaseException) -> str:
+    """Returns the name of the innermost layer of either family in which an error was raised; "" for none."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        holder = trace.tb_frame.f_locals.get("self")
+        name = holder.name if is_layer(holder) and not is_model(holder) else name
+        trace = trace.tb_next
+    return name

@@ -276,6 +276,22 @@ def object_graph(reader: Any) -> Any:
 _OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
 
 
+def first_bad_output(error: BaseException) -> tuple[str, str] | None:
+    """Returns (type of the op, what its output is) of what `tf.debugging.enable_check_numerics` found; None if nothing.
+
+    The second is text such as "float32 [3, 2], 4 NaN"; "" where the message does not say it.
+    """
+    text = str(error)
+    found = re.search(r"Detected Infinity or NaN in output \d+ of \S+ op \"([^\"]+)\"", text)
+    if not found:
+        return None
+    dtype, shape = re.search(r"dtype: <dtype: '(\w+)'>", text), re.search(r"shape: (\([^)\n]*\))", text)
+    counts = re.findall(r"# of (\S+) elements: (\d+)", text)
+    sizes = [f"[{shape[1].strip('(,)')}]"] if shape else []
+    kind = " ".join([*([dtype[1]] if dtype else []), *sizes])
+    return found[1], ", ".join(filter(None, [kind, *(f"{count} {name.removeprefix('+')}" for name, count in counts)]))
+
+
 def is_of_the_input(error: BaseException) -> bool:
     """Returns whether an error was raised by the ops of a data set, as far as TensorFlow's message says; else False."""
     return bool(_OF_THE_INPUT.search(str(error)))

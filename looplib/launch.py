@@ -207,7 +207,7 @@ class _Session:
 
 
 def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> None:
-    from looplib.extras.tools import dry_run, preflight
+    from looplib.extras.tools import dry_run, preflight, replayer
 
     values = session.values
     if values["dry_run"]:
@@ -239,6 +239,9 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         _warn_of_other_settings(values["model_dir"], config)
     if binary.started:
         binary.started(config, controller)
+    if replayer.requested():
+        replayer.answer(controller, values["eval_interval"] if values["mode"] == "train_and_eval" else None)
+        sys.exit(EXIT_DONE)
     if values["dry_run"]:
         session.tried = dry_run.try_out(controller)
     elif values["mode"] in binary.modes:

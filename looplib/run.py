@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -220,7 +221,10 @@ class Run:
 
     def go_back(self, trouble: Trouble) -> None:
         """Restores the checkpoint before a trouble, with the data after it, if the policy allows it."""
-        rollback = self.recovery.go_back(trouble)
+        step, alone = trouble.resume_after, self.workers.count == 1
+        command = f"python -m looplib replay {shlex.quote(self.model_dir or '')} --step={step}"
+        can_replay = self.report.program and self.report.program.arguments and alone
+        rollback = self.recovery.go_back(trouble, f"{command} shows that step" if can_replay else "")
         self.restore(rollback.path, rollback)
 
     def drop_what_comes_after(self, evaluate_every: int | None) -> None:

@@ -61,8 +61,12 @@ class Recovery:
         what = f"at step {step}, {_say(names)}" + (f", and now {_say(others)}" if others else "")
         return Trouble(what, self._guards.non_finite, good_before=step - 1, resume_after=step)
 
-    def go_back(self, trouble: Trouble) -> Rollback:
+    def go_back(self, trouble: Trouble, hint: str) -> Rollback:
         """Finds the newest good checkpoint, and sets newer ones aside; workers wait for each other.
+
+        Args:
+          trouble: what a guard has found.
+          hint: what shows its cause, as the end of the sentence of an error; "" for nothing.
 
         Returns:
           The `Rollback` to it, and to the data after the bad steps.
@@ -72,6 +76,7 @@ class Recovery:
         """
         kept, done = self._directory.latest, self._store.record.rollbacks
         advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"
+        advice += f"; {hint}" if hint else ""
         if trouble.policy == "halt":
             raise DivergenceError(
                 f"{trouble.what}; {advice}; check the data and the learning rate, or use the policy skip or rollback "

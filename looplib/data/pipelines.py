@@ -101,6 +101,7 @@ def distribute(
         sized=pipelines.sized,
         steps_per_epoch=context.steps_per_epoch,
         examples=context.examples,
+        ids=context.ids,
     )
 
 

@@ -29,6 +29,7 @@ class Stream:
       sized: whether batches need no check of their size: it is static, or it may vary.
       steps_per_epoch: steps in which the data comes once; None where that is not known.
       examples: how many examples there are; None where that is not known.
+      ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
     """
 
     strategy: tf.distribute.Strategy
@@ -47,6 +48,7 @@ class Stream:
     sized: bool = True
     steps_per_epoch: float | None = None
     examples: int | None = None
+    ids: tf.data.Dataset | None = None
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from looplib.health.guards import Trouble
 
+GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
 _step = threading.local()
 
 
@@ -27,7 +28,7 @@ def note_gradients(gradients: Sequence[Any], variables: Sequence[Any] | None) ->
     if noted is not None:
         for number, (gradient, variable) in enumerate(zip(gradients, variables or [None] * len(gradients))):
             name = getattr(variable, "path", None) or getattr(variable, "name", f"variable {number}")
-            noted.append((f"the gradient of {name}", gradient))
+            noted.append((GRADIENT_OF + name, gradient))
 
 
 def run_watched(step_fn: Callable[[Any], Any], inputs: Any) -> tuple[Any, list[tuple[str, tf.Tensor]]]:

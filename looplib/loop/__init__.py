@@ -21,7 +21,7 @@ Names that other rooms may use, by file:
     schedule: Boundary, Schedule
     step: Step, StepFn
     stepwise: none
-    task_loop: as_numbers, check_evaluation
+    task_loop: TaskLoop, as_numbers, check_evaluation
     timing: timed
     window: Window
 """

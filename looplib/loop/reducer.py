@@ -138,6 +138,20 @@ class Reducer(Accumulator):
         total_watched = tf.reduce_sum(tf.concat(parts, axis=0), keepdims=True)
         return tf.concat([contribution, tf.ones([1], tf.float64), total_watched, *parts], axis=0)
 
+    def gradient_norms(self, contribution: np.ndarray) -> dict[str, float]:
+        """Returns the norms of the gradients that one replica noted in a step, by the name of the variable.
+
+        Args:
+          contribution: float64 `[n]`, what `run_step` returned there for this step.
+        """
+        halves = dict(zip(self._watched, contribution[self.packer.size + 2 :]))  # of the squares
+        prefix = non_finite.GRADIENT_OF
+        return {
+            name.removeprefix(prefix): float(np.sqrt(2 * half))
+            for name, half in halves.items()
+            if name.startswith(prefix)
+        }
+
     @property
     def created(self) -> bool:
         """Returns whether the structure is known and the variable exists."""

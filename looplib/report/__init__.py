@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     clock: Clock
-    console_writer: ConsoleWriter
+    console_writer: ConsoleWriter, format_number
     event_files: none
     jsonl_writer: JsonlWriter
     outcome: Outcome, broken, done, failed, is_quit, preempted, served

@@ -16,7 +16,7 @@ Names that other rooms may use, by file:
     learning_rates: LearningRates
     loss_scale: none
     micro_batches: none
-    model_table: note
+    model_table: note, variables
     monitored: mode_of
     own_loop: OwnLoop
     parts: none

@@ -65,6 +65,7 @@ class InputContext:
         self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays: Any = None
         self.examples: int | None = None
+        self.ids: tf.data.Dataset | None = None  # what `indices` returned last
         self.steps_per_epoch: float | None = None
 
     @property
@@ -127,6 +128,10 @@ class InputContext:
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
         self.positioned, self.examples = True, num_examples
+        self.ids = self._ids(num_examples, seeds, shuffle, whole_epochs)
+        return self.ids
+
+    def _ids(self, num_examples: int, seeds: bool, shuffle: bool, whole_epochs: bool) -> tf.data.Dataset:
         if not self.training:
             return self._in_order(num_examples, seeds)
         steps = num_examples / self.global_batch_size

@@ -75,7 +75,16 @@ def note(trainer: Trainer) -> dict[str, Any]:
 
 def describe(trainer: Trainer) -> ModelTable:
     """Returns the table of a trainer, once its variables exist."""
-    seen, rows = set(), []
+    rows = []
+    for name, variable, trained in variables(trainer):
+        shape = variable.shape if variable.shape.is_fully_defined() else variable.read_value().shape
+        rows.append(Row(name, tuple(shape.as_list()), trained))
+    return ModelTable(rows)
+
+
+def variables(trainer: Trainer) -> list[tuple[str, tf.Variable, bool]]:
+    """Returns (name, variable, whether it is trained) for each row of the table of a trainer, in order."""
+    seen, found = set(), []
     for optimizer in _keras.with_inner(_keras.optimizers(trainer)):
         own = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
         seen |= {id(_plain(variable)) for variable in own}
@@ -85,9 +94,8 @@ def describe(trainer: Trainer) -> ModelTable:
         variable = _plain(variable)
         if id(variable) not in seen:
             seen.add(id(variable))
-            shape = variable.shape if variable.shape.is_fully_defined() else variable.read_value().shape
-            rows.append(Row(name, tuple(shape.as_list()), trainable and id(variable) not in not_trained))
-    return ModelTable(rows)
+            found.append((name, variable, trainable and id(variable) not in not_trained))
+    return found
 
 
 def _plain(variable: Any) -> tf.Variable:

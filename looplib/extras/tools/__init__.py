@@ -6,13 +6,17 @@ Names that other rooms may use, by file:
     children: none
     compare: none
     dry_run: redirect, try_out
+    diff: diff
     export: export
     inspect: inspect
     local_launch: launch
     preflight: answer, requested, settings
     pure_function: none
+    replay: replay
+    replayer: answer, requested
     rerun: rerun
     runs: none
+    step_view: none
     variable_ops: none
     xla: none
 """

@@ -5,7 +5,8 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,33 @@ def compare(
         result.add(split, where, ones.get((split, where)), others.get((split, where)), *tolerances)
     result.records = sum(value for (_, where), value in ones.items() if where.endswith(": records"))
     result.examples = all(any(where.endswith(example_checksum.METRIC) for _, where in run) for run in (ones, others))
-    readers = [tf.train.load_checkpoint(final_checkpoint(folder)) for folder in (first, second)]
+    compare_tensors(final_checkpoint(first), final_checkpoint(second), rtol, atol, slack, result)
+    return result
+
+
+def compare_tensors(
+    first: str,
+    second: str,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    slack: Mapping[str, float] = types.MappingProxyType({}),
+    result: Comparison | None = None,
+) -> Comparison:
+    """Compares the tensors of two checkpoints; see `compare`.
+
+    Args:
+      first: the path of a checkpoint.
+      second: that of the other.
+      rtol: relative tolerance.
+      atol: absolute tolerance.
+      slack: further absolute tolerances by location.
+      result: to be added to; default a new one.
+
+    Returns:
+      The `Comparison`.
+    """
+    result = result or Comparison()
+    readers = [tf.train.load_checkpoint(path) for path in (first, second)]
     keys = [reader.get_variable_to_shape_map().keys() - set(_NOT_COMPARED) for reader in readers]
     for key in sorted(keys[0] | keys[1]):  # one at a time, because a model may fill half of the memory
         one, other = (reader.get_tensor(key) if key in own else None for reader, own in zip(readers, keys))
@@ -134,7 +161,7 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
         examples = record.get("examples", batch * (step - before[split]))
         before[split] = step
         for name in record.keys() - {"step", "split", "examples", example_checksum.METRIC}:
-            if not _SPEED.search(name):
+            if not is_speed(name):
                 found[name].append((record[name], examples))
     return {
         name: 4 / min(examples for _, examples in values)
@@ -159,7 +186,7 @@ def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tupl
         step, split = record.pop("step"), record.pop("split")
         counts[split, step] += 1
         numbers[split, f"step {step} {split}: records"] = counts[split, step]
-        names = [name for name in record if not _SPEED.search(name)]
+        names = [name for name in record if not is_speed(name)]
         for name in sorted(names, key=lambda name: (name != example_checksum.METRIC, name)):
             numbers[split, f"step {step} {split} {name}"] = record[name]
     run = _report(folder)
@@ -173,6 +200,11 @@ def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tupl
     ):
         numbers.update({("", f"{title} {path}"): value for path, value in _flat(tree) if not _TIMES.search(path)})
     return numbers
+
+
+def is_speed(name: str) -> bool:
+    """Returns whether a metric is a speed, by its name."""
+    return bool(_SPEED.search(name))
 
 
 def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

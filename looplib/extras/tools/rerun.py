@@ -70,7 +70,7 @@ def rerun(directory: str, to: str | None = None) -> int:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=_environment(directory),
+            env=environment(directory),
             stdin=subprocess.DEVNULL,
             preexec_fn=dying_with_parent(signal.SIGTERM),
         )
@@ -98,20 +98,21 @@ def report_of(directory: str) -> dict[str, Any]:
     raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
 
 
-def command_of(report: dict[str, Any], directory: str) -> tuple[list[str], str]:
-    """Returns the command of a run's first start, for another --model_dir after it, and its working directory.
+def command_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple[list[str], str]:
+    """Returns the command of a start of a run, for another --model_dir after it, and its working directory.
 
     Args:
       report: its `run.json`.
       directory: the run directory, whose settings the command takes.
+      number: of the start; default the first.
 
     Raises:
       UsageError: if the report does not say how the run was started.
     """
     try:
-        first = report["starts"][0]
-        started = first["program"]
-        arguments, folder, flags = started["arguments"], started["directory"], first["command"][1:]
+        start = report["starts"][number]
+        started = start["program"]
+        arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
     except (LookupError, TypeError) as error:
         raise _untold(directory, error) from error
     if not arguments:
@@ -157,11 +158,20 @@ def _refuse_what_cannot_be_repeated(report: dict[str, Any], directory: str) -> N
                 f"the run in {directory} was resumed with {name}={after}, and had {before} before, so no single "
                 "command repeats it; start a new run with one of them"
             )
-    if report["strategy"].startswith(("MultiWorker", "ParameterServer")):
-        raise UsageError(
-            f"the run in {directory} had several processes ({report['strategy']}); start them as you did then, with "
-            "another --model_dir"
-        )
+    refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
+
+
+def refuse_several_processes(report: dict[str, Any], directory: str, cure: str) -> None:
+    """Raises `UsageError` for a run of several workers, or with parameter servers.
+
+    Args:
+      report: its `run.json`.
+      directory: the run directory.
+      cure: what to do, as the end of the sentence.
+    """
+    strategy = str(report.get("strategy"))
+    if strategy.startswith(("MultiWorker", "ParameterServer")):
+        raise UsageError(f"the run in {directory} had several processes ({strategy}); {cure}")
 
 
 def _differences_now(report: dict[str, Any], directory: str) -> list[str]:
@@ -203,13 +213,17 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _environment(directory: str) -> dict[str, str]:
-    """Returns the environment in which the metrics have checksums of the examples if those of the run have them."""
-    environment = {name: value for name, value in os.environ.items() if name != example_checksum.VARIABLE}
+def environment(directory: str) -> dict[str, str]:
+    """Returns the environment in which the metrics have checksums of the examples if those of the run have them.
+
+    Args:
+      directory: the run directory.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != example_checksum.VARIABLE}
     records = read_jsonl(os.path.join(directory, "metrics.jsonl"))
     if any(example_checksum.METRIC in record for record in records):
-        environment[example_checksum.VARIABLE] = "1"
-    return environment
+        variables[example_checksum.VARIABLE] = "1"
+    return variables
 
 
 def _verdict(report: dict[str, Any], directory: str, to: str) -> int:

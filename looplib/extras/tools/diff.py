@@ -1,0 +1,167 @@
+"""`python -m looplib diff A B`: the first step at which two runs part, and in what."""
+
+import os
+import tempfile
+from typing import Any
+
+from looplib.checkpoint.marker import Commit
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names
+from looplib.extras.tools.compare import compare_tensors, is_speed
+from looplib.extras.tools.replay import Recorded
+from looplib.extras.tools.replayer import CHECKSUM, Order, Trace
+from looplib.extras.tools.runs import say
+from looplib.loop import example_checksum
+from looplib.report import run_json
+from looplib.report.records import Record, key, read_jsonl
+
+_SHOWN = 6
+
+
+def diff(first: str, second: str) -> int:
+    """Finds the first step at which two runs part, and prints it with what differs there.
+
+    Args:
+      first: a run directory, which is only read.
+      second: the other one.
+
+    Returns:
+      The exit code: `EXIT_DONE` if they are equal as far as both go, `EXIT_DIFFERENT` if not, `EXIT_UNKNOWN` if they
+      have nothing in common to compare.
+
+    Raises:
+      UsageError: for a directory that is no run, or a run that cannot be replayed.
+    """
+    runs = Recorded(first), Recorded(second)
+    for line in _of_the_reports(*(run.report for run in runs)) or ["settings, versions and code are equal"]:
+        say(line)
+    records, record = _first_different_record(*(_curve(run) for run in runs))
+    checkpoints, equal, different = _bisected(*runs)
+    ends = [step for step in (record, different) if step is not None]
+    if not ends:
+        reached = max([*records, *checkpoints], default=None)
+        if reached is None:
+            say("not known: the runs have no report and no checkpoint of the same step")
+            return EXIT_UNKNOWN
+        say(f"EQUAL up to step {reached}: {len(records)} reports and {len(checkpoints)} checkpoints of the same steps")
+        return EXIT_DONE
+    say(f"reports: {_of(record, records)}; checkpoints: {_of(different, checkpoints)}")
+    end = min(ends)
+    start = max((step for step in equal if step < end), default=0)
+    say(f"replaying both from {f'their equal checkpoints of step {start}' if start else 'the start'} to step {end}")
+    one, other = (_traces(run, start, end) for run in runs)
+    for line in _parting(one, other) or [
+        f"DIFFERENT at step {end}, but their replays are equal up to there: the code may have changed since, or the "
+        "steps use something that neither a checkpoint nor the command holds"
+    ]:
+        say(line)
+    return EXIT_DIFFERENT
+
+
+# Reports.
+
+
+def _of_the_reports(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Returns lines about settings, versions and code that differ."""
+    now = {kind: other.get(kind) or {} for kind in ("flags", "config")}
+    settings = run_json.changed_settings(one, now)
+    lines = [f"setting {name}: {a} and {b}" for name, (a, b) in sorted(settings.items())]
+    versions = [report.get("versions") or {} for report in (one, other)]
+    for name in sorted(versions[0].keys() | versions[1].keys()):
+        a, b = (found.get(name, "not used") for found in versions)
+        lines += [f"version of {name}: {a} and {b}"] * (a != b)
+    programs = [report.get("program") or {} for report in (one, other)]
+    for name, title in (("arguments", "program"), ("commit", "git commit"), ("changes", "changes since the commit")):
+        a, b = (program.get(name) or "none" for program in programs)
+        lines += [f"{title}: {a} and {b}"] * (a != b)
+    return lines
+
+
+# Curves.
+
+
+def _curve(run: Recorded) -> dict[tuple[int, str], Record]:
+    return {key(record): record for record in read_jsonl(os.path.join(run.directory, "metrics.jsonl"))}
+
+
+def _first_different_record(
+    one: dict[tuple[int, str], Record], other: dict[tuple[int, str], Record]
+) -> tuple[list[int], int | None]:
+    """Returns the steps of which both have a record, and the first of them with another number."""
+    common = sorted(one.keys() & other.keys())
+    for place in common:
+        names = {name for name in one[place].keys() & other[place].keys() if not is_speed(name)}
+        if any(one[place][name] != other[place][name] for name in names):
+            return [step for step, _ in common], place[0]
+    return [step for step, _ in common], None
+
+
+def _bisected(one: Recorded, other: Recorded) -> tuple[list[int], list[int], int | None]:
+    """Compares checkpoints of the same steps, of which those after the first different one differ too.
+
+    Returns:
+      (the steps of which both have one, those of them that were found equal, the first that differs or None).
+    """
+    ours, theirs = ({done.step: done for done in run.checkpoints()} for run in (one, other))
+    common = sorted(ours.keys() & theirs.keys())
+    equal, low, high = [], 0, len(common)
+    while low < high:
+        middle = (low + high) // 2
+        if _equal(ours[common[middle]], theirs[common[middle]]):
+            equal.append(common[middle])
+            low = middle + 1
+        else:
+            high = middle
+    return common, equal, common[low] if low < len(common) else None
+
+
+def _equal(one: Commit, other: Commit) -> bool:
+    return not compare_tensors(one.path, other.path).differences
+
+
+def _of(step: int | None, steps: list[int]) -> str:
+    if not steps:
+        return "none of the same step"
+    return f"equal up to step {max(steps)}" if step is None else f"different at step {step}"
+
+
+# Replays.
+
+
+def _traces(run: Recorded, start: int, end: int) -> list[Trace]:
+    checkpoint = next((done for done in run.checkpoints() if done.step == start), None)
+    with tempfile.TemporaryDirectory(prefix="looplib-diff-") as folder:
+        order = Order(run.directory, end, os.path.join(folder, "answer.json"), trace=True)
+        return run.start_again(checkpoint, order, folder).traces
+
+
+def _parting(ones: list[Trace], others: list[Trace]) -> list[str]:
+    """Returns lines about the first step in which two traces differ; [] if none does."""
+    for one, other in zip(ones, others):
+        found = {
+            "examples": ["other ones, by their checksums"] * (_checksum(one) != _checksum(other)),
+            "metrics": _differences(_without_checksum(one), _without_checksum(other)),
+            "variables": _differences(one.variables, other.variables),
+        }
+        kinds = [kind for kind, lines in found.items() if lines]
+        if not kinds:
+            continue
+        where = f"at step {one.step}" if one.metrics or other.metrics else f"before step {one.step + 1}"
+        equal = "; ".join(f"the {kind} are still equal" for kind in [*found][: [*found].index(kinds[0])] if one.metrics)
+        lines = [f"DIFFERENT: the runs part {where}, first in the {kinds[0]}" + (f" ({equal})" if equal else "")]
+        return lines + [f"  {kind}: {join_names(found[kind], _SHOWN)}" for kind in kinds]
+    return []
+
+
+def _checksum(trace: Trace) -> int | None:
+    return trace.metrics.get(example_checksum.METRIC)
+
+
+def _without_checksum(trace: Trace) -> dict[str, Any]:
+    return {name: value for name, value in trace.metrics.items() if name != example_checksum.METRIC}
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Returns a text for each value that differs, with NaN equal to itself; of checksums only the name."""
+    names = [*one, *(name for name in other if name not in one)]
+    values = [(name, *(str(values.get(name, "nothing")) for values in (one, other))) for name in names]
+    return [name if CHECKSUM in a + b else f"{name} ({a} and {b})" for name, a, b in values if a != b]

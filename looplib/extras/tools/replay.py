@@ -1,0 +1,154 @@
+"""`python -m looplib replay DIR --step=N`: back to any step of a run, and a close look at it."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from looplib import files
+from looplib.checkpoint import commits
+from looplib.checkpoint.marker import Commit
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, whole_number
+from looplib.extras.tools import rerun
+from looplib.extras.tools.children import dying_with_parent
+from looplib.extras.tools.replayer import Answer, Order
+from looplib.extras.tools.runs import say
+from looplib.loop import example_checksum
+
+_LAST_LINES = 20  # of a process that failed
+
+
+def replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str = "") -> int:
+    """Trains a run again from the newest checkpoint before a step, and shows what the step does.
+
+    Args:
+      directory: the run directory, which is only read.
+      step: the global step to look at.
+      eager: whether to run it only op by op, once, and to show what it prints.
+      debug: whether to stop in it, in Python's debugger; needs `eager`.
+      save: a file for its batch, `.npz`; "" for none.
+
+    Returns:
+      The exit code: `EXIT_DONE` if all that the run reported on the way was found again, else `EXIT_DIFFERENT`.
+
+    Raises:
+      UsageError: for a run or a step that cannot be replayed.
+    """
+    whole_number("--step", step)
+    if debug and not eager:
+        raise UsageError("--pdb stops where Python runs the step; add --eager")
+    run = Recorded(directory)
+    save = os.path.abspath(save) if save else ""
+    if save and (not save.endswith(".npz") or os.path.lexists(save)):
+        raise UsageError(f"--save={save} is there already, or no .npz file; name a new file, such as batch.npz")
+    if save and os.path.realpath(save).startswith(os.path.realpath(run.directory) + os.sep):
+        raise UsageError(f"--save={save} is in the run directory, which a replay does not change; name another place")
+    start = run.newest_checkpoint(before=step)
+    say(f"{f'from the checkpoint of step {start.step}' if start else 'from the start of the run'} to step {step}")
+    with tempfile.TemporaryDirectory(prefix="looplib-replay-") as folder:
+        order = Order(run.directory, step, os.path.join(folder, "answer.json"), eager=eager, debug=debug, save=save)
+        answer = run.start_again(start, order, folder)
+    print(*answer.lines, sep="\n", flush=True)
+    return EXIT_DONE if answer.equal else EXIT_DIFFERENT
+
+
+class Recorded:
+    """A run of one process, as its directory has it, that can be started again from any of its checkpoints.
+
+    Args:
+      directory: the run directory, which is only read.
+
+    Attributes:
+      directory: its absolute path.
+      report: its `run.json`.
+
+    Raises:
+      UsageError: if it is remote, no run, or one of several processes.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if files.is_remote(directory):
+            raise UsageError(f"{directory} is remote; copy the run to a local directory")
+        self.directory = os.path.abspath(directory)
+        self.report: dict[str, Any] = rerun.report_of(self.directory)
+        rerun.refuse_several_processes(self.report, self.directory, "a replay has one, so name a run of one process")
+
+    def checkpoints(self) -> list[Commit]:
+        """Returns the committed checkpoints, newest first."""
+        return commits.committed(os.path.join(self.directory, "checkpoints"))
+
+    def newest_checkpoint(self, before: int) -> Commit | None:
+        """Returns the newest intact checkpoint of a step below another one; None for a replay from the start."""
+        for done in self.checkpoints():
+            if done.step < before:
+                reason = commits.verify(done)
+                if not reason:
+                    return done
+                say(f"the checkpoint of step {done.step} is left out: {reason}")
+        return None
+
+    def start_again(self, start: Commit | None, order: Order, folder: str) -> Answer:
+        """Starts the run's own command in a directory with a copy of one checkpoint; returns its answer.
+
+        Args:
+          start: the checkpoint, or None.
+          order: what to do from there.
+          folder: an empty directory for all that the command writes.
+
+        Raises:
+          UsageError: if the command fails.
+        """
+        model_dir = os.path.join(folder, "run")
+        os.makedirs(os.path.join(model_dir, "checkpoints"))
+        for name in [*start.files, f"ckpt-{start.step}.commit"] if start else []:
+            source = os.path.join(os.path.dirname(start.path), name)
+            with files.open_regular(source) as read, open(os.path.join(model_dir, "checkpoints", name), "wb") as write:
+                shutil.copyfileobj(read, write)
+        command, place = rerun.command_of(self.report, self.directory, self._start_that_did(order.step))
+        command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
+        environment = {**rerun.environment(self.directory), **order.as_environment()}
+        environment |= {example_checksum.VARIABLE: "1"} if order.trace else {}
+        log = None if order.eager else os.path.join(folder, "output.log")
+        try:
+            with open(log or os.devnull, "ab") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=place,
+                    env=environment,
+                    stdin=None if order.debug else subprocess.DEVNULL,
+                    **({"stdout": output, "stderr": subprocess.STDOUT} if log else {}),
+                    preexec_fn=dying_with_parent(signal.SIGTERM),
+                )
+                code = process.wait()
+        except OSError as error:
+            raise UsageError(f"{command[0]} cannot be started in {place} ({error.strerror})") from error
+        if code == 0 and os.path.exists(order.to):
+            return Answer.read(order.to)
+        if log:
+            with open(log, errors="replace") as lines:
+                print("".join(f"  | {line}" for line in lines.readlines()[-_LAST_LINES:]), end="", file=sys.stderr)
+        raise UsageError(f"the command of {self.directory} ended with code {code} before step {order.step}; see above")
+
+    def _start_that_did(self, step: int) -> int:
+        """Returns the number of the start that trained a step: the last one that was restored below it."""
+        starts = self.report.get("starts")
+        found = 0
+        for number, start in enumerate(starts if isinstance(starts, list) else ()):
+            path = start.get("restored_from") if isinstance(start, dict) else None
+            match = re.search(r"ckpt-(\d+)$", path) if isinstance(path, str) else None
+            if match is None or int(match[1]) < step:
+                found = number
+        return found
+
+    def _flags(self, debug: bool) -> list[str]:
+        flags = self.report.get("flags")
+        flags = flags if isinstance(flags, dict) else {}
+        found = ["--nodry_run", "--max_time=", "--verbosity=-1"]
+        found += ["--loop=graph"] * (flags.get("loop") == "eager")
+        found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
+        # Python's debugger follows one thread, and each replica has its own.
+        return found + ["--strategy=auto", "--num_virtual_devices=1"] * debug

@@ -1,0 +1,296 @@
+"""A close look at one step of a run: its batch, metrics and norms, and the first op whose output is not finite."""
+
+import dataclasses
+import inspect
+import pdb
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import _keras, _tf, source_locations
+from looplib.errors import gist
+from looplib.extras.tools.replayer import Answer, Order, Player
+from looplib.loop import example_checksum
+from looplib.report.console_writer import format_number
+from looplib.report.records import Record, read_jsonl
+from looplib.task import model_table
+from looplib.task.gradient_trainer import GradientTrainer
+from looplib.task.shares import Share
+from looplib.task.trainer import Trainer
+
+_SHOWN_IDS = 16
+_SHOWN_ROWS = 60  # of the table of norms
+
+
+def look(player: Player, order: Order) -> Answer:
+    """Trains to the step before the one that is asked for, and looks at that one.
+
+    Args:
+      player: before its first step.
+      order: the step, and how to run it.
+    """
+    records = read_jsonl(f"{order.directory}/metrics.jsonl")
+    records = {record["step"]: record for record in records if record["split"] == "train"}
+    player.play(order.step - 1)
+    view = _View(player)
+    lines = [f"batch of step {order.step}", *view.batch_lines()]
+    if order.save:
+        np.savez(order.save, **view.arrays())
+        lines.append(f"  saved in {order.save}")
+    lines.append(f"step {order.step}")
+    if order.eager:
+        lines += [*_table(view.run_eagerly(order.debug)), *view.norm_lines()]
+    else:
+        if order.step in records:
+            player.reported[order.step] = player.play_one()
+            player.go_back(view.before)
+        metrics = view.run()
+        view.run_eagerly()
+        lines += [*_table(metrics), *view.norm_lines(), *view.op_lines()]
+    compared = {step: metrics for step, metrics in player.reported.items() if step in records}
+    different = [step for step, metrics in compared.items() if _differs(metrics, records[step])]
+    return Answer([*lines, _verdict(order.step, compared, different, records)], equal=not different)
+
+
+def _table(metrics: Mapping[str, int | float]) -> list[str]:
+    width = max(map(len, metrics), default=0)
+    return [f"  {name:<{width}}  {value:.9g}" for name, value in metrics.items()]
+
+
+def _differs(metrics: Mapping[str, int | float], record: Record) -> bool:
+    """Returns whether metrics have other numbers than a record, which has None for what is not finite."""
+    return any(
+        name in record and name != example_checksum.METRIC and (value if np.isfinite(value) else None) != record[name]
+        for name, value in metrics.items()
+    )
+
+
+def _verdict(
+    step: int,
+    compared: Mapping[int, Mapping[str, int | float]],
+    different: Sequence[int],
+    records: Mapping[int, Record],
+) -> str:
+    """Says whether the metrics that the run reported on the way are those of the replay."""
+    here = "" if step in records else f"the run did not report step {step}; "
+    if not compared:
+        return f"{here}it reported no step since its checkpoint, so there is nothing to compare"
+    if not different:
+        steps = f"step {step}" if [*compared] == [step] else f"reports up to step {max(compared)}"
+        return f"{here}equal, bit by bit, to what the run reported ({steps})"
+    first = different[0]
+    one, other = compared[first], records[first]
+    names = [name for name in one if _differs({name: one[name]}, other)]
+    texts = [f"{name} {other[name]} then, {one[name]} now" for name in names[:3]]
+    return (
+        f"{here}DIFFERENT from what the run reported at step {first}: {', '.join(texts)}; the code, the settings or "
+        "the machine may have changed since, or the step uses something that a checkpoint does not hold"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """One tensor of a batch, of all replicas together."""
+
+    name: str
+    value: Any
+
+
+class _View:
+    """The step that follows where a player stands.
+
+    Attributes:
+      before: the state before it.
+    """
+
+    def __init__(self, player: Player) -> None:
+        self._player, self._step = player, player.loop.step
+        self._trainer: Trainer = player.loop.task
+        self.before = player.note()
+        self._batch, self._ids = player.batch_at(self.before)
+        self._leaves = self._joined()
+        if self._ids is not None:  # each replica was taken for a pipeline, which one of global batches is not
+            self._ids = self._ids[: self._leaves[0].value.shape[0]]
+        player.go_back(self.before)
+        self._weights = _weights(self._trainer)
+        self._after: dict[str, np.ndarray] | None = None
+        self._gradients: dict[str, float] = {}
+        self._failure = ""
+
+    # The batch.
+
+    def _joined(self) -> list[_Leaf]:
+        """Returns the tensors of the global batch; the rows in place of the numbers of rows of `context.resident`."""
+        replicas = self._step.strategy.experimental_local_results
+        batch, arrays = self._batch, self._player.loop.stream.arrays
+        batch = batch.inputs if isinstance(batch, Share) else batch
+        found = [_Leaf(name, _concatenated(replicas(value))) for name, value in _named(batch)]
+        if arrays is None:
+            return found
+        return [_Leaf(name, tf.gather(array, found[0].value)) for name, array in _named(arrays)]
+
+    def batch_lines(self) -> list[str]:
+        """Returns a line for each tensor of the batch, and one for the ids of its examples."""
+        width = max(len(leaf.name) for leaf in self._leaves)
+        lines = [f"  {leaf.name:<{width}}  {_describe(leaf.value)}" for leaf in self._leaves]
+        if self._ids is not None:
+            more = len(self._ids) - _SHOWN_IDS
+            shown = ", ".join(map(str, self._ids.numpy()[:_SHOWN_IDS]))
+            lines.append(f"  ids of context.indices: {shown}" + (f" and {more} more" if more > 0 else ""))
+        return lines
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the batch as numpy arrays by name; those of a ragged or sparse tensor are several."""
+        found = {} if self._ids is None else {"example_ids": self._ids.numpy()}
+        for leaf in self._leaves:
+            parts = tf.nest.flatten(leaf.value, expand_composites=True)
+            for number, part in enumerate(parts):
+                found[leaf.name + (f".{number}" if len(parts) > 1 else "")] = np.asarray(part)
+        return found
+
+    # The step.
+
+    def run(self) -> dict[str, int | float]:
+        """Runs the step as the run did; returns its own metrics."""
+        self._player.go_back(self.before, fresh=True)
+        metrics = self._player.play_one()
+        self._after = _weights(self._trainer)
+        return metrics
+
+    def run_eagerly(self, debug: bool = False) -> dict[str, int | float]:
+        """Runs the step op by op, in which all gradients that it gives to an optimizer are seen.
+
+        Args:
+          debug: whether to stop in the user's function, in Python's debugger.
+
+        Returns:
+          The metrics; {} if the step cannot run so.
+        """
+        self._player.go_back(self.before, fresh=True)
+        try:
+            parts = _debugged(self._trainer, self._call) if debug else self._call()
+        except Exception as error:
+            self._failure = f"step_fn fails eagerly: {gist(error)}"
+            return {}
+        reducer = self._player.loop.reducer
+        for part in parts:
+            for name, norm in reducer.gradient_norms(part).items():
+                self._gradients[name] = float(np.maximum(self._gradients.get(name, 0.0), norm))  # NaN stays
+        self._after = self._after or _weights(self._trainer)
+        results = {name: metric.result() for name, metric in reducer.packer.keras.items()}
+        return reducer.packer.unpack(np.sum(parts, axis=0), results)
+
+    def _call(self) -> list[np.ndarray]:
+        """Runs the step outside of any `tf.function`; returns what each replica adds to the metrics."""
+        strategy = self._step.strategy
+        tf.config.run_functions_eagerly(True)
+        try:
+            inputs = tf.nest.map_structure(lambda leaf: leaf, self._batch)  # a step may remove entries
+            result = strategy.run(self._step.replica_step, args=(inputs,))
+        finally:
+            tf.config.run_functions_eagerly(False)
+        return [part.numpy() for part in strategy.experimental_local_results(result)]
+
+    def norm_lines(self) -> list[str]:
+        """Returns a table of the norms of gradient, update and weight of each variable, bad ones first."""
+        rows = []
+        for name, before in self._weights.items():
+            gradient = self._gradients.get(name)
+            after = before if self._after is None else self._after[name]
+            numbers = [gradient, _norm(after - before), _norm(after)]
+            bad = any(number is not None and not np.isfinite(number) for number in numbers)
+            rows.append((not bad, [name, *("-" if number is None else f"{number:.4g}" for number in numbers)]))
+        rows = [row for _, row in sorted(rows, key=lambda row: row[0])]
+        width = max((len(row[0]) for row in rows), default=0)
+        several = self._step.strategy.num_replicas_in_sync > 1 and not isinstance(self._trainer, GradientTrainer)
+        lines = ["norms (gradient: the largest of a replica's own)" if several else "norms"]
+        lines += [f"  {name:<{width}}{a:>12}{b:>12}{c:>12}" for name, a, b, c in [("", "gradient", "update", "weight")]]
+        lines += [f"  {name:<{width}}{a:>12}{b:>12}{c:>12}" for name, a, b, c in rows[:_SHOWN_ROWS]]
+        lines += [f"  and {len(rows) - _SHOWN_ROWS} more variables"] * (len(rows) > _SHOWN_ROWS)
+        return lines + [self._failure] * bool(self._failure)
+
+    def op_lines(self) -> list[str]:
+        """Runs the step op by op to the first op whose output is not finite; returns lines about it."""
+        if self._failure:
+            return []
+        self._player.go_back(self.before, fresh=True)
+        tf.debugging.enable_check_numerics()
+        try:
+            with _keras.whole_tracebacks():
+                self._call()
+        except Exception as error:
+            found = _tf.first_bad_output(error)
+            if found is None:
+                return [f"the search for an op whose output is not finite failed: {gist(error)}"]
+            op, what = found
+            layer, place = _keras.layer_of(error), source_locations.place_of(error)
+            lines = [f"first op whose output is not finite: {op}{f' in layer {layer}' * bool(layer)}, {what}"]
+            return [*lines, *([f"  {place}"] if place else [])]
+        finally:
+            tf.debugging.disable_check_numerics()
+        return ["no op of the step has an output that is not finite"]
+
+
+def _debugged(trainer: Trainer, call: Callable[[], list[np.ndarray]]) -> list[np.ndarray]:
+    """Calls a function that runs the step, and stops at the first line of the one that the user wrote."""
+    written = trainer.loss_fn if isinstance(trainer, GradientTrainer) else trainer.step_fn
+    code = inspect.unwrap(written).__code__
+    lines = [line for _, _, line in code.co_lines() if line is not None and line > code.co_firstlineno]
+    debugger = pdb.Pdb(nosigint=True)
+    debugger.set_break(code.co_filename, min(lines, default=code.co_firstlineno))
+    debugger.rcLines = ["continue"]  # to the breakpoint
+    return debugger.runcall(call)
+
+
+def _weights(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Returns the values of the variables of a trainer's model, float64, by name."""
+    return {name: _array(variable) for name, variable, _ in model_table.variables(trainer)}
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.numpy()).astype(np.float64)
+
+
+def _norm(value: np.ndarray) -> float:
+    return float(np.sqrt(np.square(value).sum()))
+
+
+def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (name, value) of the leaves of a structure, such as ("image", ...) or ("0", ...)."""
+    if isinstance(tree, Mapping):
+        children = sorted(tree.items())
+    elif isinstance(tree, (tuple, list)):
+        children = zip(getattr(tree, "_fields", range(len(tree))), tree)
+    else:
+        yield name or "batch", tree
+        return
+    for key, value in children:
+        yield from _named(value, f"{name}.{key}" if name else str(key))
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    """Joins what the replicas get of one tensor."""
+    first = parts[0]
+    if len(parts) == 1 or first.shape.rank == 0:
+        return first
+    return tf.sparse.concat(0, parts) if isinstance(first, tf.SparseTensor) else tf.concat(parts, axis=0)
+
+
+def _describe(value: Any) -> str:
+    """Returns type, shape and range of a tensor, and how many of its elements are not finite."""
+    kind = {tf.RaggedTensor: "ragged ", tf.SparseTensor: "sparse "}.get(type(value), "")
+    text = f"{kind}{value.dtype.name} {value.shape.as_list()}"
+    flat = value.flat_values if isinstance(value, tf.RaggedTensor) else value
+    flat = flat.values if isinstance(flat, tf.SparseTensor) else flat
+    array = np.asarray(flat)
+    if not array.size or value.dtype == tf.string:
+        return text
+    if not (value.dtype.is_floating or value.dtype.is_integer):
+        return text
+    good = array if value.dtype.is_integer else array[np.isfinite(array.astype(np.float64))].astype(np.float64)
+    if good.size:
+        text += f"  {format_number(good.min().item())} to {format_number(good.max().item())}"
+        text += f", mean {format_number(float(good.mean()))}" * value.dtype.is_floating
+    return text + f"  NOT FINITE: {array.size - good.size:,} of {array.size:,}" * (good.size < array.size)

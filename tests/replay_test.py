@@ -1,0 +1,184 @@
+"""Back to any step of a run: its batch, its numbers and its bad op; and the step at which two runs part."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import replayed
+import tensorflow as tf
+
+import looplib
+from looplib.__main__ import main
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
+
+BAD = 37
+RUNS = {
+    "plain": [[]],
+    "bad": [[f"--config.nan_at={BAD}"]],
+    "changed": [[f"--config.change_at={BAD}"]],
+    "other_rate": [["--train_steps=20"], ["--config.rate=0.06"]],  # from step 21 on
+}
+
+
+@pytest.fixture(scope="module")
+def runs(nursery, tmp_path_factory):
+    """The directory of each of `RUNS`, once it is asked for, and the last line of its output."""
+    folder, done = tmp_path_factory.mktemp("replay"), {}
+
+    def run(name):
+        if name not in done:
+            for arguments in RUNS[name]:
+                life = nursery.life_of("replayed", f"--model_dir={folder / name}", "--train_steps=40", *arguments)
+                assert life.code() == (name == "bad"), life.output()
+            done[name] = folder / name, life.output().splitlines()[-1]
+        return done[name]
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def forks(python, monkeypatch, nursery):
+    """The commands run in forks."""
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv("PYTHONPATH", nursery.environment["PYTHONPATH"])
+
+
+def content(folder):
+    """Every name below a folder with its time and a checksum."""
+    files = (path for path in sorted(folder.rglob("*")))
+    return {
+        str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "")
+        for path in files
+    }
+
+
+def ids_of(step):
+    """The ids of the examples of a step, by the sequence that a run of its own draws."""
+    context = looplib.InputContext(
+        global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=True, start_step=0
+    )
+    return list(context.indices(50).take(step).as_numpy_iterator())[-1]
+
+
+def test_a_halted_run_names_the_command_that_shows_the_bad_op_and_its_batch(runs, tmp_path, capfd):
+    folder, last = runs("bad")
+    assert f"; python -m looplib replay {folder} --step={BAD} shows that step; " in last
+    before = content(folder)
+    assert main(["replay", str(folder), f"--step={BAD}", f"--save={tmp_path / 'batch.npz'}"]) == EXIT_DONE
+    assert content(folder) == before
+    out = capfd.readouterr().out
+    assert re.search(
+        r"first op whose output is not finite: Log, float32 \[8\], 8 NaN\n  \S*replayed.py:\d+: .*bad op", out
+    )
+    assert f"equal, bit by bit, to what the run reported (step {BAD - 7})" in out and re.search(r"\n  loss +nan\n", out)
+    with np.load(tmp_path / "batch.npz") as batch:
+        assert batch["example_ids"].tolist() == ids_of(BAD).tolist()
+        np.testing.assert_array_equal(batch["0"], replayed.X[ids_of(BAD)])
+        assert set(batch["2"]) == {BAD}
+
+
+def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
+    folder, _ = runs("plain")
+    assert main(["replay", str(folder), "--step=21"]) == EXIT_DONE
+    out = capfd.readouterr().out
+    reader = tf.train.load_checkpoint(str(folder / "checkpoints" / "ckpt-20"))
+    values = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name.startswith("model/")}
+    by_shape = {value.shape: value for value in values.values()}
+    hidden, bias, last, offset = (by_shape[shape] for shape in [(6, 8), (8,), (8, 1), (1,)])
+    x, y = replayed.X[ids_of(21)], replayed.Y[ids_of(21)]
+    active = np.maximum(x @ hidden + bias, 0)
+    error = active @ last + offset - y
+    outer = 2 * error / 8
+    inner = (outer @ last.T) * (active > 0)
+    gradients = {
+        "dense/kernel": x.T @ inner,
+        "dense/bias": inner.sum(0),
+        "last/kernel": active.T @ outer,
+        "last/bias": outer,
+    }
+    assert float(re.search(r"\n  loss +(\S+)\n", out)[1]) == pytest.approx(np.square(error).mean(), rel=1e-5)
+    for name, gradient in gradients.items():
+        norm = np.linalg.norm(gradient.sum(0) if name == "last/bias" else gradient)
+        assert float(re.search(rf"{name} +(\S+)", out)[1]) == pytest.approx(norm, rel=1e-3), name
+    assert "no op of the step has an output that is not finite" in out
+    assert "it reported no step since its checkpoint" in out
+
+
+def test_a_loss_that_was_another_one_is_found(runs, tmp_path, capfd):
+    """The replay has the bits that the run had reported before its record was changed."""
+    copy = shutil.copytree(runs("plain")[0], tmp_path / "copy")
+    records = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    record = next(record for record in records if record["step"] == 30)
+    reported, record["loss"] = record["loss"], 0.25
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert main(["replay", str(copy), "--step=30"]) == EXIT_DIFFERENT
+    assert f"DIFFERENT from what the run reported at step 30: loss 0.25 then, {reported} now" in capfd.readouterr().out
+
+
+def test_the_debugger_stops_in_the_user_s_function(runs, tmp_path, capfd):
+    (tmp_path / "commands").write_text("p 'at', int(inputs[2][0])\nc\n")
+    stdin = os.dup(0)
+    try:
+        with open(tmp_path / "commands") as commands:
+            os.dup2(commands.fileno(), 0)
+        assert main(["replay", str(runs("plain")[0]), "--step=23", "--eager", "--pdb"]) == EXIT_DONE
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    out = capfd.readouterr().out
+    assert "('at', 23)" in out and "loss_fn()" in out and re.search(r"\n  loss +\S+\n", out)
+
+
+def test_runs_part_at_the_step_of_one_changed_example(runs, capfd):
+    assert main(["diff", str(runs("plain")[0]), str(runs("changed")[0])]) == EXIT_DIFFERENT
+    out = capfd.readouterr().out
+    assert f"setting config.change_at: 0 and {BAD}" in out
+    assert "replaying both from their equal checkpoints of step 20 to step 40" in out
+    assert f"the runs part at step {BAD}, first in the examples\n" in out
+
+
+def test_runs_part_where_a_resumed_one_has_another_learning_rate(runs, capfd):
+    assert main(["diff", str(runs("plain")[0]), str(runs("other_rate")[0])]) == EXIT_DIFFERENT
+    out = capfd.readouterr().out
+    assert "setting config.rate: 0.05 and 0.06" in out
+    assert re.search(
+        r"part before step 21, first in the variables\n  variables: \S*learning_rate \(0.05\d* and 0.0\d+\)", out
+    )
+
+
+def test_equal_runs_are_equal_as_far_as_both_go(runs, tmp_path, capsys):
+    copy = shutil.copytree(runs("plain")[0], tmp_path / "copy")
+    records = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(records[:-1]))
+    assert main(["diff", str(runs("plain")[0]), str(copy)]) == EXIT_DONE
+    out = capsys.readouterr().out
+    assert "settings, versions and code are equal" in out
+    assert "EQUAL up to step 40: 3 reports and 2 checkpoints of the same steps" in out
+
+
+REFUSED = {
+    "no step": (["--step=0"], {}, "--step is 0; expected a whole number of at least 1"),
+    "several processes": (
+        ["--step=5"],
+        {"strategy": "MultiWorkerMirroredStrategy, 2 replicas"},
+        "had several processes",
+    ),
+    "no debugger": (["--step=5", "--pdb"], {}, "add --eager"),
+    "a file there": (["--step=5", "--save={run}/batch.npz"], {}, "is in the run directory"),
+    "no program": (["--step=5"], {"starts": []}, "does not say how the run was started"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_replayed_is_refused(case, runs, tmp_path, capsys):
+    arguments, values, sentence = REFUSED[case]
+    copy = shutil.copytree(runs("plain")[0], tmp_path / "copy")
+    report = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**report, **values}))
+    assert main(["replay", str(copy), *(argument.format(run=copy) for argument in arguments)]) == EXIT_UNKNOWN
+    assert sentence in capsys.readouterr().err
