@@ -75,7 +75,9 @@ def test_a_halted_run_names_the_command_that_shows_the_bad_op_and_its_batch(runs
     assert re.search(
         r"first op whose output is not finite: Log, float32 \[8\], 8 NaN\n  \S*replayed.py:\d+: .*bad op", out
     )
-    assert f"equal, bit by bit, to what the run reported (step {BAD - 7})" in out and re.search(r"\n  loss +nan\n", out)
+    assert f"equal, bit by bit, to what the run reported at step {BAD - 7}" in out and re.search(
+        r"\n  loss +nan\n", out
+    )
     with np.load(tmp_path / "batch.npz") as batch:
         assert batch["example_ids"].tolist() == ids_of(BAD).tolist()
         np.testing.assert_array_equal(batch["0"], replayed.X[ids_of(BAD)])
@@ -87,9 +89,8 @@ def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
     assert main(["replay", str(folder), "--step=21"]) == EXIT_DONE
     out = capfd.readouterr().out
     reader = tf.train.load_checkpoint(str(folder / "checkpoints" / "ckpt-20"))
-    values = {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map() if name.startswith("model/")}
-    by_shape = {value.shape: value for value in values.values()}
-    hidden, bias, last, offset = (by_shape[shape] for shape in [(6, 8), (8,), (8, 1), (1,)])
+    key = "optimizer/_trainable_variables/{}/.ATTRIBUTES/VARIABLE_VALUE"
+    hidden, bias, last, offset = (reader.get_tensor(key.format(number)) for number in range(4))
     x, y = replayed.X[ids_of(21)], replayed.Y[ids_of(21)]
     active = np.maximum(x @ hidden + bias, 0)
     error = active @ last + offset - y

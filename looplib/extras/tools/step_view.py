@@ -78,8 +78,8 @@ def _verdict(
     if not compared:
         return f"{here}it reported no step since its checkpoint, so there is nothing to compare"
     if not different:
-        steps = f"step {step}" if [*compared] == [step] else f"reports up to step {max(compared)}"
-        return f"{here}equal, bit by bit, to what the run reported ({steps})"
+        steps = f"step {max(compared)}" if len(compared) == 1 else f"steps {min(compared)} to {max(compared)}"
+        return f"{here}equal, bit by bit, to what the run reported at {steps}"
     first = different[0]
     one, other = compared[first], records[first]
     names = [name for name in one if _differs({name: one[name]}, other)]
