@@ -281,7 +281,8 @@ def _make_controller(
         overfit_batch=values["overfit_batch"],
     )
     controller.report.flags = values
-    controller.report.program = this_program() if controller.is_chief else None
+    records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
+    controller.report.program = this_program() if records_program else None
     return controller
 
 

@@ -9,7 +9,7 @@ Names that other rooms may use, by file:
     ownership: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
-    records: read_jsonl
+    records: Record, key, read_jsonl
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
     tensorboard_writer: TensorBoardWriter
