@@ -10,6 +10,7 @@ Names that other rooms may use, by file:
     export: export
     inspect: inspect
     local_launch: launch
+    player: none
     preflight: answer, requested, settings
     pure_function: none
     replay: replay

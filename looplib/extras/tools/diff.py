@@ -7,8 +7,8 @@ from typing import Any
 from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names
 from looplib.extras.tools.compare import compare_tensors, is_speed
+from looplib.extras.tools.player import CHECKSUM, Order, Trace
 from looplib.extras.tools.replay import Recorded
-from looplib.extras.tools.replayer import CHECKSUM, Order, Trace
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 from looplib.report import run_json

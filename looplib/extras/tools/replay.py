@@ -15,7 +15,7 @@ from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, whole_number
 from looplib.extras.tools import rerun
 from looplib.extras.tools.children import dying_with_parent
-from looplib.extras.tools.replayer import Answer, Order
+from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 

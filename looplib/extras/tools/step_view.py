@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from looplib import _keras, _tf, source_locations
 from looplib.errors import gist
-from looplib.extras.tools.replayer import Answer, Order, Player
+from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
 from looplib.report.console_writer import format_number
 from looplib.report.records import Record, read_jsonl
