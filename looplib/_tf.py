@@ -211,6 +211,19 @@ def log_warnings_only() -> None:
     logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
 
 
+def log_once() -> None:
+    """Has TensorFlow's warnings printed once: not by its own handler, if the root logger has one that prints them too.
+
+    TensorFlow itself sees to that where the root logger has a handler when it is imported.
+    """
+    for handler in tf.get_logger().handlers:
+        handler.addFilter(_reaches_no_other)
+
+
+def _reaches_no_other(record: python_logging.LogRecord) -> bool:
+    return not (tf.get_logger().propagate and python_logging.getLogger().handlers)
+
+
 def log_errors_only() -> None:
     """Leaves TensorFlow's own warnings out of the log, too."""
     tf.get_logger().setLevel("ERROR")

@@ -364,6 +364,7 @@ class Controller:
         run.refuse_if_closed_or_torn("train")
         run.refuse_while_training("train")
         schedule = self._schedule(eval_interval, run.loops.check_end(end))
+        run.end = schedule.end
         self._stopped = False
         with attending(self._actions, run.store.take_committed, self), run.training_now():
             while True:
@@ -386,6 +387,7 @@ class Controller:
             reached = step == boundary.step
             self.evaluation_due = boundary.evaluate or (boundary.end and bool(schedule.evaluate_every))
             self.ending = boundary.end
+            self._show_progress(step, schedule)
             if reached and boundary.report:
                 self._report(step)
             if reached and boundary.save and run.store:
@@ -394,8 +396,7 @@ class Controller:
                 run.leave(step)
             if reached and boundary.evaluate:
                 with run.saved():
-                    self.evaluate(eval_steps)
-            run.writers.progress(step, schedule.end)
+                    self._evaluate_now(step, schedule, eval_steps)
             self._tell_saves()
             if not reached:  # the data has ended
                 run.loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
@@ -413,8 +414,10 @@ class Controller:
         else:
             logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         run.last_evaluation = {}
+        run.pace.measure_from(step)
+        self._show_progress(step, schedule)
         if schedule.evaluates_at(step) and self._evaluations.lack():
-            self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
+            self._evaluate_now(step, schedule, eval_steps)  # the run stopped between the save and the evaluation
         run.loops.training.resume(step + run.store.input_offset)
         run.window.measure_from(step)
         return step
@@ -430,8 +433,17 @@ class Controller:
             self._report(step)
         if schedule.evaluate_every and self._evaluations.lack():
             with run.saved():
-                self.evaluate(eval_steps)
+                self._evaluate_now(step, schedule, eval_steps)
         run.writers.flush()
+
+    def _evaluate_now(self, step: int, schedule: Schedule, eval_steps: int) -> None:
+        self._show_progress(step, schedule, evaluating=True)
+        self.evaluate(eval_steps)
+        self._show_progress(step, schedule)
+
+    def _show_progress(self, step: int, schedule: Schedule, evaluating: bool = False) -> None:
+        run = self._run
+        run.writers.progress(run.pace.at(step, schedule.end, schedule.next_evaluation(step), evaluating))
 
     def _report(self, step: int) -> None:
         self._publish("train", step, self._run.window.read(step, self._run.store.record.losses))

@@ -146,6 +146,7 @@ def _main(binary: _Binary, argv: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
         _tf.log_warnings_only()
+    _tf.log_once()
     session = _Session({name: flags.FLAGS[name].value for name, *_ in FLAGS})
     with notice.listening(to_the_end=True), session:
         _run_experiment(session, binary, argv)

@@ -57,6 +57,13 @@ class Schedule:
         """Returns whether an evaluation is due at a step on the way to the end."""
         return bool(self.evaluate_every and step and step % self.evaluate_every == 0 and step != self.end)
 
+    def next_evaluation(self, step: int) -> int | None:
+        """Returns the step of the next evaluation after a step; None without any, or once the end is reached."""
+        if not self.evaluate_every or step == self.end:
+            return None
+        after = step - step % self.evaluate_every + self.evaluate_every
+        return after if self.end is None else min(after, self.end)
+
     def horizon(self, boundary: Boundary) -> int:
         """Returns the last step that the training is known to reach, unless something stops it: the end, if known."""
         return boundary.step if self.end is None else self.end

@@ -2,14 +2,15 @@
 
 Names that other rooms may use, by file:
     clock: Clock
-    console_writer: ConsoleWriter
+    console_writer: ConsoleWriter, format_number
     event_files: none
     jsonl_writer: JsonlWriter
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
     ownership: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
-    records: read_jsonl
+    progress: Pace, format_seconds, headline
+    records: read_jsonl, read_newest
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
     tensorboard_writer: TensorBoardWriter

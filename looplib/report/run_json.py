@@ -36,6 +36,7 @@ class Standing:
 
     Attributes:
       step: the global step.
+      end: the step that the newest training goes to; None where it is not known.
       metrics: dict from split to dict of the last metrics.
       rollbacks: how often the run went back to a checkpoint.
       engines: what `loop="auto"` has chosen, by split.
@@ -43,6 +44,7 @@ class Standing:
     """
 
     step: int
+    end: int | None
     metrics: dict[str, dict[str, float]]
     rollbacks: int
     engines: dict[str, Any]
