@@ -211,6 +211,16 @@ def log_warnings_only() -> None:
     logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
 
 
+def parse_profile(content: bytes) -> Any | None:
+    """Returns a profile of TensorFlow's profiler, an `XSpace` with `planes`; None if it cannot be read."""
+    try:
+        from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+        return xplane_pb2.XSpace.FromString(content)
+    except Exception:  # another module, another format
+        return None
+
+
 def log_once() -> None:
     """Has TensorFlow's warnings printed once: not by its own handler, if the root logger has one that prints them too.
 

@@ -23,7 +23,7 @@ from looplib.predictions import predict
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
-from looplib.task.actions import Event, attending, tell_saves
+from looplib.task.actions import Event, attending, stops_of, tell_saves
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
 
@@ -103,7 +103,10 @@ class Controller:
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         self._actions = [*(action for task in tasks for action in task.own_actions), *actions]
         self.steps_per_loop = settings.steps_per_loop
-        self._schedule = functools.partial(Schedule, settings.steps_per_loop, checkpoints.every_steps)
+        self._stops = stops_of(self._actions)
+        self._schedule = functools.partial(
+            Schedule, settings.steps_per_loop, checkpoints.every_steps, stops=tuple(self._stops)
+        )
         self._stopped = self.evaluation_due = self.ending = False
         self._run = Run(
             settings,
@@ -363,7 +366,7 @@ class Controller:
         run = self._run
         run.refuse_if_closed_or_torn("train")
         run.refuse_while_training("train")
-        schedule = self._schedule(eval_interval, run.loops.check_end(end))
+        schedule = self._schedule(evaluate_every=eval_interval, end=run.loops.check_end(end))
         run.end = schedule.end
         self._stopped = False
         with attending(self._actions, run.store.take_committed, self), run.training_now():
@@ -382,8 +385,12 @@ class Controller:
         for boundary in schedule.boundaries(step):
             if self._stopped:
                 break
+            for action in self._stops.get(step, ()):
+                action.on_leaving(step, self)
             ran = run.train_to(step, boundary, schedule.horizon(boundary))
             step += ran.done
+            for action in self._stops.get(step, ()):
+                action.on_reaching(step, self)
             reached = step == boundary.step
             self.evaluation_due = boundary.evaluate or (boundary.end and bool(schedule.evaluate_every))
             self.ending = boundary.end

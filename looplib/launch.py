@@ -273,7 +273,7 @@ def _make_controller(
         loop=values["loop"],
         seed=values["seed"],
         checkpoints=command_line.policy(values),
-        actions=binary.actions,
+        actions=[*binary.actions, *command_line.actions(values)],
         config=config,
         max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],

@@ -267,6 +267,7 @@ class Run:
         self.store.record.reported[split] = step
         if split == "train":
             self.store.record.train = metrics
+            self.report.memory.note(step)
 
     def note_evaluation(self, step: int, results: dict[str, Metrics]) -> None:
         """Keeps the metrics of all evaluators, also with the checkpoint of their step."""

@@ -12,7 +12,16 @@ TESTS = {
     "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
     "report": ["clock", "predictions", "program", "writers"],
-    "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],
+    "task": [
+        "batch_sizes",
+        "evaluator",
+        "gradient_trainer",
+        "inputs",
+        "keras_trainer",
+        "plateau",
+        "profile",
+        "trainer",
+    ],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent
 

@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     event_files: none
     jsonl_writer: JsonlWriter
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
+    memory: none
     ownership: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
