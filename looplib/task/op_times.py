@@ -16,7 +16,9 @@ from looplib import _tf, files
 OPS, TRACE = "profile.json", "profile.trace.json.gz"
 _MOST_OPS, _MOST_EVENTS = 100, 500_000  # in the files
 _OP = re.compile(r"([^:]+):(_?[A-Z]\w*)")  # as TensorFlow names the events of its ops
-_NESTING = re.compile(r"(?:\w+/(?:body|cond|then|else|branch\w*)/_\d+/)+")  # a loop or function that was inlined
+_NESTING = re.compile(
+    r"^(?:(?:\w*PartitionedCall|while|cond|body|then|else|branch|_)(?:_?\d+)?/)+"
+)  # of loops and calls
 
 
 @dataclasses.dataclass(frozen=True)
