@@ -187,6 +187,7 @@ def test_a_bar_stands_for_the_reports_of_the_training_on_a_terminal_only():
     for stream in (io.StringIO(), Terminal()):
         writer = ConsoleWriter(stream)
         for step in (10, 20, 30):
+            time.sleep(0.06 * stream.isatty())  # a bar is not drawn more often
             writer.progress(Progress(step, 100, rate=4.0, left=20.0, to_evaluation=2.5, waiting=0.08))
             writer.write(step, "train", {"accuracy": 0.25, "loss": step / 40, "steps_per_second": 5.0})
             if step == 20:
@@ -212,7 +213,8 @@ def test_a_training_whose_end_is_not_known_shows_its_step():
     writer = ConsoleWriter(stream)
     writer.progress(Progress(0))
     writer.progress(Progress(1500, rate=4.0, waiting=0.5))
-    assert screen(stream.getvalue()) == ["step 1,500 | 4 steps/s | input 50%"]
+    writer.write(1500, "train", {"loss": 0.25})
+    assert screen(stream.getvalue()) == ["step 1,500 | 4 steps/s | input 50% | loss 0.25"]
 
 
 def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_rollback():
@@ -248,7 +250,7 @@ def test_what_others_print_and_log_leaves_no_piece_of_the_bar_on_a_terminal(nurs
     for target in (40, 60):
         ours, theirs = pty.openpty()
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
-        flags = [f"--train_steps={target}", "--config.slow_step=0.01"]
+        flags = [f"--train_steps={target}", "--config.slow_step=0.03"]
         life = nursery.life(tmp_path / "run", *flags, console=os.ttyname(theirs))
         text = b""
         while not life.ended() or select.select([ours], [], [], 0.1)[0]:

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
@@ -13,6 +14,9 @@ from looplib.report.writer import Writer
 
 if TYPE_CHECKING:
     import tqdm
+
+_DRAWN_SECONDS = 0.05  # between two reports that the bar shows, because drawing may take longer than a short loop
+_STALE_SECONDS = 1.0  # without a report, after which the bar shows the step alone
 
 
 class ConsoleWriter(Writer):
@@ -30,6 +34,7 @@ class ConsoleWriter(Writer):
         self._bar: tqdm.tqdm | None = None
         self._progress: Progress | None = None
         self._headline = ""
+        self._drawn = -math.inf  # when the bar last showed a report
         self._held: str | None = None  # the newest report of the training, while the bar stands for it
 
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
@@ -47,7 +52,9 @@ class ConsoleWriter(Writer):
             self._print(line)
         else:
             self._held, self._headline = line, _joined(headline(metrics), ", ")
-            self._draw()
+            if time.monotonic() > self._drawn + _DRAWN_SECONDS:
+                self._drawn = time.monotonic()
+                self._draw()
 
     def note(self, sentence: str) -> bool:
         """Prints the sentence."""
@@ -56,14 +63,16 @@ class ConsoleWriter(Writer):
 
     def progress(self, progress: Progress | None) -> None:
         """Moves the bar, on a terminal or in a notebook."""
-        self._progress = progress
+        before, self._progress = self._progress, progress
         if progress is None:
             self._take_away()
             return
         with console.swallowing():
             if self._bar is None:
                 self._bar = _make_bar(self._stream, progress)
-        self._draw()
+        changed = before is None or before.evaluating != progress.evaluating
+        if changed or time.monotonic() > self._drawn + _STALE_SECONDS:
+            self._draw()
 
     @property
     def _stream(self) -> TextIO | None:
