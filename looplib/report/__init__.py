@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
     progress: Pace, format_seconds, headline
-    records: read_jsonl, read_newest
+    records: Record, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
     tensorboard_writer: TensorBoardWriter

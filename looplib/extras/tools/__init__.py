@@ -13,6 +13,7 @@ Names that other rooms may use, by file:
     pure_function: none
     rerun: rerun
     runs: none
+    status: status
     variable_ops: none
     xla: none
 """
