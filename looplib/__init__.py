@@ -35,6 +35,7 @@ _HOMES = {
     "OrbitEvaluator": "extras.orbit.adapters",
     "OrbitTrainer": "extras.orbit.adapters",
     "Preempted": "errors",
+    "Profile": "task.profiling",
     "ReduceOnPlateau": "task.plateau",
     "TensorBoardWriter": "report.tensorboard_writer",
     "Trainer": "task.trainer",

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(prog="python -m looplib", description="Tools for looplib's binaries and run directories.")
     tools = parser.add_subparsers(required=True, metavar="TOOL")
+    _add_status(tools)
     _add_inspect(tools)
     _add_average(tools)
     _add_export(tools)
@@ -53,6 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _add_status(tools: Any) -> None:
+    parser = tools.add_parser(
+        "status",
+        help="show every run below some folders: step, rate, time left, last metrics, and whether it is alive",
+        description="Shows every run below some folders, such as those of a sweep. It only reads, and may be used "
+        "while the runs train. States: starting; running; silent (running without news); killed (its process is gone "
+        "without a word); done; preempted (saved and ended by a signal, to be run again); failed.",
+        epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
+    )
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="run directories, or folders that hold some")
+    parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C; a terminal is redrawn")
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between tables (default %(default)s)")
+    parser.set_defaults(run=_status)
 
 
 def _add_inspect(tools: Any) -> None:
@@ -237,6 +253,12 @@ def _add_kind(
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
+
+
+def _status(options: argparse.Namespace) -> int:
+    from looplib.extras.tools.status import status
+
+    return status(options.directories, options.watch, options.interval)
 
 
 def _inspect(options: argparse.Namespace) -> int:

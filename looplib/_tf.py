@@ -211,6 +211,29 @@ def log_warnings_only() -> None:
     logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
 
 
+def parse_profile(content: bytes) -> Any | None:
+    """Returns a profile of TensorFlow's profiler, an `XSpace` with `planes`; None if it cannot be read."""
+    try:
+        from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+        return xplane_pb2.XSpace.FromString(content)
+    except Exception:  # another module, another format
+        return None
+
+
+def log_once() -> None:
+    """Has TensorFlow's warnings printed once: not by its own handler, if the root logger has one that prints them too.
+
+    TensorFlow itself sees to that where the root logger has a handler when it is imported.
+    """
+    for handler in tf.get_logger().handlers:
+        handler.addFilter(_reaches_no_other)
+
+
+def _reaches_no_other(record: python_logging.LogRecord) -> bool:
+    return not (tf.get_logger().propagate and python_logging.getLogger().handlers)
+
+
 def log_errors_only() -> None:
     """Leaves TensorFlow's own warnings out of the log, too."""
     tf.get_logger().setLevel("ERROR")

@@ -1,6 +1,7 @@
 """The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
 from looplib.report import pieces
+from looplib.task.actions import Action
+from looplib.task.profiling import Profile
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
@@ -39,6 +42,7 @@ FLAGS = (
     ("num_virtual_devices", flags.DEFINE_integer, 1, "Number of replicas on one CPU."),
     ("steps_per_loop", flags.DEFINE_integer, 100, "Steps per call to the device, and per report."),
     ("loop", flags.DEFINE_enum, "graph", "Loop engine; auto selects the fastest; eager is for debugging.", ENGINES),
+    ("profile", flags.DEFINE_string, None, "START:STEPS: profiles so many steps after step START; none: no profile."),
     ("overfit_batch", flags.DEFINE_boolean, False, "Trains on the first batch of the data in each step."),
     ("dry_run", flags.DEFINE_boolean, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
@@ -102,6 +106,24 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     )
 
 
+def actions(values: dict[str, Any]) -> list[Action]:
+    """Returns the actions that the flags ask for.
+
+    Args:
+      values: the value of each flag, by name.
+
+    Raises:
+      UsageError: for a value that has another form.
+    """
+    if not values["profile"]:
+        return []
+    if not (found := re.fullmatch(r"(\d{1,18}):(\d{1,18})", values["profile"])) or not int(found[2]):
+        raise UsageError(
+            f"--profile is {values['profile']!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
+        )
+    return [Profile(int(found[1]), int(found[2]))]
+
+
 def check(values: dict[str, Any], argv: Sequence[str]) -> None:
     """Raises `UsageError` for a value that no run can have, or an argument that is not a flag.
 
@@ -115,6 +137,8 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
     if duration("--max_time", values["max_time"] or None) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
+    if actions(values) and values["mode"] not in TRAINING_MODES:
+        raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
     for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size",
                  "predictions_piece"):  # fmt: skip
         if values[name] < 1:

@@ -21,7 +21,9 @@ STALL_SECONDS = 5.0  # that a text waits for its reader, once; later texts are d
 LAST_SECONDS = 2.0  # that the end of a process waits for its last line
 _GAP = b"\n(looplib: text is missing here: there was no reader)\n"
 _LOGGERS = (None, "absl", "tensorflow")  # whose handlers keep the stream that they were made with
+_CLEARED = b"\r\x1b[K"  # takes away the line that the cursor is in
 _sentences: list[str] = []
+_bar = threading.Event()  # whether the cursor is behind a progress bar
 
 
 def trouble() -> str:
@@ -52,6 +54,11 @@ def say(line: str, stream: TextIO | None = None) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     with swallowing(getattr(stream, "name", "the console")):
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def bar_is_drawn() -> None:
+    """Notes that the cursor is behind a progress bar, which the next text of a guarded stream then replaces."""
+    _bar.set()
 
 
 def last_line(line: str) -> None:
@@ -161,6 +168,9 @@ class _Raw(io.RawIOBase):
         return len(content)
 
     def _write(self, content: bytes) -> None:
+        if _bar.is_set() and self.isatty():
+            _bar.clear()
+            content = _CLEARED + content
         if self._stalled:
             if not _ready(self._target, 0.0):
                 return

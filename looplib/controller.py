@@ -23,7 +23,7 @@ from looplib.predictions import predict
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
-from looplib.task.actions import Event, attending, tell_saves
+from looplib.task.actions import Event, attending, stops_of, tell_saves
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
 
@@ -103,7 +103,10 @@ class Controller:
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         self._actions = [*(action for task in tasks for action in task.own_actions), *actions]
         self.steps_per_loop = settings.steps_per_loop
-        self._schedule = functools.partial(Schedule, settings.steps_per_loop, checkpoints.every_steps)
+        self._stops = stops_of(self._actions)
+        self._schedule = functools.partial(
+            Schedule, settings.steps_per_loop, checkpoints.every_steps, stops=tuple(self._stops)
+        )
         self._stopped = self.evaluation_due = self.ending = False
         self._run = Run(
             settings,
@@ -363,7 +366,8 @@ class Controller:
         run = self._run
         run.refuse_if_closed_or_torn("train")
         run.refuse_while_training("train")
-        schedule = self._schedule(eval_interval, run.loops.check_end(end))
+        schedule = self._schedule(evaluate_every=eval_interval, end=run.loops.check_end(end))
+        run.end = schedule.end
         self._stopped = False
         with attending(self._actions, run.store.take_committed, self), run.training_now():
             while True:
@@ -381,11 +385,16 @@ class Controller:
         for boundary in schedule.boundaries(step):
             if self._stopped:
                 break
+            for action in self._stops.get(step, ()):
+                action.on_leaving(step, self)
             ran = run.train_to(step, boundary, schedule.horizon(boundary))
             step += ran.done
+            for action in self._stops.get(step, ()):
+                action.on_reaching(step, self)
             reached = step == boundary.step
             self.evaluation_due = boundary.evaluate or (boundary.end and bool(schedule.evaluate_every))
             self.ending = boundary.end
+            self._show_progress(step, schedule)
             if reached and boundary.report:
                 self._report(step)
             if reached and boundary.save and run.store:
@@ -394,8 +403,7 @@ class Controller:
                 run.leave(step)
             if reached and boundary.evaluate:
                 with run.saved():
-                    self.evaluate(eval_steps)
-            run.writers.progress(step, schedule.end)
+                    self._evaluate_now(step, schedule, eval_steps)
             self._tell_saves()
             if not reached:  # the data has ended
                 run.loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
@@ -413,8 +421,10 @@ class Controller:
         else:
             logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         run.last_evaluation = {}
+        run.pace.measure_from(step)
+        self._show_progress(step, schedule)
         if schedule.evaluates_at(step) and self._evaluations.lack():
-            self.evaluate(eval_steps)  # the run stopped between the save and the evaluation
+            self._evaluate_now(step, schedule, eval_steps)  # the run stopped between the save and the evaluation
         run.loops.training.resume(step + run.store.input_offset)
         run.window.measure_from(step)
         return step
@@ -430,8 +440,17 @@ class Controller:
             self._report(step)
         if schedule.evaluate_every and self._evaluations.lack():
             with run.saved():
-                self.evaluate(eval_steps)
+                self._evaluate_now(step, schedule, eval_steps)
         run.writers.flush()
+
+    def _evaluate_now(self, step: int, schedule: Schedule, eval_steps: int) -> None:
+        self._show_progress(step, schedule, evaluating=True)
+        self.evaluate(eval_steps)
+        self._show_progress(step, schedule)
+
+    def _show_progress(self, step: int, schedule: Schedule, evaluating: bool = False) -> None:
+        run = self._run
+        run.writers.progress(run.pace.at(step, schedule.end, schedule.next_evaluation(step), evaluating))
 
     def _report(self, step: int) -> None:
         self._publish("train", step, self._run.window.read(step, self._run.store.record.losses))

@@ -146,6 +146,7 @@ def _main(binary: _Binary, argv: Sequence[str]) -> None:
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.INFO)
         _tf.log_warnings_only()
+    _tf.log_once()
     session = _Session({name: flags.FLAGS[name].value for name, *_ in FLAGS})
     with notice.listening(to_the_end=True), session:
         _run_experiment(session, binary, argv)
@@ -275,7 +276,7 @@ def _make_controller(
         loop=values["loop"],
         seed=values["seed"],
         checkpoints=command_line.policy(values),
-        actions=binary.actions,
+        actions=[*binary.actions, *command_line.actions(values)],
         config=config,
         max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],

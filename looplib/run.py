@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import console, runtime
-from looplib._tf import lost_server
+from looplib._tf import log_once, lost_server
 from looplib.checkpoint.beginning import begin
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.recovery import Recovery
@@ -29,6 +29,7 @@ from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
 from looplib.report import run_json
 from looplib.report.clock import Clock
+from looplib.report.progress import Pace
 from looplib.report.writer import Writer
 from looplib.report.writers import Writers, make_writers
 from looplib.task import checks, model_table
@@ -61,6 +62,8 @@ class Run:
       loops: the loops of the trainer and the evaluators.
       window: the training steps since the last report; only with a trainer.
       directory: the run directory.
+      end: the step that the training goes to; None before it starts, and where it is not known.
+      pace: how fast the training goes.
       store: the complete state.
       recovery: guards the state of a training; None without a trainer.
       writers: all writers as one.
@@ -90,10 +93,13 @@ class Run:
         config: Any,
         max_time: float | None = None,
     ) -> None:
+        log_once()
         self.clock = Clock()
         self.workers = Workers(settings.strategy)
         self.loops = Loops(settings, self.clock)
         self.writers = Writers([])
+        self.end: int | None = None
+        self.pace = Pace(self.clock)
         self.restored_from: str | None = None
         self.last_evaluation: dict[str, Metrics] = {}
         self.model_dir, self._policy, self._settings = model_dir, policy, settings
@@ -180,9 +186,9 @@ class Run:
         return int(self.loops.global_step)
 
     def say(self, sentence: str) -> None:
-        """Shows the user a sentence about the run, in the log and on the console."""
-        logging.info("%s", sentence)
-        self.writers.note(sentence)
+        """Shows the user a sentence about the run, on the console, or in the log where there is no console."""
+        if not self.writers.note(sentence):
+            logging.info("%s", sentence)
 
     def restore(self, path: str | os.PathLike[str] | None, rollback: Rollback | None = None) -> str | None:
         """Restores the complete state; returns the path of the checkpoint, or None if there is none.
@@ -265,6 +271,7 @@ class Run:
         self.store.record.reported[split] = step
         if split == "train":
             self.store.record.train = metrics
+            self.report.memory.note(step)
 
     def note_evaluation(self, step: int, results: dict[str, Metrics]) -> None:
         """Keeps the metrics of all evaluators, also with the checkpoint of their step."""
@@ -302,6 +309,7 @@ class Run:
         trained = self.store.record.train if self.loops.training else None
         return run_json.Standing(
             step=self.step,
+            end=self.end,
             metrics={**({"train": trained} if trained else {}), **self.last_evaluation},
             rollbacks=self.store.record.rollbacks,
             engines=self.loops.choices,
@@ -335,6 +343,7 @@ class Run:
             raise
         finally:
             self._trains = False
+            self.writers.progress(None)
 
     def leave(self, step: int) -> NoReturn:
         """Ends the run for a signal or a time limit: saves, flushes, raises `Preempted`."""

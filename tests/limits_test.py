@@ -187,7 +187,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(python, tmp_path):
         "dry run: all went well: 2 steps, an evaluation of at most 2 steps (eval), a save and a restore; nothing is kept"
     )
     assert os.listdir(tmp_path / "run") == ["notes.txt"] and os.listdir(tmp_path / "tmp") == []
-    assert "restored step 2 from" in result.stderr
+    assert "restored step 2 from" in result.stdout
 
 
 BAD = {

@@ -7,12 +7,21 @@ TESTS = {
     "checkpoint": ["checkpoints", "continue", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
     "data": ["feeds", "global_batches", "sources"],
-    "extras": ["checks", "foreign", "local_launch", "preflight", "replay", "rerun", "sweep"],
+    "extras": ["checks", "foreign", "local_launch", "preflight", "replay", "rerun", "status", "sweep"],
     "health": ["debuggers", "guards", "preemption"],
     "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
     "report": ["clock", "predictions", "program", "writers"],
-    "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],
+    "task": [
+        "batch_sizes",
+        "evaluator",
+        "gradient_trainer",
+        "inputs",
+        "keras_trainer",
+        "plateau",
+        "profile",
+        "trainer",
+    ],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent
 

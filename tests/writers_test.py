@@ -1,13 +1,20 @@
 """The same numbers in TensorBoard, in metrics.jsonl and on the screen, each (split, step) once."""
 
+import fcntl
 import io
 import json
 import math
+import os
 import platform
+import pty
+import re
 import resource
+import select
 import shutil
 import signal
+import struct
 import subprocess
+import termios
 import time
 
 import numpy as np
@@ -18,9 +25,11 @@ from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter
+from looplib.report.clock import Clock
 from looplib.report.console_writer import format_number
 from looplib.report.event_files import read_events
 from looplib.report.ownership import event_files, this_process
+from looplib.report.progress import Pace, Progress
 from looplib.report.records import read_jsonl
 
 
@@ -157,16 +166,111 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_progress_bar_is_on_a_terminal_only():
-    for stream, bars in ((io.StringIO(), 0), (Terminal(), 1)):
+def screen(text):
+    """The lines that a terminal shows once it has got a text."""
+    lines = []
+    for line in text.split("\n"):
+        shown, column = [], 0
+        for part in re.split(r"(\r|\x1b\[K)", line):
+            if part == "\r":
+                column = 0
+            elif part == "\x1b[K":
+                del shown[column:]
+            else:
+                shown[column : column + len(part)] = part
+                column += len(part)
+        lines.append("".join(shown).rstrip())
+    return [line for line in lines if line]
+
+
+def test_a_bar_stands_for_the_reports_of_the_training_on_a_terminal_only():
+    for stream in (io.StringIO(), Terminal()):
         writer = ConsoleWriter(stream)
-        for step in (10, 20):
-            writer.write(step, "train", {"loss": 0.5})
-            writer.progress(step, 100)
-        text = stream.getvalue()
-        assert text.count("loss 0.5") == 2
-        assert ("20/100" in text) == bool(bars)
-        writer.close()
+        for step in (10, 20, 30):
+            time.sleep(0.06 * stream.isatty())  # a bar is not drawn more often
+            writer.progress(Progress(step, 100, rate=4.0, left=20.0, to_evaluation=2.5, waiting=0.08))
+            writer.write(step, "train", {"accuracy": 0.25, "loss": step / 40, "steps_per_second": 5.0})
+            if step == 20:
+                writer.write(20, "eval", {"accuracy": 0.5})
+        shown = screen(stream.getvalue())
+        forecast = "20 s left, evaluation in 2 s, input 8%"
+        line = "step {:>7}  train  accuracy 0.25  loss {}  steps_per_second 5  ({}% of 100 steps, " + forecast + ")"
+        reports = [line.format(step, step / 40, step) for step in (10, 20, 30)]
+        evaluation = "step      20  eval   accuracy 0.5"
+        if stream.isatty():
+            assert shown[:2] == [reports[1], evaluation] and len(shown) == 3
+            assert re.fullmatch(
+                rf" 30%\|.{{12}}\| 30/100 \| 4 steps/s \| {forecast} \| loss 0.75, accuracy 0.25", shown[2]
+            )
+        else:
+            assert shown == [*reports[:2], evaluation, reports[2]]
+        writer.progress(None)
+        assert screen(stream.getvalue())[-1] == reports[2]  # the bar is gone, and its last report stays
+
+
+def test_a_training_whose_end_is_not_known_shows_its_step():
+    stream = Terminal()
+    writer = ConsoleWriter(stream)
+    writer.progress(Progress(0))
+    writer.progress(Progress(1500, rate=4.0, waiting=0.5))
+    writer.write(1500, "train", {"loss": 0.25})
+    assert screen(stream.getvalue()) == ["step 1,500 | 4 steps/s | input 50% | loss 0.25"]
+
+
+def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_rollback():
+    now = 0.0
+    clock = Clock(lambda: now)
+    pace = Pace(clock)
+
+    def spend(**phases):
+        nonlocal now
+        for name, seconds in phases.items():
+            with clock.phase(name):
+                now += seconds
+
+    spend(compile=50, train=3, save=1)  # of the steps before it resumed nothing is known
+    pace = Pace(clock)
+    pace.measure_from(1000)
+    assert pace.at(1000, 2000, 1500) == Progress(1000, 2000)
+    spend(compile=20, train=0.6, input=0.4, evaluate=0.3, save=0.2)
+    found = pace.at(1100, 2000, 1500)
+    assert (found.rate, found.waiting) == (pytest.approx(100), pytest.approx(0.4))
+    assert found.to_evaluation == pytest.approx(400 / 100)
+    assert found.left == pytest.approx(900 * (1 / 100 + 0.5 / 100))
+    pace.measure_from(1050)  # back to a checkpoint
+    spend(train=1)
+    found = pace.at(1150, None, None)
+    assert found.rate == pytest.approx(100, rel=0.01) and found.left is None and found.to_evaluation is None
+    spend(train=600)  # a slow loop: what was long ago counts no more
+    assert pace.at(1250, 2000, None).rate == pytest.approx(100 / 600, rel=0.01)
+
+
+def test_what_others_print_and_log_leaves_no_piece_of_the_bar_on_a_terminal(nursery, tmp_path):
+    texts = []
+    for target in (40, 60):
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
+        flags = [f"--train_steps={target}", "--config.slow_step=0.03"]
+        life = nursery.life(tmp_path / "run", *flags, console=os.ttyname(theirs))
+        text = b""
+        while not life.ended() or select.select([ours], [], [], 0.1)[0]:
+            if select.select([ours], [], [], 0.1)[0]:
+                text += os.read(ours, 65536)
+        assert life.code() == 0, text
+        for descriptor in (ours, theirs):
+            os.close(descriptor)
+        texts.append(text.decode().replace("\r\n", "\n"))
+    shown = [line for text in texts for line in screen(text)]
+    records = read_jsonl(str(tmp_path / "run" / "metrics.jsonl"))
+    for step in (20, 40, 60):  # above each evaluation stands the report of its step
+        place = next(place for place, line in enumerate(shown) if line.startswith(f"step {step:>7}  eval "))
+        assert shown[place - 1].startswith(f"step {step:>7}  train  accuracy ")
+    assert not any("steps/s" in line for line in shown)
+    assert sum("restored step 40" in line for line in shown) == 1
+    assert re.search(r"\r +\d+%\|.{12}\| 25/40 \| [\d.]+ steps/s \| \d+ s left, evaluation in \d+ s, input", texts[0])
+    assert "| 20/40 | " in texts[0] and "s left, evaluating, input" in texts[0]
+    assert re.search(r"67%\|.{12}\| 40/60", texts[1]) and "| 35/" not in texts[1]  # where it resumed
+    assert [r["step"] for r in records if r["split"] == "train"] == list(range(5, 61, 5))
 
 
 def test_tensorboard_folders_follow_the_names(tmp_path):

@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     beginning: begin
     commits: SET_ASIDE, begin, checkpoints, commit, committed, listing, path_of, place_of, verify
-    lock: none
+    lock: Holder, holder
     manager: latest_checkpoint, peek
     marker: Commit
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast

@@ -1,5 +1,6 @@
 """The lock of a run directory: one process, and one controller of it, at a time may write there."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -128,6 +129,55 @@ def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
         holder.release()
     lock = _held[key] = RunLock(directory, give_up)
     return lock
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """The process that took the lock of a run directory last.
+
+    Attributes:
+      pid: its number on its machine.
+      host: the name of its machine.
+      holds: whether it still holds the lock; None if that cannot be seen from this machine.
+    """
+
+    pid: int
+    host: str
+    holds: bool | None
+
+
+def holder(directory: str) -> Holder | None:
+    """Returns who took the lock of a run directory last, without touching the lock; None if nobody is known.
+
+    Args:
+      directory: a run directory on a local or network file system, whose contents may be anything.
+    """
+    try:
+        with files.open_regular(os.path.join(directory, "lock")) as file:
+            content, found = files.parse_json(file.read(1 << 16).decode()), os.fstat(file.fileno())
+        pid, host = content["pid"], content["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(pid, int) or not isinstance(host, str):
+        return None
+    return Holder(pid, host, _is_locked(found, pid) if host == socket.gethostname() else None)
+
+
+def _is_locked(file: os.stat_result, pid: int) -> bool:
+    """Returns whether a process of this machine holds the lock on a file."""
+    try:
+        with open("/proc/locks") as locks:
+            lines = [line.split() for line in locks]
+    except OSError:  # not Linux
+        try:
+            os.kill(pid, 0)
+        except (OSError, OverflowError) as error:
+            return isinstance(error, PermissionError)
+        return pid > 0
+    inode, device = f":{file.st_ino}", f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+    held = [line for line in lines if len(line) > 5 and line[1] == "FLOCK" and line[5].endswith(inode)]
+    # Some file systems show another device there; then the process has to be the one that the lock names.
+    return any(line[5] == device + inode or line[4] == str(pid) for line in held)
 
 
 def _describe(text: str) -> str:

@@ -1,6 +1,7 @@
 """The schedule of a training: at which steps the inner loop returns to the controller, and what is due there."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 
@@ -32,18 +33,21 @@ class Schedule:
       save_every: steps between checkpoints.
       evaluate_every: steps between evaluations; None for a training without any.
       end: the step to train to; None trains to the end of the data.
+      stops: further steps at which the inner loop returns.
     """
 
     report_every: int
     save_every: int
     evaluate_every: int | None = None
     end: int | None = None
+    stops: tuple[int, ...] = ()
 
     def boundaries(self, step: int) -> Iterator[Boundary]:
-        """Yields the boundaries after a step, in order: each multiple of an interval, and the end."""
+        """Yields the boundaries after a step, in order: each multiple of an interval, each stop, and the end."""
         intervals = [every for every in (self.report_every, self.save_every, self.evaluate_every) if every]
         while self.end is None or step < self.end:
-            step = min(step - step % every + every for every in intervals)
+            later = [stop for stop in self.stops if stop > step]
+            step = min(*(step - step % every + every for every in intervals), *later, math.inf)
             step = step if self.end is None else min(step, self.end)
             yield Boundary(
                 step,
@@ -56,6 +60,13 @@ class Schedule:
     def evaluates_at(self, step: int) -> bool:
         """Returns whether an evaluation is due at a step on the way to the end."""
         return bool(self.evaluate_every and step and step % self.evaluate_every == 0 and step != self.end)
+
+    def next_evaluation(self, step: int) -> int | None:
+        """Returns the step of the next evaluation after a step; None without any, or once the end is reached."""
+        if not self.evaluate_every or step == self.end:
+            return None
+        after = step - step % self.evaluate_every + self.evaluate_every
+        return after if self.end is None else min(after, self.end)
 
     def horizon(self, boundary: Boundary) -> int:
         """Returns the last step that the training is known to reach, unless something stops it: the end, if known."""

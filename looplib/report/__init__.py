@@ -6,10 +6,12 @@ Names that other rooms may use, by file:
     event_files: none
     jsonl_writer: JsonlWriter
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
+    memory: none
     ownership: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
-    records: Record, key, read_jsonl
+    progress: Pace, format_seconds, headline
+    records: Record, key, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
     tensorboard_writer: TensorBoardWriter

@@ -1,5 +1,6 @@
 """The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -54,13 +55,32 @@ def read_jsonl(path: str) -> list[Record]:
         return []
     records = []
     for number, line in enumerate(lines, 1):
-        try:
-            record = files.parse_json(line.decode())
-            if type(record["step"]) is not int or not isinstance(record["split"], str):
-                raise ValueError("its step or split is of another type")
-        except (ValueError, KeyError, TypeError):
-            if line:
-                logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
-            continue
-        records.append(record)
+        if record := _parsed(line):
+            records.append(record)
+        elif line:
+            logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
     return records
+
+
+def read_newest(path: str, most: int = 1 << 16) -> list[Record]:
+    """Returns the records in the last bytes of a local `metrics.jsonl`, in file order; [] where none can be read.
+
+    Args:
+      path: the file.
+      most: how many bytes are read.
+    """
+    try:
+        with files.open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            lines = file.read(most).splitlines()
+    except (OSError, files.NotRegularError):
+        return []
+    return list(filter(None, map(_parsed, lines)))
+
+
+def _parsed(line: bytes) -> Record | None:
+    try:
+        record = files.parse_json(line.decode())
+        return record if type(record["step"]) is int and isinstance(record["split"], str) else None
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -18,6 +18,7 @@ from looplib import console
 from looplib.errors import Preempted, UsageError, gist
 from looplib.files import parse_json, read_text, write_whole
 from looplib.report.clock import Clock
+from looplib.report.memory import MemoryLog
 from looplib.report.ownership import this_process
 from looplib.report.program import DIFF, Program
 
@@ -36,6 +37,7 @@ class Standing:
 
     Attributes:
       step: the global step.
+      end: the step that the newest training goes to; None where it is not known.
       metrics: dict from split to dict of the last metrics.
       rollbacks: how often the run went back to a checkpoint.
       engines: what `loop="auto"` has chosen, by split.
@@ -43,6 +45,7 @@ class Standing:
     """
 
     step: int
+    end: int | None
     metrics: dict[str, dict[str, float]]
     rollbacks: int
     engines: dict[str, Any]
@@ -55,8 +58,8 @@ class RunReport:
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
     all starts. `starts` lists them, each with `started`, `command`, `program`, `process`, `versions`, `restored_from`,
-    `status`, `step`, `seconds`, `verdict`, and `changed`: the settings that differ from the start before. Where
-    something that was printed is lost, `console` says why.
+    `status`, `step`, `seconds`, `verdict`, `memory`, and `changed`: the settings that differ from the start
+    before. Where something that was printed is lost, `console` says why.
 
     Attributes:
       path: the file; None writes nothing.
@@ -69,6 +72,7 @@ class RunReport:
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
       program: the `Program` of a binary, whose changed code is written beside the report; None for none.
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
+      memory: the memory at the reports of this start.
     """
 
     path: str | None
@@ -81,6 +85,7 @@ class RunReport:
     config: Any = None
     program: Program | None = None
     model: dict[str, Any] | None = None
+    memory: MemoryLog = dataclasses.field(default_factory=MemoryLog, init=False)
     _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
@@ -149,6 +154,8 @@ class RunReport:
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": error} if error else {}
         ends |= {"console": console.trouble()} if console.trouble() else {}
+        memory = [dataclasses.asdict(point) for point in self.memory.points]
+        ends |= {"memory": memory} if memory else {}
         starts = [*_starts(self._earlier), {**self._start, **ends, "seconds": self.clock.seconds()}]
         earlier = self._earlier.get("metrics") if self._earlier.get("step") == standing.step else None
         content = {

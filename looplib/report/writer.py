@@ -3,6 +3,8 @@
 import abc
 from collections.abc import Mapping
 
+from looplib.report.progress import Progress
+
 
 class Writer(abc.ABC):
     """Takes the metrics of every loop and evaluation."""
@@ -17,12 +19,11 @@ class Writer(abc.ABC):
           metrics: dict from name to int or float.
         """
 
-    def progress(self, step: int, target: int | None) -> None:
-        """Takes the position of the training after every loop.
+    def progress(self, progress: Progress | None) -> None:
+        """Takes where the training stands: when it starts, before each report and around each evaluation.
 
         Args:
-          step: the global step.
-          target: the step to train to; None where the end is not known.
+          progress: the `Progress`; None when the training has ended, however it ended.
         """
 
     def resume(self, step: int, reported: dict[str, int]) -> None:
@@ -35,8 +36,13 @@ class Writer(abc.ABC):
             these splits are void, and records after `step` of any other.
         """
 
-    def note(self, sentence: str) -> None:
-        """Shows a sentence about the run, such as where it continues; does nothing by default."""
+    def note(self, sentence: str) -> bool:
+        """Shows a sentence about the run, such as where it continues.
+
+        Returns:
+          Whether it is shown, which it is not by default. If no writer shows it, it is logged.
+        """
+        return False
 
     def flush(self) -> None:
         """Makes sure that what was written can be read by others."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from looplib.errors import UsageError
 from looplib.report.console_writer import ConsoleWriter
 from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.progress import Progress
 from looplib.report.tensorboard_writer import TensorBoardWriter
 from looplib.report.writer import Writer
 
@@ -26,20 +27,19 @@ class Writers(Writer):
         for writer in self._writers:
             writer.write(step, split, metrics)
 
-    def progress(self, step: int, target: int | None) -> None:
+    def progress(self, progress: Progress | None) -> None:
         """Gives each writer the position of the training."""
         for writer in self._writers:
-            writer.progress(step, target)
+            writer.progress(progress)
 
     def resume(self, step: int, reported: dict[str, int]) -> None:
         """Lets each writer take out the records that the training is about to make again."""
         for writer in self._writers:
             writer.resume(step, reported)
 
-    def note(self, sentence: str) -> None:
-        """Lets each writer show the sentence."""
-        for writer in self._writers:
-            writer.note(sentence)
+    def note(self, sentence: str) -> bool:
+        """Lets each writer show the sentence; returns whether one has."""
+        return any([writer.note(sentence) for writer in self._writers])
 
     def flush(self) -> None:
         """Flushes each writer."""

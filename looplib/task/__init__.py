@@ -1,7 +1,7 @@
 """What a user subclasses, what a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
-    actions: Action, ActionStates, Event, attending, tell_saves
+    actions: Action, ActionStates, Event, attending, stops_of, tell_saves
     averages: WeightAverages
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     evaluator: Evaluator
@@ -18,10 +18,12 @@ Names that other rooms may use, by file:
     micro_batches: none
     model_table: note, variables
     monitored: mode_of
+    op_times: none
     own_loop: OwnLoop
     parts: none
     perturbation: VARIABLE, nudge, requested
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
+    profiling: Profile
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, weighed

@@ -82,6 +82,19 @@ class Action:
     def load(self, state: Any) -> None:
         """Takes what `state` returned when the checkpoint was saved, as `json.loads` returns it."""
 
+    def stops(self) -> Sequence[int]:
+        """Returns the global steps at which the training returns from the device for `on_reaching` and `on_leaving`.
+
+        Reports, saves and evaluations are not made at these steps because of it.
+        """
+        return ()
+
+    def on_reaching(self, step: int, controller: Any) -> None:
+        """Takes one of the `stops`, right after this step, before its report, save and evaluation."""
+
+    def on_leaving(self, step: int, controller: Any) -> None:
+        """Takes one of the `stops`, right before the step that follows it; also where a training starts there."""
+
     def on_start(self, controller: Any) -> None:
         """Takes the `Controller` when a training starts, before its first step; it may call `controller.stop()`."""
 
@@ -99,6 +112,15 @@ class Action:
 
     def on_end(self, controller: Any) -> None:
         """Takes the `Controller` when a training has ended as planned, or was stopped by an action."""
+
+
+def stops_of(actions: Sequence[Callable[[Event], object]]) -> dict[int, list[Action]]:
+    """Returns the actions that want to be called at a step, by the step."""
+    found: dict[int, list[Action]] = {}
+    for action in _hooked(actions):
+        for step in action.stops():
+            found.setdefault(step, []).append(action)
+    return found
 
 
 def tell_saves(actions: Sequence[Callable[[Event], object]], paths: Sequence[str], controller: Any) -> None:

@@ -17,6 +17,7 @@ Names that other rooms may use, by file:
     replayer: answer, requested
     rerun: rerun
     runs: none
+    status: status
     step_view: none
     variable_ops: none
     xla: none

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from looplib.checkpoint import commits
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
+from looplib.report.progress import format_seconds
 
 
 def inspect(directory: str, verify: bool = False) -> int:
@@ -35,20 +36,20 @@ def inspect(directory: str, verify: bool = False) -> int:
         scores = "  ".join(
             f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in sorted(done.scores.items())
         )
-        rows.append((str(step), _size(done.bytes), _age(time.time() - done.time), verdict, scores))
+        rows.append((str(step), _size(done.bytes), format_seconds(time.time() - done.time), verdict, scores))
     if len(rows) == 1:
         print(f"there is no checkpoint in {folder}")
     else:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
-            print(_printable("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()))
+            print(printable("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()))
     aside = os.path.join(folder, commits.SET_ASIDE)
     if tf.io.gfile.isdir(aside) and (names := sorted(tf.io.gfile.listdir(aside))):
-        print(_printable(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}"))
+        print(printable(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}"))
     return EXIT_DONE if good and not damaged else EXIT_DIFFERENT
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Escapes what a terminal would take for a command; a run directory may come from somebody else."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
@@ -59,11 +60,3 @@ def _size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
-
-
-def _age(seconds: float) -> str:
-    for unit, limit in (("s", 120), ("min", 120), ("h", 48)):
-        if seconds < limit:
-            return f"{seconds:.0f} {unit}"
-        seconds /= 60 if unit != "h" else 24
-    return f"{seconds:.0f} days"

@@ -1,0 +1,118 @@
+"""Where a training stands and how fast it goes, for a person who watches it."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from looplib.report.clock import Clock
+
+_HALF_LIFE = 30.0  # seconds of training after which a measurement counts half
+_NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a training stands.
+
+    Attributes:
+      step: the global step.
+      end: the step to train to; None where the end is not known.
+      evaluating: whether the evaluation of this step is under way.
+      rate: steps per second of training, of about the last minute; None before the first loop.
+      left: seconds until the end, with the evaluations and saves on the way; None where it is not known.
+      to_evaluation: seconds until the next evaluation; None without any.
+      waiting: share of the training's time that was spent waiting for input, of about the last minute.
+    """
+
+    step: int
+    end: int | None = None
+    evaluating: bool = False
+    rate: float | None = None
+    left: float | None = None
+    to_evaluation: float | None = None
+    waiting: float | None = None
+
+    def forecast(self) -> str:
+        """Describes what comes next, such as `19 s left, evaluation in 2 s, input 8%`; "" where nothing is known."""
+        texts = []
+        if self.left is not None and self.step != self.end:
+            texts.append(f"{format_seconds(self.left)} left")
+        if self.evaluating:
+            texts.append("evaluating")
+        elif self.to_evaluation is not None and self.step != self.end:
+            texts.append(f"evaluation in {format_seconds(self.to_evaluation)}")
+        if self.waiting is not None:
+            texts.append(f"input {self.waiting:.0%}")
+        return ", ".join(texts)
+
+
+class Pace:
+    """Measures how fast a training goes since this process started or resumed it.
+
+    Args:
+      clock: has the time of the run by phase.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._overhead_start = self._outside()
+        self._ran = 0  # steps in all, those before a rollback too
+        self._steps = self._train = self._input = 0.0  # of which older ones count less
+        self._mark = (0, 0.0, 0.0)
+
+    def measure_from(self, step: int) -> None:
+        """Starts to measure at a step: where the training starts, resumes, or continues after a rollback."""
+        self._mark = step, self._clock.of("train"), self._clock.of("input")
+
+    def at(self, step: int, end: int | None, evaluation: int | None, evaluating: bool = False) -> Progress:
+        """Returns the progress.
+
+        Args:
+          step: the global step.
+          end: the step to train to, or None.
+          evaluation: the step of the next evaluation, or None.
+          evaluating: whether the evaluation of this step comes now.
+        """
+        before, train, waited = self._mark
+        self.measure_from(step)
+        train, waited = self._mark[1] - train, self._mark[2] - waited
+        keep = 0.5 ** (max(0.0, train + waited) / _HALF_LIFE)
+        self._ran += step - before
+        self._steps = keep * self._steps + step - before
+        self._train = keep * self._train + train
+        self._input = keep * self._input + waited
+        seconds = self._train + self._input
+        if not self._steps or seconds <= 0:
+            return Progress(step, end, evaluating)
+        rate = self._steps / seconds
+        overhead = max(0.0, self._outside() - self._overhead_start) / self._ran
+        return Progress(
+            step,
+            end,
+            evaluating,
+            rate=rate,
+            left=None if end is None else (end - step) * (1 / rate + overhead),
+            to_evaluation=None if evaluation is None else (evaluation - step) / rate,
+            waiting=min(1.0, max(0.0, self._input / seconds)),
+        )
+
+    def _outside(self) -> float:
+        """Returns the seconds so far of what recurs in a training besides its steps: evaluations, saves, reports."""
+        return sum(self._clock.of(name) for name in ("evaluate", "save", "report"))
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the loss and one more metric, for a line that has no room for all of them."""
+    names = [name for name in metrics if not _NOT_SHOWN.search(name)]
+    losses = sorted((name for name in names if "loss" in name.lower()), key=lambda name: name != "loss")
+    others = [name for name in names if name not in losses]
+    return {name: metrics[name] for name in losses[:1] + others[:1]}
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a duration for a person, such as `19 s`, `12 min`, `5.2 h` or `3.1 days`."""
+    for unit, limit in (("s", 120), ("min", 120), ("h", 48)):
+        if seconds < limit:
+            return f"{seconds:.1f} h" if unit == "h" else f"{seconds:.0f} {unit}"
+        seconds /= 60 if unit != "h" else 24
+    return f"{seconds:.1f} days"
