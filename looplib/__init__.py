@@ -45,8 +45,11 @@ _HOMES = {
     "checkpoints": "checkpoint.commits",
     "each": "task.reductions",
     "global_positions": "task.reductions",
+    "histogram": "task.media",
+    "image": "task.media",
     "last": "task.reductions",
     "mean": "task.reductions",
+    "text": "task.media",
     "total": "task.reductions",
     "warm_start": "checkpoint.warm_start",
 }

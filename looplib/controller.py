@@ -18,6 +18,7 @@ from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
+from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
 from looplib.predictions import predict
 from looplib.report.writer import Writer
@@ -25,6 +26,7 @@ from looplib.run import Metrics, Run
 from looplib.task import checks
 from looplib.task.actions import Event, attending, tell_saves
 from looplib.task.evaluator import Evaluator
+from looplib.task.media import Media
 from looplib.task.trainer import Trainer
 
 
@@ -335,6 +337,16 @@ class Controller:
         self._run.refuse_while_training("restore_checkpoint")
         return self._run.restore_best() if best else self._run.restore(path)
 
+    def show(self, media: Mapping[str, Media], split: str = "train") -> None:
+        """Shows images, texts and histograms at the current step; for actions.
+
+        Args:
+          media: dict from name to `looplib.image`, `looplib.text` or `looplib.histogram`. What another call has shown
+            under the same name at this step is replaced.
+          split: "train", or an evaluator's name.
+        """
+        self._run.show(split, self._run.step, as_shown(media))
+
     def stop(self) -> None:
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
         self._stopped = True
@@ -388,6 +400,8 @@ class Controller:
             self.ending = boundary.end
             if reached and boundary.report:
                 self._report(step)
+            if reached and boundary.shows:
+                run.show("train", step, run.loops.training.shown())
             if reached and boundary.save and run.store:
                 run.save(wait=False)
             if ran.stopped:

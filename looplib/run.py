@@ -28,6 +28,7 @@ from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
 from looplib.report import run_json
 from looplib.report.clock import Clock
+from looplib.report.shown import Shown
 from looplib.report.writer import Writer
 from looplib.report.writers import Writers, make_writers
 from looplib.task import checks, model_table
@@ -261,6 +262,13 @@ class Run:
         self.store.record.reported[split] = step
         if split == "train":
             self.store.record.train = metrics
+
+    def show(self, split: str, step: int, shown: Mapping[str, Shown]) -> None:
+        """Gives media to the writers, if there are any."""
+        if shown:
+            self.directory.check_lock()
+            with self.clock.phase("report"):
+                self.writers.show(step, split, shown)
 
     def note_evaluation(self, step: int, results: dict[str, Metrics]) -> None:
         """Keeps the metrics of all evaluators, also with the checkpoint of their step."""

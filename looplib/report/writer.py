@@ -3,6 +3,8 @@
 import abc
 from collections.abc import Mapping
 
+from looplib.report.shown import Shown
+
 
 class Writer(abc.ABC):
     """Takes the metrics of every loop and evaluation."""
@@ -15,6 +17,15 @@ class Writer(abc.ABC):
           step: int, the global step.
           split: "train" or an evaluator's name.
           metrics: dict from name to int or float.
+        """
+
+    def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
+        """Records images, texts and histograms; does nothing by default.
+
+        Args:
+          step: the global step.
+          split: as of `write`.
+          shown: dict from name to what is shown.
         """
 
     def progress(self, step: int, target: int | None) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from looplib.errors import UsageError
 from looplib.report.console_writer import ConsoleWriter
 from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.media_writer import MediaWriter
+from looplib.report.shown import Shown
 from looplib.report.tensorboard_writer import TensorBoardWriter
 from looplib.report.writer import Writer
 
@@ -25,6 +27,11 @@ class Writers(Writer):
         """Lets each writer record the metrics."""
         for writer in self._writers:
             writer.write(step, split, metrics)
+
+    def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
+        """Lets each writer record what is shown."""
+        for writer in self._writers:
+            writer.show(step, split, shown)
 
     def progress(self, step: int, target: int | None) -> None:
         """Gives each writer the position of the training."""
@@ -63,8 +70,8 @@ def make_writers(writers: Sequence[Writer] | None, model_dir: str | None) -> Wri
     """Returns the writers of a run as one.
 
     Args:
-      writers: the user's, or None for the console's and, with a run directory, TensorBoard's and that of
-        `metrics.jsonl`.
+      writers: the user's, or None for the console's and, with a run directory, TensorBoard's and those of
+        `metrics.jsonl` and `media.jsonl`.
       model_dir: the run directory, or None.
 
     Raises:
@@ -78,4 +85,4 @@ def make_writers(writers: Sequence[Writer] | None, model_dir: str | None) -> Wri
     if not model_dir:
         return Writers([ConsoleWriter()])
     jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
-    return Writers([TensorBoardWriter(model_dir), jsonl, ConsoleWriter()])
+    return Writers([TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir), ConsoleWriter()])

@@ -83,8 +83,9 @@ class ParameterServers(Backend):
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter)
         if reducer.collects:
             raise UsageError(
-                f"{spec.who}.step_fn returns looplib.each, which parameter server workers cannot send back; "
-                "evaluate in a separate job, with --mode=continuous_eval and another strategy"
+                f"{spec.who}.step_fn returns {', '.join(sorted(reducer.collects))} as media or looplib.each, which parameter "
+                "server workers cannot send back; evaluate in a separate job, with --mode=continuous_eval and another "
+                "strategy"
             )
         return RemoteLoop(spec.strategy, step, spec.who, spec.counter)
 
