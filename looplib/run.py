@@ -326,6 +326,7 @@ class Run:
                 notice.limited(self.clock.left_of(self._max_time), f"max_time of {self._max_time or 0:g} s"),
                 self.watchdog.watching(),
             ):
+                self.writers.settings(run_json.settings_of(self._settings.flags, self.report.config))
                 if self._policy.guards.may_roll_back and self.store and self.directory.agreed_latest() is None:
                     self.save(wait=True)  # a checkpoint to go back to
                 yield

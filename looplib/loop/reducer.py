@@ -60,7 +60,7 @@ class Reducer(Accumulator):
 
     Attributes:
       packer: `Packer` of the step's outputs; its `unpack` makes metrics from the results of `read` and `take`.
-      collects: the `tf.TypeSpec`s of the step's media and `looplib.each` outputs, once it is traced; None for none.
+      collects: the `tf.TypeSpec`s of the step's media and `looplib.each` outputs, once it is traced, by name.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Reducer(Accumulator):
         self._watched: list[str] = []  # names of the watched values
         self._totals = None
         self._pending = None
-        self.collects = None
+        self.collects: dict[str, Any] = {}
 
     def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
         """Runs one step on one replica and packs its outputs; in replica context.
@@ -148,7 +148,7 @@ class Reducer(Accumulator):
     @property
     def hands_over(self) -> bool:
         """Returns whether `looplib.each` is among the outputs, so that each step's values go to the host."""
-        return bool(self.collects) and self.collects.keys() != self.packer.media.keys()
+        return self.collects.keys() != self.packer.media.keys()
 
     @property
     def created(self) -> bool:

@@ -20,10 +20,11 @@ from looplib.report.event_files import (
     rewrite,
     same_record,
 )
+from looplib.report.hparams import event_of_settings, has_settings
 from looplib.report.ownership import event_files
 from looplib.report.records import divided
 from looplib.report.shown import Shown
-from looplib.report.writer import Writer
+from looplib.report.writer import Setting, Writer
 
 
 class TensorBoardWriter(Writer):
@@ -61,7 +62,25 @@ class TensorBoardWriter(Writer):
         """Writes one event."""
         self._write(split, event_of_media(step, shown))
 
+    def settings(self, settings: Mapping[str, Setting]) -> None:
+        """Writes the settings for the HParams plugin, in place of earlier ones, into `directory` itself."""
+        try:
+            event = event_of_settings(settings)
+        except ImportError:  # TensorFlow is installed without TensorBoard
+            return
+        for path in self._files_of(self._directory):
+            events = read_events(path)[0]
+            if any(has_settings(other, settings) for other in events):
+                return
+            if any(has_settings(other) for other in events):
+                rewrite(path, [other for other in events if not has_settings(other)])
+        file = EventFile(self._directory)
+        file.write(event)
+        file.close()
+        files.make_durable(file.path)
+
     def _write(self, split: str, event: Event) -> None:
+        """Writes an event, in place of one of this step and kind."""
         if split in self._files and not self._files[split].intact():
             self._files.pop(split).close()
             del self._known[split]
@@ -95,7 +114,9 @@ class TensorBoardWriter(Writer):
         return os.path.join(self._directory, split if split in ("train", "eval") else os.path.join("eval", split))
 
     def _paths(self, split: str) -> list[str]:
-        folder = self._folder(split)
+        return self._files_of(self._folder(split))
+
+    def _files_of(self, folder: str) -> list[str]:
         paths = [os.path.join(folder, name) for name in event_files(self._directory, names_in(folder))]
         return [path for path in paths if files.is_remote(path) or (os.path.isfile(path) and not os.path.islink(path))]
 

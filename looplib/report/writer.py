@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from looplib.report.shown import Shown
 
+Setting = bool | int | float | str
+
 
 class Writer(abc.ABC):
     """Takes the metrics of every loop and evaluation."""
@@ -26,6 +28,13 @@ class Writer(abc.ABC):
           step: the global step.
           split: as of `write`.
           shown: dict from name to what is shown.
+        """
+
+    def settings(self, settings: Mapping[str, Setting]) -> None:
+        """Takes the settings of the run, when a training starts; does nothing by default.
+
+        Args:
+          settings: dict from name to value: `config.<field>` of the program's own, and what the loops are set to.
         """
 
     def progress(self, step: int, target: int | None) -> None:

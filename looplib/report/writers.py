@@ -10,7 +10,7 @@ from looplib.report.jsonl_writer import JsonlWriter
 from looplib.report.media_writer import MediaWriter
 from looplib.report.shown import Shown
 from looplib.report.tensorboard_writer import TensorBoardWriter
-from looplib.report.writer import Writer
+from looplib.report.writer import Setting, Writer
 
 
 class Writers(Writer):
@@ -32,6 +32,11 @@ class Writers(Writer):
         """Lets each writer record what is shown."""
         for writer in self._writers:
             writer.show(step, split, shown)
+
+    def settings(self, settings: Mapping[str, Setting]) -> None:
+        """Gives each writer the settings."""
+        for writer in self._writers:
+            writer.settings(settings)
 
     def progress(self, step: int, target: int | None) -> None:
         """Gives each writer the position of the training."""
