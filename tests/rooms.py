@@ -10,7 +10,7 @@ TESTS = {
     "extras": ["checks", "foreign", "local_launch", "preflight", "rerun", "sweep"],
     "health": ["debuggers", "guards", "preemption"],
     "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
-    "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
+    "loop": ["checksums", "engines", "fused", "loops", "media", "metrics", "optimizers"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": ["batch_sizes", "evaluator", "gradient_trainer", "inputs", "keras_trainer", "plateau", "trainer"],
 }

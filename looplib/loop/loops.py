@@ -236,9 +236,7 @@ class Loops:
           UsageError: if the user's program counts the steps too.
         """
         try:
-            request = Request(
-                boundary.step - step, read=boundary.report, horizon=horizon - step, show=boundary.shows
-            )
+            request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step, show=boundary.shows)
             ran = self.training.run(request, "train")
         except BaseException as error:
             self.torn = not self.training.left_whole(error)

@@ -81,7 +81,9 @@ def text(value: Any, most: int = 4, decode: Callable[[np.ndarray], str] | None =
         value = value[None]
     right = value.shape.rank == 1 if decode is None else value.shape.rank != 0
     if not right or (value.dtype != tf.string if decode is None else not value.dtype.is_integer):
-        expected = "strings [batch]; give decode=<function> to show integers" if decode is None else "integers [batch, ...]"
+        expected = (
+            "strings [batch]; give decode=<function> to show integers" if decode is None else "integers [batch, ...]"
+        )
         raise UsageError(
             f"looplib.text got {value.dtype.name} of shape {value.shape}{' with decode' if decode else ''}; expected "
             f"{expected}"
