@@ -14,10 +14,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Action": "task.actions",
+    "BackgroundWriter": "extras.trackers.background",
     "CheckpointPolicy": "checkpoint.policy",
     "Commit": "checkpoint.marker",
     "ConsoleWriter": "report.console_writer",
     "Controller": "controller",
+    "CsvWriter": "extras.trackers.csv_writer",
     "DivergenceError": "errors",
     "EarlyStopping": "task.plateau",
     "Evaluator": "task.evaluator",
@@ -32,6 +34,7 @@ _HOMES = {
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
     "KerasTrainer": "task.keras_trainer",
+    "MlflowWriter": "extras.trackers.mlflow_writer",
     "OrbitEvaluator": "extras.orbit.adapters",
     "OrbitTrainer": "extras.orbit.adapters",
     "Preempted": "errors",
@@ -40,6 +43,7 @@ _HOMES = {
     "Trainer": "task.trainer",
     "UsageError": "errors",
     "WeightAverages": "task.averages",
+    "WandbWriter": "extras.trackers.wandb_writer",
     "Writer": "report.writer",
     "all_gather": "task.reductions",
     "checkpoints": "checkpoint.commits",

@@ -55,6 +55,8 @@ class Controller:
       seed: decides the order of the training data.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       writers: list of `Writer`; default TensorBoard and `metrics.jsonl` in `model_dir`, and the console.
+      trackers: list of further `Writer`s, beside those of `writers`, such as
+        `looplib.BackgroundWriter(looplib.MlflowWriter(model_dir))`.
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
@@ -90,6 +92,7 @@ class Controller:
         seed: int = 0,
         checkpoints: CheckpointPolicy = CheckpointPolicy(),
         writers: Sequence[Writer] | None = None,
+        trackers: Sequence[Writer] = (),
         actions: Sequence[Callable[[Event], object]] = (),
         config: Any = None,
         max_time: float | str | datetime.timedelta | None = None,
@@ -114,6 +117,7 @@ class Controller:
             model_dir=resolve(model_dir) if model_dir else None,
             policy=checkpoints,
             writers=writers,
+            trackers=trackers,
             actions=self._actions,
             config=config,
             max_time=duration("max_time", max_time),

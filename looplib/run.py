@@ -51,6 +51,7 @@ class Run:
       model_dir: the run directory; None keeps nothing on disk.
       policy: when to save, and what to keep.
       writers: the user's writers; None for looplib's own.
+      trackers: further writers.
       actions: the user's actions, some of which have a state.
       config: the program's own settings, for `run.json`.
       max_time: seconds after which a training saves and ends; None for no limit.
@@ -86,6 +87,7 @@ class Run:
         model_dir: str | None,
         policy: CheckpointPolicy,
         writers: Sequence[Writer] | None,
+        trackers: Sequence[Writer],
         actions: Sequence[Callable[[Event], object]],
         config: Any,
         max_time: float | None = None,
@@ -107,7 +109,7 @@ class Run:
         self.report = self._make_report(config)
         self.directory.check_nothing_is_lost(self.report.saved_step)
         if self.workers.is_chief:
-            self.writers = make_writers(writers, model_dir if self.directory.writable else None)
+            self.writers = make_writers(writers, trackers, model_dir if self.directory.writable else None)
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)

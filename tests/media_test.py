@@ -114,7 +114,7 @@ def test_reported_steps_show_the_first_examples_of_the_first_replica(kind, strat
         own = toy.X[order[step - 1][: 8 // controller.loops["train"].stream.strategy.num_replicas_in_sync]]
         counts, edges = np.histogram(own, 5)
         assert histogram["counts"] == counts.tolist()
-        np.testing.assert_allclose(histogram["edges"], edges, rtol=1e-6)
+        np.testing.assert_allclose(histogram["edges"], edges, atol=1e-6)
     seen = pixels(tmp_path, found[5, "eval", "seen"])
     for row, picture in zip(toy.X[:4], seen, strict=True):
         np.testing.assert_allclose(picture[:, 0, 0], 255 / (1 + np.exp(-row)), atol=0.51)
@@ -173,7 +173,9 @@ def ask(runs):
     def answer(route, body=None, **query):
         url = f"{address}data/plugin/{route}?{urllib.parse.urlencode(query)}"
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, data), timeout=60) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60
+        ) as reply:
             return reply.read()
 
     return answer

@@ -1,4 +1,4 @@
-"""Loops of steps that show media: the step that is shown runs by itself, so that no other step computes or keeps any."""
+"""Loops of steps that show media: the step that is shown runs by itself, so that no other one computes any."""
 
 import dataclasses
 import time

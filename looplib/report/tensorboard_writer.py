@@ -28,13 +28,13 @@ from looplib.report.writer import Setting, Writer
 
 
 class TensorBoardWriter(Writer):
-    """Metrics and media for TensorBoard, in `train/` and `eval/` (`eval/<name>/` for a named evaluator) below `directory`.
+    """Metrics and media for TensorBoard, in `train/` and `eval/` (`eval/<name>/` for a named evaluator).
 
     The metrics of each (step, split) are one event, and so are its media; each stands once in all event files together:
-    a record written again with other values replaces the first one. A record cut short by a crash is cut off; outside `train/` only in files of this
-    host, because another host's job may be about to complete it. Events that are taken out of a file are kept beside
-    it, in a file with "voided" in place of "tfevents" in its name. Event files of other programs stay as they are, see
-    `ownership`.
+    a record written again with other values replaces the first one. A record cut short by a crash is cut off; outside
+    `train/` only in files of this host, because another host's job may be about to complete it. Events that are taken
+    out of a file are kept beside it, in a file with "voided" in place of "tfevents" in its name. Event files of other
+    programs stay as they are, see `ownership`. The settings are in an event file of `directory` itself.
 
     Args:
       directory: the run directory.

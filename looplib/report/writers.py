@@ -71,23 +71,24 @@ class Writers(Writer):
                 stack.callback(writer.close)
 
 
-def make_writers(writers: Sequence[Writer] | None, model_dir: str | None) -> Writers:
+def make_writers(writers: Sequence[Writer] | None, trackers: Sequence[Writer], model_dir: str | None) -> Writers:
     """Returns the writers of a run as one.
 
     Args:
       writers: the user's, or None for the console's and, with a run directory, TensorBoard's and those of
         `metrics.jsonl` and `media.jsonl`.
+      trackers: the user's further writers.
       model_dir: the run directory, or None.
 
     Raises:
       UsageError: for something else among the user's.
     """
-    if writers is not None:
-        for writer in writers:
-            if not isinstance(writer, Writer):
-                raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
-        return Writers(writers)
-    if not model_dir:
-        return Writers([ConsoleWriter()])
-    jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
-    return Writers([TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir), ConsoleWriter()])
+    for writer in [*(writers or ()), *trackers]:
+        if not isinstance(writer, Writer):
+            raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
+    if writers is None:
+        writers = [ConsoleWriter()]
+        if model_dir:
+            jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
+            writers = [TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir), *writers]
+    return Writers([*writers, *trackers])

@@ -65,8 +65,8 @@ def text(value: Any, most: int = 4, decode: Callable[[np.ndarray], str] | None =
     """Shows texts: of the reported step of a training, of the first step of an evaluation, on the first replica.
 
     Args:
-      value: string tensor `[batch]` or a scalar. Or, with `decode`, an integer tensor `[batch, ...]`, such as token ids;
-        these also run where strings do not, in XLA.
+      value: string tensor `[batch]` or a scalar. Or, with `decode`, an integer tensor `[batch, ...]`, such as token
+        ids; these also run where strings do not, in XLA.
       most: how many texts to show, the first of the batch.
       decode: function that makes a `str` of one example, a numpy array; called on the host, when the text is shown.
 
@@ -79,7 +79,7 @@ def text(value: Any, most: int = 4, decode: Callable[[np.ndarray], str] | None =
     value, most = tf.convert_to_tensor(value), whole_number("most", most)
     if decode is None and value.dtype == tf.string and value.shape.rank == 0:
         value = value[None]
-    right = value.shape.rank == 1 if decode is None else value.shape.rank != 0
+    right = value.shape.rank in (1, None) if decode is None else value.shape.rank != 0
     if not right or (value.dtype != tf.string if decode is None else not value.dtype.is_integer):
         expected = (
             "strings [batch]; give decode=<function> to show integers" if decode is None else "integers [batch, ...]"
