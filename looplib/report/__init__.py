@@ -4,15 +4,19 @@ Names that other rooms may use, by file:
     clock: Clock
     console_writer: ConsoleWriter
     event_files: none
+    hparams: none
     jsonl_writer: JsonlWriter
+    media_writer: none
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
     ownership: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
-    records: read_jsonl
+    record_file: none
+    records: cut_short, read_jsonl
     program: DIFF, diff, git, this_program
-    run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
+    run_json: RunReport, Standing, as_dict, changed_settings, path_of, read, settings_of
+    shown: Histogram, Images, Shown, Texts
     tensorboard_writer: TensorBoardWriter
-    writer: Writer
+    writer: Setting, Writer
     writers: Writers, make_writers
 """

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 
@@ -80,7 +81,9 @@ def _for_tensorboard(shown: Shown) -> tuple[str, np.ndarray, str]:
     if isinstance(shown, Histogram):
         rows = np.stack([shown.edges[:-1], shown.edges[1:], shown.counts], axis=1)
         return "histograms", rows, "DATA_CLASS_TENSOR"
-    return "text", np.array([text.encode() for text in shown.texts], object), "DATA_CLASS_TENSOR"
+    # TensorBoard takes text for Markdown, in which indented lines are shown as they are.
+    texts = [textwrap.indent(text, "    ", lambda line: True).encode() for text in shown.texts]
+    return "text", np.array(texts, object), "DATA_CLASS_TENSOR"
 
 
 def has_metrics(event: Event) -> bool:
