@@ -225,7 +225,9 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
     command_line.check(values, argv)
-    trackers = by_name.make(values["trackers"], values["model_dir"]) if values["mode"] in TRAINING_MODES else []
+    trains = values["mode"] in TRAINING_MODES
+    tracked = trains and not values["dry_run"]
+    trackers = by_name.make(values["trackers"] or (), values["model_dir"]) if tracked else []
     session.earlier = run_json.read(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
@@ -235,7 +237,6 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
-    trains = values["mode"] in TRAINING_MODES
     if trains and "config" in flags.FLAGS and controller.is_chief:
         configuration.write(values["model_dir"], run_json.as_dict(config))
     if not trains and controller.is_chief:

@@ -76,11 +76,12 @@ def test_a_table_gets_the_columns_of_later_metrics(tmp_path):
     writer.write(1, "train", {"a": 3.0})
     (tmp_path / "csv" / "train.csv").open("a").write("3,7")  # cut short by a crash
     looplib.CsvWriter(str(tmp_path)).write(4, "train", {"a": float("nan")})
-    assert (tmp_path / "csv" / "train.csv").read_text() == "step,b,a\n2,2,\n1,,3.0\n4,,nan\n"
+    assert (tmp_path / "csv" / "train.csv").read_text() == "step,a,b\n2,,2\n1,3.0,\n4,nan,\n"
 
 
-def test_mlflow_continues_its_run(tracked):
+def test_mlflow_continues_its_run(tracked, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = mlflow.MlflowClient(f"file://{tracked.parent / 'mlruns'}")
     (run,) = client.search_runs([client.get_experiment_by_name("looplib").experiment_id])
     assert run.info.run_name == "run" and run.info.status == "FINISHED"
@@ -142,6 +143,6 @@ def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
 def test_unknown_and_missing_trackers_are_refused(monkeypatch):
     with pytest.raises(looplib.UsageError, match="--trackers has 'aim'; expected names among csv, mlflow, wandb"):
         by_name.make(["aim"], "x")
-    monkeypatch.setattr(by_name, "is_installed", lambda name: False)
+    monkeypatch.setattr(by_name, "is_installed", lambda name: name == "csv")
     with pytest.raises(looplib.UsageError, match=r"needs the package wandb: pip install 'looplib\[wandb\]'"):
         by_name.make(["csv", "wandb"], "x")

@@ -1,6 +1,7 @@
 """MlflowWriter: the metrics of a run in MLflow."""
 
 import os
+import pathlib
 import re
 import tempfile
 import time
@@ -80,10 +81,13 @@ class MlflowWriter(Writer):
         """Starts or continues the run, at the first call."""
         if self._client is not None:
             return self._client
+        if not self._uri:
+            # Files, of which MLflow wants to be asked for: a run needs no database, and many may write at a time.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            self._uri = pathlib.Path(self._directory).absolute().with_name("mlruns").as_uri()
         import mlflow
 
-        beside = os.path.join(os.path.dirname(os.path.abspath(self._directory)), "mlruns")
-        client = mlflow.MlflowClient(self._uri or f"file://{beside}")
+        client = mlflow.MlflowClient(self._uri)
         run = tracked.read_id(self._directory, _TRACKER)
         if run is None or not self._continue(client, run):
             found = client.get_experiment_by_name(self._experiment)
