@@ -65,6 +65,20 @@ class Evaluating(toy.RegressionEvaluator):
         return {**super().step_fn(inputs), "seen": looplib.image(tf.nn.sigmoid(inputs[0])[:, :, None, None])}
 
 
+class Collecting(Evaluating):
+    """Shows its first examples, and collects all labels."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.labels = []
+
+    def step_fn(self, inputs):
+        return {**super().step_fn(inputs), "labels": looplib.each(inputs[1])}
+
+    def collect(self, outputs):
+        self.labels += [label for output in outputs for label in output["labels"].numpy()]
+
+
 @pytest.fixture(scope="module")
 def order():
     """The global batches of six steps, from a run of one step a loop."""
@@ -119,6 +133,17 @@ def test_reported_steps_show_the_first_examples_of_the_first_replica(kind, strat
     for row, picture in zip(toy.X[:4], seen, strict=True):
         np.testing.assert_allclose(picture[:, 0, 0], 255 / (1 + np.exp(-row)), atol=0.51)
     assert all("/" not in name and " " not in name and "<" not in name for name in image["files"])
+
+
+def test_an_evaluation_that_collects_each_step_shows_its_first(tmp_path):
+    trainer, evaluators = toy.Regression(), {}
+    for name, kind in (("plain", Evaluating), ("collecting", Collecting)):
+        evaluators[name] = kind(trainer.model)
+    with toy.controller(None, trainer, evaluators, model_dir=tmp_path, writers=None) as controller:
+        controller.evaluate()
+    np.testing.assert_array_equal(evaluators["collecting"].labels, toy.Y)
+    plain, collecting = (pixels(tmp_path, lines(tmp_path)[0, name, "seen"]) for name in evaluators)
+    np.testing.assert_array_equal(plain, collecting)
 
 
 @pytest.mark.parametrize("strategy, non_finite", [("default", "halt"), ("mirrored_x2", "skip")])

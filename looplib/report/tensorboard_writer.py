@@ -43,8 +43,7 @@ class TensorBoardWriter(Writer):
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._files: dict[str, EventFile] = {}  # by split: the one that is open
-        # By split: of the events in all its files, once they were read, the step and whether they have metrics.
-        self._known: dict[str, set[tuple[int, bool]]] = {}
+        self._known: dict[str, set[tuple[int, str]]] = {}  # by split: `_keys` of all its files, once they were read
 
     def resume(self, step: int, reported: dict[str, int]) -> None:
         """Takes out the records that the run will make again."""
@@ -80,13 +79,13 @@ class TensorBoardWriter(Writer):
         files.make_durable(file.path)
 
     def _write(self, split: str, event: Event) -> None:
-        """Writes an event, in place of one of this step and kind."""
+        """Writes an event, in place of one of this step with the same tags."""
         if split in self._files and not self._files[split].intact():
             self._files.pop(split).close()
             del self._known[split]
         if split not in self._known:
             self._keep(split, lambda other: True)
-        if _kind(event) in self._known[split]:
+        if not self._known[split].isdisjoint(_keys(event)):
             earlier = [e for path in self._paths(split) for e in read_events(path)[0] if same_record(e, event)]
             # As bytes, in which a number that is not one equals itself.
             if [e.summary.SerializeToString() for e in earlier] == [event.summary.SerializeToString()]:
@@ -95,7 +94,7 @@ class TensorBoardWriter(Writer):
         if split not in self._files:
             self._files[split] = EventFile(self._folder(split))
         self._files[split].write(event)
-        self._known[split].add(_kind(event))
+        self._known[split].update(_keys(event))
 
     def sync(self) -> None:
         """See `Writer`."""
@@ -122,7 +121,7 @@ class TensorBoardWriter(Writer):
 
     def _keep(self, split: str, condition: Callable[[Event], bool]) -> None:
         """Removes the other events from the split's files; files without any are unchanged."""
-        known: set[tuple[int, bool]] = set()
+        known: set[tuple[int, str]] = set()
         for path in self._paths(split):
             events, whole = read_events(path)
             kept, void = divided(events, condition)
@@ -138,9 +137,12 @@ class TensorBoardWriter(Writer):
                 rewrite(path, kept)
             else:
                 files.make_durable(path)  # of an earlier process, or closed here since the last `sync`
-            known.update(_kind(event) for event in kept if event.HasField("summary"))
+            known.update(key for event in kept for key in _keys(event))
         self._known[split] = known
 
 
-def _kind(event: Event) -> tuple[int, bool]:
-    return event.step, has_metrics(event)
+def _keys(event: Event) -> set[tuple[int, str]]:
+    """Returns what two events share if one may replace the other: of metrics the step, of others the step and a tag."""
+    if has_metrics(event):
+        return {(event.step, "")}
+    return {(event.step, value.tag) for value in event.summary.value}

@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     background: BackgroundWriter
-    by_name: NAMES, is_installed, make
+    by_name: make
     csv_writer: CsvWriter
     mlflow_writer: MlflowWriter
     tracked: none

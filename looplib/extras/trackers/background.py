@@ -81,7 +81,7 @@ class BackgroundWriter(Writer):
             self._give_up(f"does not keep up: {self._calls.maxsize} records are waiting")
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None and not self._given_up:
+        while not self._given_up and (call := self._calls.get()) is not None:
             try:
                 call()
             except BaseException as error:  # a library may call sys.exit
