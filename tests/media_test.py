@@ -146,6 +146,14 @@ def test_an_evaluation_that_collects_each_step_shows_its_first(tmp_path):
     np.testing.assert_array_equal(plain, collecting)
 
 
+def test_media_that_cannot_be_written_are_one_warning(tmp_path, caplog):
+    with make(Showing, model_dir=tmp_path) as controller:
+        (tmp_path / "media").write_text("not a folder")
+        controller.train(6)
+    assert sum("media cannot be written" in record.getMessage() for record in caplog.records) == 1
+    assert {step for step, *_ in lines(tmp_path)} == {2, 4, 6}  # histograms and texts need no folder
+
+
 @pytest.mark.parametrize("strategy, non_finite", [("default", "halt"), ("mirrored_x2", "skip")])
 def test_a_step_that_is_not_reported_computes_nothing_to_show(strategy, non_finite):
     policy = looplib.CheckpointPolicy(guards=looplib.Guards(non_finite=non_finite))

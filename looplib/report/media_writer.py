@@ -7,8 +7,10 @@ import re
 from collections.abc import Mapping
 
 import tensorflow as tf
+from absl import logging
 
 from looplib import files
+from looplib.errors import gist
 from looplib.report.record_file import RecordFile
 from looplib.report.records import Record
 from looplib.report.shown import Histogram, Images, Shown
@@ -32,15 +34,21 @@ class MediaWriter(Writer):
     def __init__(self, directory: str) -> None:
         self._folder = os.path.join(directory, FOLDER)
         self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], r.get("name")))
+        self._failed = False
         self._new: list[str] = []  # paths of images that may not be on the disk yet
 
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Does nothing: metrics are in other files."""
 
     def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
-        """Appends one line for each name, and writes the images."""
+        """Appends one line for each name, and writes the images; what cannot be written is a warning, once."""
         for name, each in shown.items():
-            self._file.write({"step": step, "split": split, "name": name, **self._fields(step, split, name, each)})
+            try:
+                self._file.write({"step": step, "split": split, "name": name, **self._fields(step, split, name, each)})
+            except (OSError, ValueError, tf.errors.OpError) as error:
+                if not self._failed:
+                    logging.warning("media cannot be written to %s (%s)", self._folder, gist(error))
+                self._failed = True
 
     def resume(self, step: int, reported: dict[str, int]) -> None:
         """Takes out the lines that the run will make again; their images stay."""
