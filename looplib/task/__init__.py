@@ -15,7 +15,7 @@ Names that other rooms may use, by file:
     keras_trainer: KerasTrainer
     learning_rates: LearningRates
     loss_scale: none
-    media: Media
+    media: Media, histogram, image, text
     micro_batches: none
     model_table: note
     monitored: mode_of
