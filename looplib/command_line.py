@@ -48,6 +48,7 @@ FLAGS = (
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
     ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
+    ("trackers", flags.DEFINE_list, None, "Trackers of the training's metrics: some of csv, mlflow, wandb."),
     ("predictions", flags.DEFINE_string, None, "Directory for --mode=predict; none: predictions in the run directory."),
     ("predictions_format", flags.DEFINE_enum, "jsonl", "Files of the predictions.", tuple(pieces.KINDS)),
     ("predictions_piece", flags.DEFINE_integer, 10_000, "Records of a file of predictions."),

@@ -18,6 +18,7 @@ from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
+from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
 from looplib.predictions import predict
 from looplib.report.writer import Writer
@@ -25,6 +26,7 @@ from looplib.run import Metrics, Run
 from looplib.task import checks
 from looplib.task.actions import Event, attending, stops_of, tell_saves
 from looplib.task.evaluator import Evaluator
+from looplib.task.media import Media
 from looplib.task.trainer import Trainer
 
 
@@ -53,6 +55,8 @@ class Controller:
       seed: decides the order of the training data.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       writers: list of `Writer`; default TensorBoard and `metrics.jsonl` in `model_dir`, and the console.
+      trackers: list of further `Writer`s, beside those of `writers`, such as
+        `looplib.BackgroundWriter(looplib.MlflowWriter(model_dir))`.
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
@@ -88,6 +92,7 @@ class Controller:
         seed: int = 0,
         checkpoints: CheckpointPolicy = CheckpointPolicy(),
         writers: Sequence[Writer] | None = None,
+        trackers: Sequence[Writer] = (),
         actions: Sequence[Callable[[Event], object]] = (),
         config: Any = None,
         max_time: float | str | datetime.timedelta | None = None,
@@ -115,6 +120,7 @@ class Controller:
             model_dir=resolve(model_dir) if model_dir else None,
             policy=checkpoints,
             writers=writers,
+            trackers=trackers,
             actions=self._actions,
             config=config,
             max_time=duration("max_time", max_time),
@@ -338,6 +344,16 @@ class Controller:
         self._run.refuse_while_training("restore_checkpoint")
         return self._run.restore_best() if best else self._run.restore(path)
 
+    def show(self, media: Mapping[str, Media], split: str = "train") -> None:
+        """Shows images, texts and histograms at the current step; for actions.
+
+        Args:
+          media: dict from name to `looplib.image`, `looplib.text` or `looplib.histogram`. What another call has shown
+            under the same name at this step is replaced.
+          split: "train", or an evaluator's name.
+        """
+        self._run.show(split, self._run.step, as_shown(media))
+
     def stop(self) -> None:
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
         self._stopped = True
@@ -397,6 +413,8 @@ class Controller:
             self._show_progress(step, schedule)
             if reached and boundary.report:
                 self._report(step)
+            if reached and boundary.shows:
+                run.show("train", step, run.loops.training.shown())
             if reached and boundary.save and run.store:
                 run.save(wait=False)
             if ran.stopped:

@@ -38,6 +38,7 @@ class Evaluations:
                         run.leave(step)
                     results[name] = metrics
                     self._publish(name, step, metrics)
+                    run.show(name, step, loops.evaluations[name].shown())
             run.note_evaluation(step, results)
             return results
 

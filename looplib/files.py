@@ -98,10 +98,15 @@ def parse_json(text: str) -> Any:
         raise ValueError("its JSON is nested too deep") from None
 
 
-def write_whole(path: str, content: str | bytes) -> None:
+def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
     """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one.
 
     A symbolic link of that name is replaced, not followed.
+
+    Args:
+      path: the file.
+      content: all of it.
+      durable: whether it is on the disk before this returns; if not, `make_durable` is to be called for it.
     """
     content = content.encode() if isinstance(content, str) else content
     folder = os.path.dirname(path) or "."
@@ -117,9 +122,11 @@ def write_whole(path: str, content: str | bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(descriptor)
+        if durable:
+            os.fsync(descriptor)
     os.rename(new, path)
-    make_durable(folder)
+    if durable:
+        make_durable(folder)
 
 
 @contextlib.contextmanager

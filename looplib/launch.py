@@ -37,6 +37,7 @@ from looplib.health.preemption import notice
 from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
 from looplib.report.program import this_program
+from looplib.report.writer import Writer
 from looplib.task.actions import Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -209,6 +210,7 @@ class _Session:
 
 def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> None:
     from looplib.extras.tools import dry_run, preflight, replayer
+    from looplib.extras.trackers import by_name
 
     values = session.values
     if values["dry_run"]:
@@ -224,16 +226,18 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
     command_line.check(values, argv)
+    trains = values["mode"] in TRAINING_MODES
+    tracked = trains and not values["dry_run"]
+    trackers = by_name.make(values["trackers"] or (), values["model_dir"]) if tracked else []
     session.earlier = run_json.read(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
-    session.controller = controller = _make_controller(binary, config, values, session.strategy)
+    session.controller = controller = _make_controller(binary, config, values, session.strategy, trackers)
     if preflight.requested():
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
-    trains = values["mode"] in TRAINING_MODES
     if trains and "config" in flags.FLAGS and controller.is_chief:
         configuration.write(values["model_dir"], run_json.as_dict(config))
     if not trains and controller.is_chief:
@@ -254,7 +258,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
 
 
 def _make_controller(
-    binary: _Binary, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy
+    binary: _Binary, config: Any, values: dict[str, Any], strategy: tf.distribute.Strategy, trackers: Sequence[Writer]
 ) -> Controller:
     with strategy.scope():
         built = binary.build(config)
@@ -277,6 +281,7 @@ def _make_controller(
         seed=values["seed"],
         checkpoints=command_line.policy(values),
         actions=[*binary.actions, *command_line.actions(values)],
+        trackers=trackers,
         config=config,
         max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],

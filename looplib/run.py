@@ -30,6 +30,7 @@ from looplib.loop.window import Window
 from looplib.report import run_json
 from looplib.report.clock import Clock
 from looplib.report.progress import Pace
+from looplib.report.shown import Shown
 from looplib.report.writer import Writer
 from looplib.report.writers import Writers, make_writers
 from looplib.task import checks, model_table
@@ -52,6 +53,7 @@ class Run:
       model_dir: the run directory; None keeps nothing on disk.
       policy: when to save, and what to keep.
       writers: the user's writers; None for looplib's own.
+      trackers: further writers.
       actions: the user's actions, some of which have a state.
       config: the program's own settings, for `run.json`.
       max_time: seconds after which a training saves and ends; None for no limit.
@@ -89,6 +91,7 @@ class Run:
         model_dir: str | None,
         policy: CheckpointPolicy,
         writers: Sequence[Writer] | None,
+        trackers: Sequence[Writer],
         actions: Sequence[Callable[[Event], object]],
         config: Any,
         max_time: float | None = None,
@@ -113,7 +116,7 @@ class Run:
         self.report = self._make_report(config)
         self.directory.check_nothing_is_lost(self.report.saved_step)
         if self.workers.is_chief:
-            self.writers = make_writers(writers, model_dir if self.directory.writable else None)
+            self.writers = make_writers(writers, trackers, model_dir if self.directory.writable else None)
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)
@@ -273,6 +276,13 @@ class Run:
             self.store.record.train = metrics
             self.report.memory.note(step)
 
+    def show(self, split: str, step: int, shown: Mapping[str, Shown]) -> None:
+        """Gives media to the writers, if there are any."""
+        if shown:
+            self.directory.check_lock()
+            with self.clock.phase("report"):
+                self.writers.show(step, split, shown)
+
     def note_evaluation(self, step: int, results: dict[str, Metrics]) -> None:
         """Keeps the metrics of all evaluators, also with the checkpoint of their step."""
         if not self._closed:
@@ -330,6 +340,7 @@ class Run:
                 notice.limited(self.clock.left_of(self._max_time), f"max_time of {self._max_time or 0:g} s"),
                 self.watchdog.watching(),
             ):
+                self.writers.settings(run_json.settings_of(self._settings.flags, self.report.config))
                 if self._policy.guards.may_roll_back and self.store and self.directory.agreed_latest() is None:
                     self.save(wait=True)  # a checkpoint to go back to
                 yield

@@ -13,6 +13,7 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
+from looplib.report.records import read_jsonl
 from trainers import diffusion, gan, image_classification, image_data, sample_quality
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -178,26 +179,20 @@ def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, clas
 @pytest.mark.parametrize("experiment, steps", [(gan, 1200), *more([(diffusion, 1500)])])
 def test_the_samples_are_digits_and_an_evaluation_job_repeats_them(experiment, steps, classifier, tmp_path):
     config = dataclasses.replace(experiment.Config(), classifier=classifier)
-    with control(experiment, config, model_dir=tmp_path)[0] as controller:
+    with control(experiment, config, model_dir=tmp_path, writers=None)[0] as controller:
         metrics = controller.train_and_evaluate(steps, steps)["eval"]
     assert metrics["recognised"] >= 0.8 and metrics["as_asked"] >= 0.8
     assert metrics["distance"] < 4 * metrics["real_distance"] and metrics["nearest"] > 0.5
-    grid = tmp_path / "samples" / f"step-{steps:08}.png"
+    (shown,) = read_jsonl(str(tmp_path / "media.jsonl"))
+    assert (shown["step"], shown["split"], shown["name"]) == (steps, "eval", "samples")
+    grid = tmp_path / "media" / shown["files"][0]
     pixels = tf.io.decode_png(grid.read_bytes()).numpy()
     grid.unlink()
     _, evaluator = experiment.build(config)  # whose classifier comes from the run's checkpoint
-    with looplib.Controller(evaluator=evaluator, global_batch_size=64, model_dir=tmp_path, writers=[]) as job:
+    with looplib.Controller(evaluator=evaluator, global_batch_size=64, model_dir=tmp_path) as job:
         assert job.evaluate()["eval"] == metrics
     np.testing.assert_array_equal(tf.io.decode_png(grid.read_bytes()).numpy(), pixels)
-    events = [
-        event
-        for path in (tmp_path / "eval" / "samples").iterdir()
-        for event in tf.compat.v1.train.summary_iterator(str(path))
-    ]
-    shown = [value.tensor.string_val[2] for event in events for value in event.summary.value]
-    assert len(shown) == 2
-    for png in shown:
-        np.testing.assert_array_equal(tf.io.decode_png(png).numpy(), pixels)
+    assert read_jsonl(str(tmp_path / "media.jsonl")) == [shown]
 
 
 def test_the_real_images_are_recognised_and_their_halves_are_close(classifier):

@@ -284,15 +284,10 @@ def test_text_is_generated_in_evaluations_and_by_its_mode(files, python, tmp_pat
     assert early.returncode == 1 and "there is no checkpoint" in early.stderr.splitlines()[-1]
     trained = program(python, *arguments)
     assert trained.returncode == 0, trained.stderr
-    texts = [(tmp_path / "run/samples" / f"{step}.txt").read_text() for step in (12, 24)]
+    shown = read_jsonl(f"{tmp_path}/run/media.jsonl")
+    assert [(line["step"], line["split"], line["name"]) for line in shown] == [(s, "eval", "sample") for s in (12, 24)]
+    texts = [text for line in shown for text in line["texts"]]
     assert all(text.startswith("import os\n\n\ndef ") for text in texts)
-    events = [
-        event
-        for path in tf.io.gfile.glob(f"{tmp_path}/run/samples/events*")
-        for event in tf.compat.v1.train.summary_iterator(path)
-    ]
-    written = {event.step: value.tensor.string_val[0].decode() for event in events for value in event.summary.value}
-    assert written == {step: f"```\n{text}\n```" for step, text in zip((12, 24), texts)}
     assert tf.io.decode_png(tf.io.read_file(f"{tmp_path}/run/bits_per_byte.png")).shape[:2] == (280, 480)
     generated = program(python, *arguments, "--mode=generate")
     assert generated.returncode == 0, generated.stderr

@@ -7,10 +7,10 @@ TESTS = {
     "checkpoint": ["checkpoints", "continue", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
     "data": ["feeds", "global_batches", "sources"],
-    "extras": ["checks", "foreign", "local_launch", "preflight", "replay", "rerun", "status", "sweep"],
+    "extras": ["checks", "foreign", "local_launch", "preflight", "replay", "rerun", "status", "sweep", "trackers"],
     "health": ["debuggers", "guards", "preemption"],
     "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
-    "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],
+    "loop": ["checksums", "engines", "fused", "loops", "media", "metrics", "optimizers"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": [
         "batch_sizes",

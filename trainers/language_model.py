@@ -6,7 +6,6 @@ By default a small decoder-only transformer on the bytes of the sources and docu
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -217,15 +216,11 @@ def _generated(controller: looplib.Controller, seed: int) -> str:
     return controller.loops["eval"].task.sample(seed)
 
 
-def write_sample(event: looplib.Event) -> None:
-    """Writes a generated text after each evaluation, `samples/<step>.txt` and for TensorBoard, and draws the curve."""
+def show_sample(event: looplib.Event) -> None:
+    """Shows a generated text after each evaluation, and draws the curve."""
     if event.split != "eval" or not event.controller.is_chief:
         return
-    folder, text = os.path.join(event.controller.model_dir, "samples"), _generated(event.controller, event.step)
-    with tf.summary.create_file_writer(folder).as_default():
-        tf.summary.text("sample", f"```\n{text}\n```", event.step)
-    with tf.io.gfile.GFile(os.path.join(folder, f"{event.step}.txt"), "w") as file:
-        file.write(text)
+    event.controller.show({"sample": looplib.text(_generated(event.controller, event.step))}, event.split)
     pictures.write_evaluations(event.controller.model_dir, "bits_per_byte", "xz_bits_per_byte")
 
 
@@ -236,6 +231,6 @@ def generate(config: Config, controller: looplib.Controller) -> None:
 
 if __name__ == "__main__":
     launch.run(
-        build, Config(), actions=[write_sample], modes={"generate": generate}, train_steps=2000, eval_interval=500,
+        build, Config(), actions=[show_sample], modes={"generate": generate}, train_steps=2000, eval_interval=500,
         global_batch_size=8,
     )  # fmt: skip

@@ -155,6 +155,4 @@ def not_honoured(params: config_definitions.ExperimentConfig) -> list[str]:
             if name not in honoured and value != default.get(name):
                 why = _WHY.get(f"{section}.{name}", "looplib has nothing like it")
                 sentences.append(f"{section}.{name}={value!r} ({why})")
-    if getattr(params.task, "allow_image_summary", False):
-        sentences.append("task.allow_image_summary=True (looplib writes numbers)")
     return sentences

@@ -6,7 +6,7 @@ import inspect
 import os
 import tempfile
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from official.modeling import optimization
 import looplib
 from looplib import UsageError
 from looplib.errors import gist
+
+_MOST_IMAGES = 20  # as many as Model Garden's own summaries have
 
 
 class Experiment:
@@ -155,6 +157,7 @@ class TaskEvaluator(looplib.Evaluator):
 
     `validation_loss` is the mean of the batches' losses weighted by their examples. Model Garden's own driver does not
     weight them, so a smaller last batch counts too much there. The task's `aggregate_logs` gets the logs of each step.
+    The images that it makes of them (`task.allow_image_summary`) are shown.
 
     Args:
       experiment: the experiment.
@@ -170,9 +173,22 @@ class TaskEvaluator(looplib.Evaluator):
         self._aggregates = type(experiment.task).aggregate_logs is not base_task.Task.aggregate_logs
         self._state = self._exporter = self._averages = None
         self._collected = False
+        self._images: dict[str, np.ndarray] = {}
         found = [value for value in vars(experiment.task).values() if isinstance(value, tf_keras.metrics.Metric)]
         self._of_task = [metric for metric in found if all(metric is not other for other in self.validation_metrics)]
         self._options = experiment.params.trainer
+
+    @property
+    def own_actions(self) -> Sequence[Callable[[looplib.Event], object]]:
+        """See `looplib.Evaluator.own_actions`."""
+        return (self._show_images,)
+
+    def _show_images(self, event: looplib.Event) -> None:
+        images, self._images = self._images, {}  # of the evaluation that this event reports
+        if images:
+            event.controller.show(
+                {name: looplib.image(each, _MOST_IMAGES) for name, each in images.items()}, event.split
+            )
 
     @property
     def _data(self) -> config_definitions.DataConfig:
@@ -248,6 +264,7 @@ class TaskEvaluator(looplib.Evaluator):
         if self._state is not None:
             reduced = self._experiment.task.reduce_aggregated_logs(self._state, global_step=self.global_step)
             metrics = {**metrics, **{name: np.asarray(value) for name, value in reduced.items()}}
+            self._images = {name: each for name, each in metrics.items() if name.startswith("image/")}
             self._state = None
         metrics = _flat(metrics)
         if self._options.best_checkpoint_export_subdir and self._options.best_checkpoint_eval_metric:

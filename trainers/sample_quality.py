@@ -6,7 +6,6 @@ all evaluations of a run use one classifier.
 
 import abc
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -155,8 +154,7 @@ class SampleEvaluator(looplib.Evaluator):
     - `nearest`: the mean distance in pixels between a sample and the nearest training image, which is 0 for copies.
     - `real_nearest`: that distance for the test images.
 
-    After each evaluation, the first 100 samples are written to `samples/step-<step>.png` in the run directory, and for
-    TensorBoard to `eval/samples/`.
+    After each evaluation, the first 100 samples are shown as the image `samples`.
 
     Args:
       classifier: see `make_classifier`; the trainer prepares it, see `prepare_classifier`.
@@ -187,7 +185,7 @@ class SampleEvaluator(looplib.Evaluator):
     @property
     def own_actions(self) -> Sequence[Callable[[looplib.Event], object]]:
         """See `looplib.Evaluator.own_actions`."""
-        return (self._write_grid,)
+        return (self._show_grid,)
 
     def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Evaluator.dataset`."""
@@ -233,17 +231,8 @@ class SampleEvaluator(looplib.Evaluator):
             "real_nearest": self._real_nearest,
         }
 
-    def _write_grid(self, event: looplib.Event) -> None:
+    def _show_grid(self, event: looplib.Event) -> None:
         controller = event.controller
-        if event.split == "train" or not controller.model_dir or not controller.is_chief:
-            return
-        grid = image_grid(np.concatenate(self._images)[: _ROWS * NUM_CLASSES])
-        folder = os.path.join(controller.model_dir, "samples")
-        tf.io.gfile.makedirs(folder)
-        with tf.io.gfile.GFile(os.path.join(folder, f"step-{event.step:08}.png"), "wb") as file:
-            file.write(tf.io.encode_png(grid).numpy())
-        # Below eval/, looplib removes the events of steps that a resumed run repeats, from files that are closed.
-        writer = tf.summary.create_file_writer(os.path.join(controller.model_dir, "eval", "samples"))
-        with writer.as_default():
-            tf.summary.image("samples", grid[None], step=event.step)
-        writer.close()
+        if event.split != "train" and controller.is_chief:
+            grid = image_grid(np.concatenate(self._images)[: _ROWS * NUM_CLASSES])
+            controller.show({"samples": looplib.image(grid[None])}, event.split)

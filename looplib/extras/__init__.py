@@ -1,4 +1,4 @@
 """What is imported only where it is asked for.
 
-`orbit`, `parameter_server`, `sweep` and `tools` may use every other room; no room imports them at its top.
+`orbit`, `parameter_server`, `sweep`, `tools` and `trackers` may use every other room; no room imports them at its top.
 """

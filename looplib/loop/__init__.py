@@ -13,12 +13,14 @@ Names that other rooms may use, by file:
     global_share: none
     graph: none
     loops: LoopSettings, Loops
+    media: as_shown
     optimizers: TrainingOptimizers
     packing: none
     prediction: Prediction
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
+    showing: none
     step: Step, StepFn
     stepwise: none
     task_loop: TaskLoop, as_numbers, check_evaluation

@@ -12,6 +12,7 @@ from looplib.loop import engines
 from looplib.loop.base import InnerLoop, Specification
 from looplib.loop.eager import EagerLoop
 from looplib.loop.reducer import Reducer
+from looplib.loop.showing import ShowingLoop
 from looplib.loop.step import Step, StepFn
 from looplib.loop.stepwise import StepwiseLoop
 from looplib.task.evaluator import Evaluator
@@ -75,14 +76,16 @@ class LocalReplicas(Backend):
             return EagerLoop(spec.strategy, step_fn, reducer, stream, collect, spec.counter, spec.skips)
         before = spec.clock.of("compile")
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter, spec.skips)
-        if reducer.collects:
+        apart = bool(reducer.collects)  # a step that is shown is not one of the loop
+        if reducer.hands_over:
             return StepwiseLoop(step, collect)
-        return engines.make(
+        loop = engines.make(
             spec.engine,
             step,
             # An evaluation is one call, however many steps a training call does.
-            steps_per_loop=spec.steps_per_loop if spec.training else max(1, min(stream.sure, 1000)),
+            steps_per_loop=max(1, (spec.steps_per_loop if spec.training else min(stream.sure, 1000)) - apart),
             clock=spec.clock,
             tracing=spec.clock.of("compile") - before,
             chosen=spec.chosen,
         )
+        return ShowingLoop(loop, first=not spec.training) if apart else loop

@@ -13,6 +13,7 @@ import tensorflow as tf
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
+from looplib.report.shown import Shown
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
@@ -30,12 +31,14 @@ class Request:
       sure: number of steps for which the data certainly has batches of full size.
       read: whether the caller reads the metrics next if all steps are done. A loop may fetch them in the same call.
       horizon: number of steps that the run is known to do from here on. A loop may prepare itself for them.
+      show: whether the caller shows media of these steps, see `InnerLoop.shown`.
     """
 
     steps: int
     sure: int = 0
     read: bool = False
     horizon: int = 0
+    show: bool = False
 
     def after(self, done: int) -> "Request":
         """Returns the request for the rest of the steps, once some are done."""
@@ -98,6 +101,14 @@ class InnerLoop(abc.ABC):
     @abc.abstractmethod
     def read(self) -> Metrics:
         """Returns the metrics since the last read, and resets them."""
+
+    def shown(self) -> dict[str, Shown]:
+        """Returns the media of the last `run`, by name, and forgets them.
+
+        They are those of the first replica, if it had examples: in a training of the last step, if that was asked for
+        and reached; in an evaluation of the first.
+        """
+        return {}
 
     def trace(self, iterator: Iterator) -> None:
         """Traces the loop for an iterator, so that no later call does. A loop that traces nothing does nothing."""
@@ -204,6 +215,10 @@ class Loop(abc.ABC):
     @abc.abstractmethod
     def read(self) -> dict[str, int | float]:
         """Returns the metrics since the last read, finished by the task's `loop_end`, and resets them."""
+
+    def shown(self) -> dict[str, Shown]:
+        """Returns the media of the last `run`, see `InnerLoop.shown`."""
+        return {}
 
     @abc.abstractmethod
     def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:

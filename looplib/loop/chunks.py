@@ -105,6 +105,8 @@ def why_not_xla(step: Step) -> str | None:
     for node in step.ops:
         if node.op == "TensorListResize" or node.attr["resize_if_index_out_of_bounds"].b:
             return f"{node.name} makes a tf.TensorArray grow, which XLA does not; give it its size"
+    if any(spec.dtype == tf.string for spec in tf.nest.flatten(step.reducer.collects)):
+        return "looplib.text shows strings, which XLA does not have; give it token ids with decode=<function>"
     return None
 
 

@@ -45,9 +45,7 @@ class EagerLoop(HostLoop):
         self._counter = counter
 
     def _do(self, batch: object) -> object:
-        contributions, collected = self._strategy.run(self._replica_step, args=(batch,)), None
-        if self._reducer.collects:
-            contributions, collected = contributions
+        contributions, collected = self._reducer.divided(self._strategy.run(self._replica_step, args=(batch,)))
         if not self._reducer.created:
             self._reducer.create()
         self._reducer.add(contributions)

@@ -236,9 +236,8 @@ class Loops:
           UsageError: if the user's program counts the steps too.
         """
         try:
-            ran = self.training.run(
-                Request(boundary.step - step, read=boundary.report, horizon=horizon - step), "train"
-            )
+            request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step, show=boundary.shows)
+            ran = self.training.run(request, "train")
         except BaseException as error:
             self.torn = not self.training.left_whole(error)
             raise
@@ -290,7 +289,7 @@ class Loops:
         self.own(loop.task)
         with loop.task.evaluating():
             loop.rewind()
-            ran = loop.run(Request(steps, read=True), "evaluate")
+            ran = loop.run(Request(steps, read=True, show=True), "evaluate")
             if ran.done and not ran.stopped:
                 with self._clock.phase("report"):
                     return loop.read()

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
+from looplib.task.media import Media
 from looplib.task.reductions import Reduction, total, weighted_sum
 
 BatchSize = tuple[set[int], tf.Tensor]
@@ -40,12 +41,14 @@ class Packer:
     Attributes:
       slots: list of where each metric lies, once the structure is known; None before.
       keras: dict from name to the Keras metric objects among the outputs, which keep their own sums.
+      media: dict from name to the `Media` among the outputs, with the tensors of the newest trace.
     """
 
     def __init__(self, who: str, count_examples: bool, skips: bool) -> None:
         self._who, self._count_examples, self._skips = who, count_examples, skips
         self.slots = None
         self.keras = {}
+        self.media: dict[str, Media] = {}
 
     @property
     def size(self) -> int:
@@ -70,7 +73,7 @@ class Packer:
         return [slot.kind == "last" for slot in self.slots for _ in range(slot.size)]
 
     @tf.autograph.experimental.do_not_convert
-    def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Reduction]]:
+    def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Reduction | Media]]:
         """Packs one step's outputs; in replica context.
 
         Args:
@@ -79,7 +82,7 @@ class Packer:
 
         Returns:
           `(contribution, collected)`: float64 tensor `[n]`, n fixed by the structure of `outputs`, and a dict of the
-          `looplib.each` outputs, which are not summed.
+          `looplib.each` outputs and of media, which are not summed.
 
         Raises:
           UsageError: for an output that does not say how it reduces, or a structure that changes between steps.
@@ -101,16 +104,18 @@ class Packer:
             if _keras.is_metric(value):
                 metrics[name] = value
                 continue
-            if isinstance(value, Reduction) and value.kind == "each":
+            if isinstance(value, Media) or (isinstance(value, Reduction) and value.kind == "each"):
                 collected[name] = value
                 continue
             slot, part = self._pack(name, value, batch, start)
             slots.append(slot)
             parts.append(part)
             start += slot.size
-        if collected and not self._count_examples:
+        self.media = {name: value for name, value in collected.items() if isinstance(value, Media)}
+        each = collected.keys() - self.media.keys()
+        if each and not self._count_examples:
             raise UsageError(
-                f"{self._who}.step_fn returned {', '.join(map(repr, collected))} as looplib.each, and a training "
+                f"{self._who}.step_fn returned {', '.join(map(repr, sorted(each)))} as looplib.each, and a training "
                 "collects nothing on the host; only an evaluator does"
             )
         if self.slots is None:

@@ -16,6 +16,7 @@ from looplib import _keras
 from looplib.cluster.collectives import Workers
 from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
+from looplib.task.media import Media
 from looplib.task.record import RunningTotals
 from looplib.task.reductions import Reduction
 
@@ -59,7 +60,7 @@ class Reducer(Accumulator):
 
     Attributes:
       packer: `Packer` of the step's outputs; its `unpack` makes metrics from the results of `read` and `take`.
-      collects: the `tf.TypeSpec`s of the step's `looplib.each` outputs, once it is traced; None for no outputs.
+      collects: the `tf.TypeSpec`s of the step's media and `looplib.each` outputs, once it is traced, by name.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Reducer(Accumulator):
         self._watched: list[str] = []  # names of the watched values
         self._totals = None
         self._pending = None
-        self.collects = None
+        self.collects: dict[str, Any] = {}
 
     def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
         """Runs one step on one replica and packs its outputs; in replica context.
@@ -89,8 +90,8 @@ class Reducer(Accumulator):
             2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
 
         Returns:
-          float64 tensor `[n]`, a step's contribution, zeros for an empty batch. If the step returns a
-          `looplib.each`, the tensor and `(whether there was an example, dict of these values)`.
+          float64 tensor `[n]`, a step's contribution, zeros for an empty batch. If the step returns media or a
+          `looplib.each`, the tensor and `(whether there was an example, dict of these values)`; see `divided`.
         """
         batch = batch_size(inputs)
         if self._guarded:
@@ -104,12 +105,12 @@ class Reducer(Accumulator):
         )
 
     @tf.autograph.experimental.do_not_convert
-    def _with_collected(self, contribution: tf.Tensor, collected: dict[str, Reduction]) -> Any:
+    def _with_collected(self, contribution: tf.Tensor, collected: dict[str, Reduction | Media]) -> Any:
         if not collected:
             return contribution
-        values = {name: reduction.value for name, reduction in collected.items()}
+        values = {name: each.tensors if isinstance(each, Media) else each.value for name, each in collected.items()}
         self.collects = tf.nest.map_structure(tf.type_spec_from_value, values)
-        counts = [reduction.weight for reduction in collected.values() if reduction.weight is not None]
+        counts = [each.weight for each in collected.values() if isinstance(each, Reduction) and each.weight is not None]
         return contribution, (tf.reduce_all(counts) if counts else tf.constant(True), values)
 
     @tf.autograph.experimental.do_not_convert
@@ -125,18 +126,29 @@ class Reducer(Accumulator):
         return contribution, (tf.constant(False), tf.nest.map_structure(empty, self.collects))
 
     @tf.autograph.experimental.do_not_convert
-    def _watch(self, outputs: Any, norms: list[tuple[str, tf.Tensor]], inputs: Any) -> tf.Tensor:
+    def _watch(self, outputs: Any, norms: list[tuple[str, tf.Tensor]], inputs: Any) -> Any:
         """Adds to a contribution [1 (steps), the sum of all watched values, each of them]."""
-        contribution, _ = self.packer.pack(outputs, inputs)
+        contribution, collected = self.packer.pack(outputs, inputs)
         losses = self.packer.losses()
         self._watched = [slot.name for slot in losses] + [name for name, _ in norms]
         if not self._watched:
-            return tf.concat([contribution, tf.constant([1.0, 0.0], tf.float64)], axis=0)
+            watch = tf.constant([1.0, 0.0], tf.float64)
+            return self._with_collected(tf.concat([contribution, watch], axis=0), collected)
         parts = [contribution[slot.start : slot.start + 1] for slot in losses]
         if norms:
             parts.append(tf.cast(tf.stack([norm for _, norm in norms]), tf.float64))
         total_watched = tf.reduce_sum(tf.concat(parts, axis=0), keepdims=True)
-        return tf.concat([contribution, tf.ones([1], tf.float64), total_watched, *parts], axis=0)
+        watch = [tf.ones([1], tf.float64), total_watched, *parts]
+        return self._with_collected(tf.concat([contribution, *watch], axis=0), collected)
+
+    def divided(self, outputs: Any) -> tuple[Any, Any]:
+        """Returns of what `run_step` returned (the contribution, what is collected or None)."""
+        return outputs if self.collects else (outputs, None)
+
+    @property
+    def hands_over(self) -> bool:
+        """Returns whether `looplib.each` is among the outputs, so that each step's values go to the host."""
+        return self.collects.keys() != self.packer.media.keys()
 
     def gradient_norms(self, contribution: np.ndarray) -> dict[str, float]:
         """Returns the norms of the gradients that one replica noted in a step, by the name of the variable.

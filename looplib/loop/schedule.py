@@ -23,6 +23,11 @@ class Boundary:
     evaluate: bool
     end: bool
 
+    @property
+    def shows(self) -> bool:
+        """Returns whether the media of this step are shown: with a report, and at the end."""
+        return self.report or self.end
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:

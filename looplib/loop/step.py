@@ -107,8 +107,8 @@ class Step:
         Returns:
           What the replicas collect, see `Reducer.run_step`; None for nothing.
         """
-        contributions = self._undone_if_bad(inputs) if self._skip_bad else self.contribution(inputs)
-        contributions, collected = contributions if self.reducer.collects else (contributions, None)
+        run = self._undone_if_bad if self._skip_bad else self.contribution
+        contributions, collected = self.reducer.divided(run(inputs))
         self.reducer.add(contributions)
         if self._counter is not None:
             # A step counts only once it had its data: without this, one that finds none is counted as it fails.
@@ -119,7 +119,7 @@ class Step:
     def _undone_if_bad(self, inputs: Any) -> Any:
         """Does one step; if a value in it is not finite, undoes it, so that it contributes nothing."""
         before = [variable.read_value() for variable in self._step.variables]
-        contributions = self.contribution(inputs)
+        contributions, collected = self.reducer.divided(self.contribution(inputs))
         with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
             after = [variable.read_value() for variable in self._step.variables]
         finite = self.reducer.all_finite(contributions)
@@ -129,7 +129,8 @@ class Step:
         finite = tf.logical_not(Workers(self.strategy).any(tf.logical_not(finite)))
         for variable, old, new in zip(self._step.variables, before, after):
             variable.assign(tf.where(finite, new, old))
-        return self.reducer.skip_unless(finite, contributions)
+        contributions = self.reducer.skip_unless(finite, contributions)
+        return (contributions, collected) if self.reducer.collects else contributions
 
 
 def _usage_error(error: BaseException | None) -> UsageError | None:

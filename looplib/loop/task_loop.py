@@ -1,5 +1,6 @@
 """The loop of one task: its data distributed, its step traced, its inner loop built, its metrics read."""
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -23,6 +24,7 @@ from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.optimizers import TrainingOptimizers
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
+from looplib.report.shown import Shown
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.record import EngineChoice
@@ -166,7 +168,7 @@ class TaskLoop(TrainingLoop):
     def _run(self, request: Request, phase: str) -> Ran:
         before, suspended = self._clock.of(phase), notice.suspended
         sure = max(0, self._sure)
-        ran = self._inner.run(self._iterator, Request(request.steps, sure, request.read, request.horizon))
+        ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=sure))
         self._sure -= ran.done
         if ran.done:
             seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
@@ -183,6 +185,10 @@ class TaskLoop(TrainingLoop):
         # The user's `loop_end` does not see the checksum.
         checksum = {name: metrics.pop(name) for name in [example_checksum.METRIC] if name in metrics}
         return {**as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
+
+    def shown(self) -> dict[str, Shown]:
+        """See `Loop`."""
+        return self._inner.shown()
 
     def position(self) -> bytes | None:
         """See `TrainingLoop`."""

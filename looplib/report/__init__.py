@@ -4,17 +4,21 @@ Names that other rooms may use, by file:
     clock: Clock
     console_writer: ConsoleWriter, format_number
     event_files: none
+    hparams: none
     jsonl_writer: JsonlWriter
+    media_writer: none
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
     memory: none
     ownership: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
     progress: Pace, format_seconds, headline
-    records: Record, key, read_jsonl, read_newest
+    record_file: none
+    records: Record, cut_short, key, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
-    run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
+    run_json: RunReport, Standing, as_dict, changed_settings, path_of, read, settings_of
+    shown: Histogram, Images, Shown, Texts
     tensorboard_writer: TensorBoardWriter
-    writer: Writer
+    writer: Setting, Writer
     writers: Writers, make_writers
 """

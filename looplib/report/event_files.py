@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import textwrap
 import time
 from collections.abc import Iterable, Mapping
 
@@ -13,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from looplib import files
 from looplib.errors import gist
+from looplib.report.shown import Histogram, Images, Shown
 
 Event = tf.compat.v1.Event
 
@@ -59,6 +61,34 @@ def event_of(step: int, metrics: Mapping[str, float]) -> Event:
         for name, value in metrics.items()
     ]
     return Event(wall_time=time.time(), step=step, summary=tf.compat.v1.Summary(value=values))
+
+
+def event_of_media(step: int, shown: Mapping[str, Shown]) -> Event:
+    """Returns the event that holds what `tf.summary.image`, `text` and `histogram` would write for each name."""
+    values = []
+    for name, each in shown.items():
+        plugin, content, kind = _for_tensorboard(each)
+        metadata = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": plugin}, data_class=kind)
+        values.append(tf.compat.v1.Summary.Value(tag=name, tensor=tf.make_tensor_proto(content), metadata=metadata))
+    return Event(wall_time=time.time(), step=step, summary=tf.compat.v1.Summary(value=values))
+
+
+def _for_tensorboard(shown: Shown) -> tuple[str, np.ndarray, str]:
+    """Returns (the plugin, its tensor, the class of its data)."""
+    if isinstance(shown, Images):
+        sizes = [str(shown.width).encode(), str(shown.height).encode()]
+        return "images", np.array([*sizes, *shown.files], object), "DATA_CLASS_BLOB_SEQUENCE"
+    if isinstance(shown, Histogram):
+        rows = np.stack([shown.edges[:-1], shown.edges[1:], shown.counts], axis=1)
+        return "histograms", rows, "DATA_CLASS_TENSOR"
+    # TensorBoard takes text for Markdown, in which indented lines are shown as they are.
+    texts = [textwrap.indent(text, "    ", lambda line: True).encode() for text in shown.texts]
+    return "text", np.array(texts, object), "DATA_CLASS_TENSOR"
+
+
+def has_metrics(event: Event) -> bool:
+    """Returns whether an event is one of metrics, and not of media or of a user's own kind."""
+    return any(value.metadata.plugin_data.plugin_name == "scalars" for value in event.summary.value)
 
 
 def same_record(event: Event, other: Event) -> bool:

@@ -1,83 +1,35 @@
 """JsonlWriter: the metrics of a run in one file of JSON lines."""
 
-import contextlib
-import json
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import tensorflow as tf
-from absl import logging
-
-from looplib import files
-from looplib.report.records import Record, cut_short, divided, key, read_jsonl
+from looplib.report.record_file import RecordFile
+from looplib.report.records import key
 from looplib.report.writer import Writer
 
 
 class JsonlWriter(Writer):
     """One JSON object a line: `{"step": 100, "split": "train", "loss": 0.25}`.
 
-    Each (step, split) stands once: a record written again with other numbers replaces the first one. A number that is
-    not finite is written as null, because JSON has no other word for it. The file is open only while a line is
-    appended, so that a training and an evaluation job may share it. Records that are taken out are kept once in a file
-    beside it, `metrics.voided.jsonl`.
+    Each (step, split) stands once, see `RecordFile`. A number that is not finite is written as null, because JSON has
+    no other word for it.
 
     Args:
       path: the file, appended to if it exists.
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        self._written: set[tuple[int, str]] = set()  # the records in the file, and its size when they were read
-        self._size = -1
-        if cut_short(path):
-            self._keep(lambda record: True)
+        self._file = RecordFile(path, key)
 
     def resume(self, step: int, reported: dict[str, int]) -> None:
         """Takes out the records that the run will make again."""
-        if any(r["step"] > reported.get(r["split"], step) for r in read_jsonl(self._path)):  # another job's, too
-            self._keep(lambda record: record["step"] <= reported.get(record["split"], step))
+        self._file.resume(step, reported)
 
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Appends one line."""
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        record = {"step": step, "split": split, **numbers}
-        while not self._append(record):
-            if record in read_jsonl(self._path):
-                return
-            self._keep(lambda other: key(other) != (step, split))
-
-    def _append(self, record: Record) -> bool:
-        """Appends a record; returns False if its key is taken, or a crash or a full disk has cut the file short."""
-        line = f"{json.dumps(record)}\n".encode()
-        with files.appending(self._path) as file:  # alone, so that no other job writes this record at the same time
-            size = tf.io.gfile.stat(self._path).length if tf.io.gfile.exists(self._path) else 0
-            if size != self._size:
-                self._written = {key(other) for other in read_jsonl(self._path)}
-            if key(record) in self._written or cut_short(self._path):
-                return False
-            file.write(line)
-        self._size = size + len(line)
-        self._written.add(key(record))
-        return True
+        self._file.write({"step": step, "split": split, **numbers})
 
     def sync(self) -> None:
         """See `Writer`."""
-        with contextlib.suppress(FileNotFoundError):  # nothing was reported yet
-            files.make_durable(self._path)
-            files.make_durable(os.path.dirname(self._path) or ".")
-
-    def _keep(self, condition: Callable[[Record], bool]) -> None:
-        """Takes the other records out of the file, into the one beside it."""
-        with files.rewriting(self._path):
-            records, void = divided(read_jsonl(self._path), condition)
-            if void:
-                aside = ".voided".join(os.path.splitext(self._path))
-                known = read_jsonl(aside)
-                lines = "".join(json.dumps(record) + "\n" for record in void if record not in known)
-                with files.appending(aside) as file:
-                    file.write(lines.encode())
-                files.make_durable(aside)
-                logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
-            files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in records))
-        self._size = -1
+        self._file.sync()

@@ -21,6 +21,7 @@ from looplib.report.clock import Clock
 from looplib.report.memory import MemoryLog
 from looplib.report.ownership import this_process
 from looplib.report.program import DIFF, Program
+from looplib.report.writer import Setting
 
 _OF_TRAINING = "run.json"
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
@@ -201,6 +202,17 @@ def as_dict(config: Any) -> dict[str, Any]:
     if isinstance(config, _AsDict):  # Model Garden's are dataclasses too, of more than counts
         return config.as_dict()
     return dict(config) if isinstance(config, Mapping) else dataclasses.asdict(config)
+
+
+def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
+    """Returns settings as a flat dict, for writers; values of other types become text.
+
+    Args:
+      flags: settings that a binary takes as flags.
+      config: see `as_dict`; its fields get "config." before their names.
+    """
+    flat = {**flags, **_flat(_strict(as_dict(config)), "config.")}
+    return {name: value if isinstance(value, Setting) else str(value) for name, value in flat.items()}
 
 
 def path_of(model_dir: str, trains: bool) -> str:

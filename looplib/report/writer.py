@@ -4,6 +4,9 @@ import abc
 from collections.abc import Mapping
 
 from looplib.report.progress import Progress
+from looplib.report.shown import Shown
+
+Setting = bool | int | float | str
 
 
 class Writer(abc.ABC):
@@ -17,6 +20,22 @@ class Writer(abc.ABC):
           step: int, the global step.
           split: "train" or an evaluator's name.
           metrics: dict from name to int or float.
+        """
+
+    def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
+        """Records images, texts and histograms; does nothing by default.
+
+        Args:
+          step: the global step.
+          split: as of `write`.
+          shown: dict from name to what is shown.
+        """
+
+    def settings(self, settings: Mapping[str, Setting]) -> None:
+        """Takes the settings of the run, when a training starts; does nothing by default.
+
+        Args:
+          settings: dict from name to value: `config.<field>` of the program's own, and what the loops are set to.
         """
 
     def progress(self, progress: Progress | None) -> None:

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from looplib.errors import UsageError
 from looplib.report.console_writer import ConsoleWriter
 from looplib.report.jsonl_writer import JsonlWriter
+from looplib.report.media_writer import MediaWriter
 from looplib.report.progress import Progress
+from looplib.report.shown import Shown
 from looplib.report.tensorboard_writer import TensorBoardWriter
-from looplib.report.writer import Writer
+from looplib.report.writer import Setting, Writer
 
 
 class Writers(Writer):
@@ -26,6 +28,16 @@ class Writers(Writer):
         """Lets each writer record the metrics."""
         for writer in self._writers:
             writer.write(step, split, metrics)
+
+    def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
+        """Lets each writer record what is shown."""
+        for writer in self._writers:
+            writer.show(step, split, shown)
+
+    def settings(self, settings: Mapping[str, Setting]) -> None:
+        """Gives each writer the settings."""
+        for writer in self._writers:
+            writer.settings(settings)
 
     def progress(self, progress: Progress | None) -> None:
         """Gives each writer the position of the training."""
@@ -59,23 +71,24 @@ class Writers(Writer):
                 stack.callback(writer.close)
 
 
-def make_writers(writers: Sequence[Writer] | None, model_dir: str | None) -> Writers:
+def make_writers(writers: Sequence[Writer] | None, trackers: Sequence[Writer], model_dir: str | None) -> Writers:
     """Returns the writers of a run as one.
 
     Args:
-      writers: the user's, or None for the console's and, with a run directory, TensorBoard's and that of
-        `metrics.jsonl`.
+      writers: the user's, or None for the console's and, with a run directory, TensorBoard's and those of
+        `metrics.jsonl` and `media.jsonl`.
+      trackers: the user's further writers.
       model_dir: the run directory, or None.
 
     Raises:
       UsageError: for something else among the user's.
     """
-    if writers is not None:
-        for writer in writers:
-            if not isinstance(writer, Writer):
-                raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
-        return Writers(writers)
-    if not model_dir:
-        return Writers([ConsoleWriter()])
-    jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
-    return Writers([TensorBoardWriter(model_dir), jsonl, ConsoleWriter()])
+    for writer in [*(writers or ()), *trackers]:
+        if not isinstance(writer, Writer):
+            raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
+    if writers is None:
+        writers = [ConsoleWriter()]
+        if model_dir:
+            jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
+            writers = [TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir), *writers]
+    return Writers([*writers, *trackers])

@@ -15,6 +15,7 @@ Names that other rooms may use, by file:
     keras_trainer: KerasTrainer
     learning_rates: LearningRates
     loss_scale: none
+    media: Media, histogram, image, text
     micro_batches: none
     model_table: note, variables
     monitored: mode_of

@@ -10,6 +10,7 @@ from absl import logging
 from looplib import _keras
 from looplib.errors import UsageError
 from looplib.task import reductions
+from looplib.task.media import Media
 from looplib.task.reductions import Reduction
 
 
@@ -176,6 +177,11 @@ class MetricSums:
             if _keras.is_metric(value):
                 self._keras[name] = value  # it keeps its own sums
                 continue
+            if isinstance(value, Media):
+                raise UsageError(
+                    f"the metric {name!r} is a looplib.{value.kind}, which is not computed in parts; show it in an "
+                    "evaluator, or train with micro_batches=1"
+                )
             if not isinstance(value, Reduction):
                 check_per_example(f"the metric {name!r}", value, inputs)
                 value = reductions.mean(value)

@@ -91,15 +91,14 @@ def test_what_is_not_honoured_is_named_and_only_that():
         configuration(
             runtime=dict(all_reduce_alg="nccl", gpu_thread_mode="gpu_private"),
             trainer=dict(summary_interval=7000, allow_tpu_summary=True),
-            task=dict(allow_image_summary=True),
         )
     )
     for start in (
         "runtime.all_reduce_alg='nccl' (", "runtime.gpu_thread_mode='gpu_private' (", "trainer.summary_interval=7000 (",
-        "trainer.allow_tpu_summary=True (", "task.allow_image_summary=True (",
+        "trainer.allow_tpu_summary=True (",
     ):  # fmt: skip
         assert sum(sentence.startswith(start) for sentence in sentences) == 1, start
-    assert len(sentences) == 5
+    assert len(sentences) == 4
 
 
 def test_every_field_is_honoured_or_has_a_reason():

@@ -15,6 +15,7 @@ from official.core import base_trainer, exp_factory, task_factory, train_utils
 from official.modeling import optimization
 
 import looplib
+from looplib.report.records import read_jsonl
 from trainers import model_garden
 
 # Side by side, each random number that a pipeline draws in several threads would differ; these leave them out.
@@ -272,3 +273,14 @@ def test_the_names_of_all_experiments_are_known():
     for name in names:
         assert exp_factory.get_exp_config(name) is not None
     assert set(side_by_side.EXPERIMENTS) == set(names)
+
+
+@pytest.mark.repetition
+def test_the_image_summaries_of_a_task_are_shown(tmp_path):
+    changes = {**steps(2), "task": {"allow_image_summary": True}}
+    params = side_by_side.configuration("seg_resnetfpn_pascal", str(tmp_path), changes)
+    side_by_side.under_looplib(params, f"{tmp_path}/run", writers=None)
+    (line,) = read_jsonl(f"{tmp_path}/run/media.jsonl")
+    assert (line["step"], line["split"], line["name"]) == (2, "validation", "image/validation_outputs")
+    images = [tf.io.decode_png(tf.io.read_file(f"{tmp_path}/run/media/{name}")).numpy() for name in line["files"]]
+    assert images and all(image.shape == (64, 64, 3) and image.std() > 10 for image in images)

@@ -82,9 +82,11 @@ class ParameterServers(Backend):
         spec = self._spec
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter)
         if reducer.collects:
+            names = ", ".join(sorted(reducer.collects))
             raise UsageError(
-                f"{spec.who}.step_fn returns looplib.each, which parameter server workers cannot send back; "
-                "evaluate in a separate job, with --mode=continuous_eval and another strategy"
+                f"{spec.who}.step_fn returns {names} as looplib.each or as media, which parameter server workers "
+                "cannot send back; evaluate in a separate job, with --mode=continuous_eval and another "
+                "strategy"
             )
         return RemoteLoop(spec.strategy, step, spec.who, spec.counter)
 

@@ -1,0 +1,148 @@
+"""Trackers: each has the metrics of a run that was killed and resumed, and none can fail or delay a training."""
+
+import csv
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+import toy
+
+import looplib
+from looplib.extras.trackers import by_name
+from looplib.report.records import read_jsonl
+
+
+class _KilledError(Exception):
+    pass
+
+
+def kill(event):
+    if event.step == 8:
+        raise _KilledError
+
+
+def train(directory, trackers, actions=(), **config):
+    trainer, evaluator = toy.build(tf.distribute.get_strategy())
+    policy = looplib.CheckpointPolicy(every_steps=5)
+    with toy.controller(
+        None, trainer, evaluator, steps_per_loop=2, model_dir=directory, writers=None, checkpoints=policy,
+        trackers=trackers, actions=actions, config=config,
+    ) as controller:  # fmt: skip
+        controller.train_and_evaluate(10, 10)
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """The directory of a run that each tracker that is installed has followed, killed at step 8, resumed at step 5."""
+    directory = tmp_path_factory.mktemp("tracked") / "run"
+    names = ["csv", *(name for name in ("mlflow", "wandb") if by_name.is_installed(name))]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_MODE", "WANDB_PROJECT"):
+            patch.delenv(name, raising=False)
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        with pytest.raises(_KilledError):
+            train(directory, by_name.make(names, str(directory)), [kill], rate=0.1)
+        train(directory, by_name.make(names, str(directory)), rate=0.2)
+    return directory
+
+
+def expected(directory):
+    """{(split/name, step): value} of metrics.jsonl."""
+    return {
+        (f"{record['split']}/{name}", record["step"]): value
+        for record in read_jsonl(str(directory / "metrics.jsonl"))
+        for name, value in record.items()
+        if name not in ("step", "split")
+    }
+
+
+def test_csv_has_each_step_once(tracked):
+    found = {}
+    for split in ("train", "eval"):
+        with open(tracked / "csv" / f"{split}.csv", newline="") as file:
+            for row in csv.DictReader(file):
+                step = int(row.pop("step"))
+                for name, value in row.items():
+                    assert (f"{split}/{name}", step) not in found
+                    found[f"{split}/{name}", step] = float(value)
+    assert found == expected(tracked)
+
+
+def test_a_table_gets_the_columns_of_later_metrics(tmp_path):
+    writer = looplib.CsvWriter(str(tmp_path))
+    writer.write(1, "train", {"a": 1.5})
+    writer.write(2, "train", {"b": 2})
+    writer.write(1, "train", {"a": 3.0})
+    (tmp_path / "csv" / "train.csv").open("a").write("3,7")  # cut short by a crash
+    looplib.CsvWriter(str(tmp_path)).write(4, "train", {"a": float("nan")})
+    assert (tmp_path / "csv" / "train.csv").read_text() == "step,a,b\n2,,2\n1,3.0,\n4,nan,\n"
+
+
+def test_mlflow_continues_its_run(tracked, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    client = mlflow.MlflowClient(f"file://{tracked.parent / 'mlruns'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("looplib").experiment_id])
+    assert run.info.run_name == "run" and run.info.status == "FINISHED"
+    assert run.data.params["config.rate"] == "0.1" and run.data.tags["changed.config.rate"] == "0.2"
+    history = [(n, m.step, m.value) for n in run.data.metrics for m in client.get_metric_history(run.info.run_id, n)]
+    exact = {key: value for key, value in expected(tracked).items() if not key[0].endswith("per_second")}
+    kept = [(name, step, value) for name, step, value in history if not name.endswith("per_second")]
+    assert len(kept) == len(exact) and {(name, step): value for name, step, value in kept} == exact
+
+
+def test_wandb_continues_its_run(tracked):
+    pytest.importorskip("wandb")
+    (identity,) = (tracked / "wandb.id").read_text().split()
+    starts = sorted((tracked / "wandb").glob("offline-run-*"))
+    assert len(starts) == 2 and all(start.name.endswith(identity) for start in starts)
+    for start in starts:
+        (log,) = start.glob("*.wandb")
+        content = log.read_bytes()
+        assert b"train/loss" in content and b"global_step" in content and b"config.rate" in content
+
+
+class Raising(looplib.Writer):
+    calls = 0
+
+    def write(self, step, split, metrics):
+        self.calls += 1
+        raise ConnectionError("no such host")
+
+
+class Hanging(looplib.Writer):
+    def __init__(self):
+        self.end = threading.Event()
+
+    def write(self, step, split, metrics):
+        self.end.wait(60)
+
+
+def test_a_tracker_that_raises_is_left_out_with_one_warning(tmp_path, caplog):
+    raising = Raising()
+    train(tmp_path / "run", [looplib.BackgroundWriter(raising)])
+    assert raising.calls == 1
+    warnings = [r.getMessage() for r in caplog.records if "left out from here on" in r.getMessage()]
+    assert len(warnings) == 1 and "Raising" in warnings[0] and "no such host" in warnings[0]
+
+
+@pytest.mark.parametrize("most_waiting, reason", [(2, "2 records are waiting"), (100, "did not end within 0.5 s")])
+def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
+    hanging = Hanging()
+    writer = looplib.BackgroundWriter(hanging, most_waiting=most_waiting, patience=0.5)
+    started = time.monotonic()
+    with toy.controller(None, toy.Regression(), trackers=[writer]) as controller:
+        controller.train(20)
+    assert time.monotonic() - started < 30  # the writer hangs for 60 s
+    warnings = [r.getMessage() for r in caplog.records if "left out from here on" in r.getMessage()]
+    assert len(warnings) == 1 and reason in warnings[0]
+    hanging.end.set()
+
+
+def test_unknown_and_missing_trackers_are_refused(monkeypatch):
+    with pytest.raises(looplib.UsageError, match="--trackers has 'aim'; expected names among csv, mlflow, wandb"):
+        by_name.make(["aim"], "x")
+    monkeypatch.setattr(by_name, "is_installed", lambda name: name == "csv")
+    with pytest.raises(looplib.UsageError, match=r"needs the package wandb: pip install 'looplib\[wandb\]'"):
+        by_name.make(["csv", "wandb"], "x")
