@@ -23,7 +23,7 @@ _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to t
 # TensorFlow takes these in the name of a checkpoint for a pattern.
 _PATTERN = set("[]\\*?")
 _FOLDERS = ("checkpoints", os.path.join("checkpoints", "set_aside"), "train", "eval", "predictions", "export")
-_FILES = ("lock", "metrics.jsonl", "metrics.voided.jsonl", "run.json", "run_eval.json")
+_FILES = ("lock", "metrics.jsonl", "metrics.voided.jsonl", "run.json", "run_eval.json", "report.html")
 
 
 def resolve(model_dir: str | os.PathLike[str]) -> str:

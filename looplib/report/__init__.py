@@ -7,9 +7,10 @@ Names that other rooms may use, by file:
     jsonl_writer: JsonlWriter
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
     ownership: none
+    page: Page
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
-    records: read_jsonl
+    records: Record, each_record, read_jsonl
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read
     tensorboard_writer: TensorBoardWriter

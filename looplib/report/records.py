@@ -1,6 +1,6 @@
 """The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -44,23 +44,30 @@ def read_jsonl(path: str) -> list[Record]:
     Returns:
       list of dicts in file order.
     """
+    return list(each_record(path))
+
+
+def each_record(path: str) -> Iterator[Record]:
+    """Yields the records of a `metrics.jsonl`, as `read_jsonl` returns them, without holding all of them.
+
+    Args:
+      path: the file.
+    """
     if not tf.io.gfile.exists(path):
-        return []
+        return
     try:
-        with files.open_regular(path) as file:
-            lines = file.read().splitlines()
+        file = files.open_regular(path)
     except files.NotRegularError as error:
         logging.warning("%s", error)
-        return []
-    records = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = files.parse_json(line.decode())
-            if type(record["step"]) is not int or not isinstance(record["split"], str):
-                raise ValueError("its step or split is of another type")
-        except (ValueError, KeyError, TypeError):
-            if line:
-                logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
-            continue
-        records.append(record)
-    return records
+        return
+    with file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = files.parse_json(line.decode())
+                if type(record["step"]) is not int or not isinstance(record["split"], str):
+                    raise ValueError("its step or split is of another type")
+            except (ValueError, KeyError, TypeError):
+                if line.strip():
+                    logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
+                continue
+            yield record
