@@ -7,7 +7,7 @@ TESTS = {
     "checkpoint": ["checkpoints", "continue", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
     "data": ["feeds", "global_batches", "sources"],
-    "extras": ["checks", "foreign", "local_launch", "preflight", "rerun", "sweep"],
+    "extras": ["checks", "foreign", "local_launch", "preflight", "report_page", "rerun", "sweep"],
     "health": ["debuggers", "guards", "preemption"],
     "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
     "loop": ["checksums", "engines", "fused", "loops", "metrics", "optimizers"],

@@ -20,10 +20,10 @@ def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
       kept: the setting --keep_best, which comes first.
       found: the curves, of which an evaluation's comes next.
     """
-    parts = values.text(kept, 200).split(":")
+    mode, _, wanted = values.text(kept, 200).rpartition(":")
     metrics = [f"{curve.split}/{curve.name}" for curve in found if curve.split != "train"]
     metrics.sort(key=lambda metric: "loss" in metric)  # an accuracy says more than a loss
-    candidates = [(parts[0], parts[1] if len(parts) > 1 else None)] if parts[0] else []
+    candidates = [(wanted, mode or None)] if wanted else []
     for metric, mode in [*candidates, *((metric, None) for metric in metrics)]:
         try:
             return metric, mode_of("the page", metric, mode)
