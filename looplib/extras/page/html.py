@@ -19,7 +19,10 @@ from looplib.extras.page.run import Run
 from looplib.extras.page.verdict import findings
 
 FILE = "report.html"  # in the run directory
-_SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "tables.js", "run.js", "compare.js", "main.js")
+_SCRIPTS = (
+    "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "charts.js", "controls.js", "time.js", "samples.js",
+    "sections.js", "run.js", "compare.js", "main.js",
+)  # fmt: skip
 _STYLES = ("uPlot.min.css", "page.css")
 _MOST_POINTS = 80_000  # of all curves of a page
 _MOST_POINTS_OF_A_CURVE = 2000

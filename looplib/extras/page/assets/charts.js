@@ -64,8 +64,14 @@ class Chart {
   valueTable() {
     const rows = this.lines.flatMap((line) => {
       const stride = Math.ceil(line.steps.length / 25);
-      const kept = line.steps.map((_, index) => index).filter((index) => index % stride === 0 || index === line.steps.length - 1);
-      return kept.map((index) => [line.undone ? `${line.label} (undone)` : line.label, number(line.steps[index]), number(line.values[index])]);
+      const kept = line.steps
+        .map((_, index) => index)
+        .filter((index) => index % stride === 0 || index === line.steps.length - 1);
+      return kept.map((index) => [
+        line.undone ? `${line.label} (undone)` : line.label,
+        number(line.steps[index]),
+        number(line.values[index]),
+      ]);
     });
     const columns = [{ name: "Curve" }, { name: "Step", numeric: true }, { name: "Value", numeric: true }];
     return table(`Values of ${this.title}`, columns, rows);
@@ -89,17 +95,32 @@ class Chart {
         const dots = { show: line.points || line.steps.length < 3, size: 5, fill: color(line.color) };
         const smooth = view.smoothing > 0 && line.steps.length > 3;
         if (smooth) add(line, line.values, { width: 1, alpha: 0.3, points: { show: false } }, false);
-        add(line, smooth ? smoothed(line.values, view.smoothing) : line.values, { width: 1.75, points: smooth ? { show: false } : dots }, true);
+        add(
+          line,
+          smooth ? smoothed(line.values, view.smoothing) : line.values,
+          { width: 1.75, points: smooth ? { show: false } : dots },
+          true,
+        );
       }
     }
-    const data = tables.length ? uPlot.join(tables, tables.map(() => tables.map(() => 1))) : [[]];
+    const data = tables.length
+      ? uPlot.join(
+          tables,
+          tables.map(() => tables.map(() => 1)),
+        )
+      : [[]];
     this.plot = new uPlot(this.options(series), data, this.frame);
     this.plot.over.append(this.tip);
     if (view.range) this.plot.setScale("x", view.range);
   }
 
   options(series) {
-    const axis = { stroke: style("--muted"), grid: { stroke: style("--grid"), width: 1 }, ticks: { stroke: style("--grid"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+    const axis = {
+      stroke: style("--muted"),
+      grid: { stroke: style("--grid"), width: 1 },
+      ticks: { stroke: style("--grid"), width: 1, size: 4 },
+      font: "11px system-ui, sans-serif",
+    };
     return {
       width: Math.max(200, this.frame.clientWidth),
       height: HEIGHT,
@@ -108,14 +129,23 @@ class Chart {
       scales: { x: { time: false }, y: { distr: view.log ? 3 : 1, range: view.log ? undefined : padded } },
       axes: [
         { ...axis, space: 60, size: 34, values: (_, ticks) => ticks.map(compact) },
-        { ...axis, size: (_, texts) => 18 + 6.5 * Math.max(3, ...(texts ?? []).map((text) => text.length)), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))) },
+        {
+          ...axis,
+          size: (_, texts) => 18 + 6.5 * Math.max(3, ...(texts ?? []).map((text) => text.length)),
+          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))),
+        },
       ],
       cursor: {
         y: false,
         drag: { x: true, y: false, setScale: false },
         points: { size: 7 },
         dataIdx: (plot, index, hovered) => nearest(plot.data[index], hovered),
-        sync: { key: "steps", setSeries: false, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        sync: {
+          key: "steps",
+          setSeries: false,
+          scales: ["x", null],
+          filters: { pub: (type) => type === "mousemove" || type === "mouseleave" },
+        },
         bind: { dblclick: () => () => setRange(null) },
       },
       hooks: {
@@ -154,9 +184,17 @@ class Chart {
     const near = this.marks.filter((mark) => Math.abs(plot.valToPos(mark.step, "x") - left) < 6);
     this.tip.replaceChildren(
       el("b", {}, `step ${number(plot.data[0][idx])}`),
-      ...rows.slice(0, 12).map(([line, step, value]) =>
-        el("div", {}, swatch(line.color), `${line.label} ${number(value, 5)}`, step === plot.data[0][idx] ? "" : el("i", {}, ` at ${number(step)}`)),
-      ),
+      ...rows
+        .slice(0, 12)
+        .map(([line, step, value]) =>
+          el(
+            "div",
+            {},
+            swatch(line.color),
+            `${line.label} ${number(value, 5)}`,
+            step === plot.data[0][idx] ? "" : el("i", {}, ` at ${number(step)}`),
+          ),
+        ),
       ...(rows.length > 12 ? [el("i", {}, `and ${rows.length - 12} more`)] : []),
       ...near.slice(0, 3).map((mark) => el("div", { class: `mark ${mark.kind}` }, mark.text)),
     );
@@ -175,7 +213,7 @@ class Chart {
     const { min, max } = plot.scales.x;
     const zoom = (factor) => {
       const middle = plot.cursor.left >= 0 ? plot.posToVal(plot.cursor.left, "x") : (min + max) / 2;
-      setRange({ min: middle - ((middle - min) * factor), max: middle + ((max - middle) * factor) });
+      setRange({ min: middle - (middle - min) * factor, max: middle + (max - middle) * factor });
     };
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 };
     if (event.key in moves) this.move(moves[event.key]);
@@ -194,7 +232,9 @@ class Chart {
     this.keyed = true;
     plot.setCursor({ left: plot.valToPos(steps[to], "x"), top: HEIGHT / 3 });
     this.keyed = false;
-    const read = this.readings(plot).map(([line, step, value]) => `${line.label} ${number(value, 5)}${step === steps[to] ? "" : ` at ${number(step)}`}`);
+    const read = this.readings(plot).map(
+      ([line, step, value]) => `${line.label} ${number(value, 5)}${step === steps[to] ? "" : ` at ${number(step)}`}`,
+    );
     this.spoken.textContent = `step ${number(steps[to])}: ${read.slice(0, 12).join(", ")}`;
   }
 }
@@ -263,70 +303,9 @@ function most(values) {
   return values.reduce((one, other) => (other > one ? other : one), -Infinity);
 }
 
-const SIGNS = { restart: "↻", rollback: "↩", best: "★", skipped: "▲" };
-
-/** Draws a line and a sign at the step of each mark. */
-function drawMarks(plot, marks) {
-  const { ctx, bbox } = plot;
-  const ratio = devicePixelRatio;
-  ctx.save();
-  ctx.font = `${12 * ratio}px system-ui, sans-serif`;
-  ctx.textAlign = "center";
-  for (const { kind, step } of marks) {
-    const x = Math.round(plot.valToPos(step, "x", true));
-    if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
-    ctx.strokeStyle = ctx.fillStyle = style(`--mark-${kind}`);
-    ctx.lineWidth = ratio;
-    if (kind === "skipped") {
-      ctx.fillText(SIGNS[kind], x, bbox.top + bbox.height - 2 * ratio);
-      continue;
-    }
-    ctx.setLineDash(kind === "best" ? [] : [4 * ratio, 3 * ratio]);
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top + 15 * ratio);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-    ctx.fillText(SIGNS[kind], x, bbox.top + 11 * ratio);
-  }
-  ctx.restore();
-}
-
-function swatch(index) {
-  return el("span", { class: `swatch series-${index % 8}`, "aria-hidden": "true" });
-}
-
-/** The controls of all charts: smoothing, scale, and what undoes a zoom. */
-function controls() {
-  const shown = el("output", { for: "smoothing" }, "0");
-  const smoothing = el("input", {
-    id: "smoothing", type: "range", min: "0", max: "0.98", step: "0.02", value: "0",
-    input: (event) => {
-      view.smoothing = Number(event.target.value);
-      shown.textContent = String(view.smoothing);
-      redraw();
-    },
-  });
-  const log = el("input", {
-    type: "checkbox",
-    change: (event) => {
-      view.log = event.target.checked;
-      redraw();
-    },
-  });
-  const all = el("button", { type: "button", disabled: true, click: () => setRange(null) }, "Show all steps");
-  document.addEventListener("range", () => all.toggleAttribute("disabled", !view.range));
-  return el(
-    "div",
-    { class: "controls", role: "group", "aria-label": "Charts" },
-    el("label", { for: "smoothing" }, "Smoothing ", smoothing, shown),
-    el("label", {}, log, " Log scale"),
-    all,
-    el("span", { class: "hint" }, "Drag to zoom, double-click to show all."),
-  );
-}
-
 const sizes = new ResizeObserver((entries) => {
   for (const { plot, frame } of charts) {
-    if (plot && entries.some((entry) => entry.target === document.body)) plot.setSize({ width: Math.max(200, frame.clientWidth), height: HEIGHT });
+    if (plot && entries.some((entry) => entry.target === document.body))
+      plot.setSize({ width: Math.max(200, frame.clientWidth), height: HEIGHT });
   }
 });

@@ -16,27 +16,46 @@ function runTable(runs) {
   const metrics = metricsOf(runs);
   const differing = differingSettings(runs);
   const columns = [
-    { name: "Run" }, { name: "Ended" }, { name: "Step", numeric: true },
+    { name: "Run" },
+    { name: "Ended" },
+    { name: "Step", numeric: true },
     ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: /loss|error|perplexity/.test(metric) })),
     ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name])) })),
-    { name: "Steps a second", numeric: true }, { name: "Time", numeric: true }, { name: "Restarts", numeric: true },
+    { name: "Steps a second", numeric: true },
+    { name: "Time", numeric: true },
+    { name: "Restarts", numeric: true },
   ];
   const rows = runs.map((run) => {
     const last = (metric) => run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
     const values = metrics.map((metric) => ({ value: last(metric), shown: metricCell(runs, run, metric) }));
     const own = differing.map((name) => {
       const text = run.settings[name];
-      return { value: isNumber(text) ? Number(text) : text ?? null, shown: text === undefined ? "–" : el("code", {}, text) };
+      return {
+        value: isNumber(text) ? Number(text) : (text ?? null),
+        shown: text === undefined ? "–" : el("code", {}, text),
+      };
     });
     const rate = last("train steps_per_second");
     const restarts = Math.max(0, run.starts.length - 1);
     return [
-      { value: run.name, shown: toggle(run) }, { value: run.status, shown: badge(run.status) }, { value: run.step, shown: number(run.step) },
-      ...values, ...own,
-      { value: rate, shown: number(rate) }, { value: run.wall, shown: duration(run.wall) }, { value: restarts, shown: number(restarts) },
+      { value: run.name, shown: toggle(run) },
+      { value: run.status, shown: badge(run.status) },
+      { value: run.step, shown: number(run.step) },
+      ...values,
+      ...own,
+      { value: rate, shown: number(rate) },
+      { value: run.wall, shown: duration(run.wall) },
+      { value: restarts, shown: number(restarts) },
     ];
   });
-  return [el("p", { class: "note" }, "The best final value of each metric is bold. Columns sort by a click; a run's box shows or hides its curves."), table("Runs", columns, rows, { sortable: true })];
+  return [
+    el(
+      "p",
+      { class: "note" },
+      "The best final value of each metric is bold. Columns sort by a click; a run's box shows or hides its curves.",
+    ),
+    table("Runs", columns, rows, { sortable: true }),
+  ];
 }
 
 function isNumber(text) {
@@ -45,7 +64,13 @@ function isNumber(text) {
 
 function metricsOf(runs) {
   const all = runs.flatMap((run) => run.curves.filter((curve) => curve.last && kindOf(curve.name) === "Metrics"));
-  const names = [...new Set(all.toSorted((one, other) => Number(one.split === "train") - Number(other.split === "train")).map((curve) => `${curve.split} ${curve.name}`))];
+  const names = [
+    ...new Set(
+      all
+        .toSorted((one, other) => Number(one.split === "train") - Number(other.split === "train"))
+        .map((curve) => `${curve.split} ${curve.name}`),
+    ),
+  ];
   return names.slice(0, 8);
 }
 
@@ -72,7 +97,13 @@ function toggle(run) {
     view.hidden[event.target.checked ? "delete" : "add"](run.index);
     redraw();
   };
-  return el("label", { class: "run" }, el("input", { type: "checkbox", checked: !view.hidden.has(run.index), change }), swatch(run.index), el("bdi", {}, run.name));
+  return el(
+    "label",
+    { class: "run" },
+    el("input", { type: "checkbox", checked: !view.hidden.has(run.index), change }),
+    swatch(run.index),
+    el("bdi", {}, run.name),
+  );
 }
 
 function comparedCurves(runs) {
@@ -85,7 +116,9 @@ function comparedCurves(runs) {
   }
   const names = [...new Set(runs.flatMap((run) => run.curves.map((curve) => curve.name)))];
   const groups = grouped(names, (name) =>
-    [...curves.keys()].filter((full) => full.slice(full.indexOf(" ") + 1) === name).map((full) => new Chart(full, curves.get(full)).figure),
+    [...curves.keys()]
+      .filter((full) => full.slice(full.indexOf(" ") + 1) === name)
+      .map((full) => new Chart(full, curves.get(full)).figure),
   );
   return groups.length ? [controls(), ...groups] : null;
 }
@@ -94,9 +127,22 @@ function comparedTime(runs) {
   const longest = Math.max(...runs.map((run) => run.wall));
   if (!(longest > 0)) return null;
   const sum = {};
-  for (const run of runs) for (const [phase, seconds] of Object.entries(run.seconds)) sum[phase] = (sum[phase] ?? 0) + seconds;
+  for (const run of runs)
+    for (const [phase, seconds] of Object.entries(run.seconds)) sum[phase] = (sum[phase] ?? 0) + seconds;
   return [
-    el("div", { class: "starts" }, runs.map((run) => el("div", { class: "row" }, el("bdi", {}, run.name), timeBar(run.name, run.seconds, run.wall, run.wall / longest), el("span", {}, duration(run.wall))))),
+    el(
+      "div",
+      { class: "starts" },
+      runs.map((run) =>
+        el(
+          "div",
+          { class: "row" },
+          el("bdi", {}, run.name),
+          timeBar(run.name, run.seconds, run.wall, run.wall / longest),
+          el("span", {}, duration(run.wall)),
+        ),
+      ),
+    ),
     timeList(sum, total(sum)),
   ];
 }
