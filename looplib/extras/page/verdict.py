@@ -38,7 +38,7 @@ def findings(run: Run) -> list[Finding]:
 def _of_the_end(run: Run) -> Iterator[Finding]:
     at = "" if run.step is None else f" at step {run.step:,}"
     if run.status == "failed":
-        yield Finding("bad", f"The run failed{at}.", "Its error is above; mend it and run the same command again.")
+        yield Finding("bad", f"The run failed{at}.", "Fix what the error above names, and run the same command again.")
     elif run.status == "preempted":
         yield Finding("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
     elif run.status == "running":
@@ -46,7 +46,7 @@ def _of_the_end(run: Run) -> Iterator[Finding]:
         yield Finding("note", text, "If no process runs any more, run the same command to continue.")
     killed = sum(start.status == "killed" for start in run.starts)
     if killed:
-        yield Finding("note", f"{_count(killed, 'start')} of {len(run.starts)} ended without a word, by a kill.")
+        yield Finding("note", f"{killed} of {_count(len(run.starts), 'start')} {'was' if killed == 1 else 'were'} killed.")
 
 
 def _of_values(run: Run) -> Iterator[Finding]:

@@ -103,12 +103,8 @@ class Chart {
         );
       }
     }
-    const data = tables.length
-      ? uPlot.join(
-          tables,
-          tables.map(() => tables.map(() => 1)),
-        )
-      : [[]];
+    const kept = tables.map(() => [1, 1]); // a null of a curve stays null, and ends its line
+    const data = tables.length ? uPlot.join(tables, kept) : [[]];
     this.plot = new uPlot(this.options(series), data, this.frame);
     this.plot.over.append(this.tip);
     if (view.range) this.plot.setScale("x", view.range);

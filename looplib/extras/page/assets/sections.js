@@ -122,7 +122,7 @@ function startsOf(run) {
     time(start.started),
     badge(start.status),
     number(start.restored_step ?? 0),
-    number(start.step),
+    start.status === "killed" ? `${number(start.step)} or later` : number(start.step),
     duration(total(start.seconds)),
     start.changed.map((one) => `${one.name} ${one.before} → ${one.now}`).join(", ") || "–",
   ]);
