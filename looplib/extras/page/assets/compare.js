@@ -6,9 +6,13 @@ function comparePage(title, runs) {
     section("runs", "Runs", runTable(named)),
     section("curves", "Curves", comparedCurves(named)),
     section("time", "Time", comparedTime(named)),
-    section("verdict", "Verdicts", named.map(comparedVerdict)),
+    section(
+      "verdict",
+      "Verdicts",
+      named.map((run) => comparedVerdict(run, runs.length <= 4 || run.status === "failed")),
+    ),
   ];
-  return page(title, el("span", { class: "badge note" }, `${runs.length} runs`), ["comparison"], sections);
+  return page(title, el("span", { class: "badge note" }, `${runs.length} runs`), ["side by side"], sections);
 }
 
 /** The table of all runs: what they ended with, and the settings that differ. A click on a head sorts it. */
@@ -111,7 +115,10 @@ function comparedCurves(runs) {
   for (const run of runs) {
     for (const curve of run.curves) {
       const name = `${curve.split} ${curve.name}`;
-      curves.set(name, [...(curves.get(name) ?? []), { ...lineOf(curve, run.name, run.index), group: run.index }]);
+      curves.set(name, [
+        ...(curves.get(name) ?? []),
+        { ...lineOf(curve, run.name, run.index), group: run.index, points: curve.points <= 12 },
+      ]);
     }
   }
   const names = [...new Set(runs.flatMap((run) => run.curves.map((curve) => curve.name)))];
@@ -147,7 +154,7 @@ function comparedTime(runs) {
   ];
 }
 
-function comparedVerdict(run) {
+function comparedVerdict(run, open) {
   const make = () => [failure(run), verdict(run)].filter(Boolean);
-  return folded(run.name, () => el("div", {}, make()), run.status === "failed");
+  return folded(run.name, () => el("div", {}, make()), open);
 }

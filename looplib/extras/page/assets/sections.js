@@ -31,24 +31,22 @@ function checkpointTable(run) {
     { name: "Size", numeric: true },
     ...scores.map((name) => ({ name, numeric: true })),
   ];
-  const rows = run.checkpoints
-    .toReversed()
-    .map((saved) => [
-      {
-        value: saved.step,
-        shown: el(
-          "span",
-          {},
-          saved.best ? el("span", { class: "mark best", title: "best" }, `${SIGNS.best} `) : "",
-          number(saved.step),
-        ),
-      },
-      saved.trouble
-        ? { value: 0, shown: el("span", { class: "bad" }, saved.trouble) }
-        : { value: saved.time, shown: time(saved.time) },
-      { value: saved.bytes, shown: bytes(saved.bytes) },
-      ...scores.map((name) => ({ value: saved.scores[name], shown: number(saved.scores[name]) })),
-    ]);
+  const rows = run.checkpoints.toReversed().map((saved) => [
+    {
+      value: saved.step,
+      shown: el(
+        "span",
+        {},
+        saved.best ? el("span", { class: "mark best", title: "best" }, `${SIGNS.best} `) : "",
+        number(saved.step),
+      ),
+    },
+    saved.trouble
+      ? { value: 0, shown: el("span", { class: "bad" }, saved.trouble) }
+      : { value: saved.time, shown: time(saved.time) },
+    { value: saved.bytes, shown: bytes(saved.bytes) },
+    ...scores.map((name) => ({ value: saved.scores[name], shown: number(saved.scores[name]) })),
+  ]);
   const size = run.checkpoints.reduce((sum, saved) => sum + (saved.bytes ?? 0), 0);
   const best = run.checkpoints.find((saved) => saved.best);
   const text = `${number(run.checkpoints.length)} checkpoint${run.checkpoints.length === 1 ? "" : "s"}, ${bytes(size)}.`;
