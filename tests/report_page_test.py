@@ -208,7 +208,7 @@ def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
     assert any(len(line) == len(loss) and np.allclose(line, smooth, rtol=1e-4) for line in lines[1:])
 
 
-@pytest.mark.parametrize("width, scheme", [(1200, "light"), (1200, "dark"), (360, "light")])
+@pytest.mark.parametrize("width, scheme", [(1200, "light"), (360, "dark")])
 def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_screen(
     run, other, evil, opened, width, scheme, tmp_path
 ):
