@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tools = parser.add_subparsers(required=True, metavar="TOOL")
     _add_status(tools)
     _add_inspect(tools)
+    _add_report(tools)
     _add_average(tools)
     _add_export(tools)
     _add_launch(tools)
@@ -76,6 +77,20 @@ def _add_inspect(tools: Any) -> None:
     parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("--verify", action="store_true", help="read all files and compare checksums")
     parser.set_defaults(run=_inspect)
+
+
+def _add_report(tools: Any) -> None:
+    parser = tools.add_parser(
+        "report",
+        help="write a page about a run, or one that compares several",
+        description="Writes an HTML file about a run, or one that compares several, from what is in the run "
+        "directories. The file is complete in itself and needs no network.",
+    )
+    parser.add_argument(
+        "directories", nargs="+", metavar="DIR", help="a run directory, or one that holds some, such as a sweep's"
+    )
+    parser.add_argument("--output", help="the file (default: report.html in DIR; of several, in the current directory)")
+    parser.set_defaults(run=_report)
 
 
 def _add_average(tools: Any) -> None:
@@ -265,6 +280,12 @@ def _inspect(options: argparse.Namespace) -> int:
     from looplib.extras.tools.inspect import inspect
 
     return inspect(options.directory, options.verify)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from looplib.extras.page.command import report
+
+    return report(options.directories, options.output)
 
 
 def _average(options: argparse.Namespace) -> int:

@@ -108,7 +108,7 @@ def run(
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     console.guard()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
-    binary = _Binary(build, settings, started, actions, modes or {})
+    binary = _Binary(build, config, settings, started, actions, modes or {})
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
 
 
@@ -117,6 +117,7 @@ class _Binary:
     """The arguments of `run` that are needed once the command line is parsed."""
 
     build: Build
+    config: Any
     settings: Settings
     started: Started | None
     actions: Sequence[Act]
@@ -289,6 +290,10 @@ def _make_controller(
     controller.report.flags = values
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
     controller.report.program = this_program() if records_program else None
+    controller.report.defaults = {
+        "flags": {name: flags.FLAGS[name].default for name, *_ in FLAGS},
+        "config": run_json.as_dict(binary.config),
+    }
     return controller
 
 

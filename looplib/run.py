@@ -29,6 +29,7 @@ from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
 from looplib.report import run_json
 from looplib.report.clock import Clock
+from looplib.report.page import Page
 from looplib.report.progress import Pace
 from looplib.report.shown import Shown
 from looplib.report.writer import Writer
@@ -134,6 +135,7 @@ class Run:
 
     def _make_report(self, config: Any) -> run_json.RunReport:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
+        self._page = Page(self.model_dir if writes and self.directory.writes else None, self.directory.check_lock)
         return run_json.RunReport(
             path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
@@ -147,6 +149,7 @@ class Run:
             config=config,
             standing=self._standing,
             check=self.directory.check_lock,
+            at_end=self._page.update,
         )
 
     def _open(self, trainer: Trainer | None, objects: dict[str, Any]) -> None:
@@ -235,6 +238,7 @@ class Run:
         can_replay = self.report.program and self.report.program.arguments and alone
         rollback = self.recovery.go_back(trouble, f"{command} shows that step" if can_replay else "")
         self.restore(rollback.path, rollback)
+        self.report.note_rollback(trouble.resume_after, self.step, trouble.what)
 
     def drop_what_comes_after(self, evaluate_every: int | None) -> None:
         """Moves later checkpoints and records of the run aside, once a training continues from an earlier step.
@@ -272,6 +276,7 @@ class Run:
         self.directory.check_lock()
         self.writers.write(step, split, metrics)
         self.store.record.reported[split] = step
+        self._page.note_news()
         if split == "train":
             self.store.record.train = metrics
             self.report.memory.note(step)
@@ -378,6 +383,7 @@ class Run:
         with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
             if self.directory is not None:  # it is None, as the store may be, if building this run failed
                 stack.callback(self.directory.release)
+                stack.callback(self._page.close)
             stack.callback(self.writers.close)
             stack.callback(self.loops.close)
             if self.store is not None:

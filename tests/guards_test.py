@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import logging
 import os
 import tempfile
@@ -281,6 +282,8 @@ def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, place, 
     assert all_finite(tmp_path)
     steps = [record["step"] for record in read_jsonl(str(tmp_path / "metrics.jsonl"))]
     assert steps == [5, 10, 15, 20]
+    (back,) = json.loads((tmp_path / "run.json").read_text())["starts"][-1]["rollbacks"]
+    assert (back["step"], back["to"]) == (bad, 5) and "finite" in back["reason"]
 
 
 def test_the_budget_of_rollbacks_is_kept_in_the_state(tmp_path):

@@ -16,8 +16,9 @@ from looplib.report.records import read_jsonl
 
 
 def disk(folder):
-    """Every file below a folder but the lock and run.json, with its content."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "run.json"))
+    """Every file below a folder but the lock and the reports on the run, with its content."""
+    others = ("lock", "run.json", "report.html")
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in others)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 

@@ -31,7 +31,7 @@ LEVELS = [
     {"launch"},
 ]
 # These load a part of `extras` inside of a function, when a user asks for it.
-LOADS_EXTRAS = {"__init__", "__main__", "launch", "runtime"}
+LOADS_EXTRAS = {"__init__", "__main__", "launch", "report", "runtime"}
 
 
 def room_of(module: str) -> str:

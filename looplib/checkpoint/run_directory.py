@@ -28,6 +28,7 @@ _FOLDERS = (
 )  # fmt: skip
 _FILES = (
     "lock", "metrics.jsonl", "metrics.voided.jsonl", "media.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
+    "report.html",
 )  # fmt: skip
 
 

@@ -10,11 +10,12 @@ Names that other rooms may use, by file:
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
     memory: none
     ownership: none
+    page: Page
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
     progress: Pace, format_seconds, headline
     record_file: none
-    records: Record, cut_short, key, read_jsonl, read_newest
+    records: Record, cut_short, each_record, key, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read, settings_of
     shown: Histogram, Images, Shown, Texts

@@ -1,7 +1,7 @@
 """The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -45,21 +45,28 @@ def read_jsonl(path: str) -> list[Record]:
     Returns:
       list of dicts in file order.
     """
+    return list(each_record(path))
+
+
+def each_record(path: str) -> Iterator[Record]:
+    """Yields the records of a `metrics.jsonl`, as `read_jsonl` returns them, without holding all of them.
+
+    Args:
+      path: the file.
+    """
     if not tf.io.gfile.exists(path):
-        return []
+        return
     try:
-        with files.open_regular(path) as file:
-            lines = file.read().splitlines()
+        file = files.open_regular(path)
     except files.NotRegularError as error:
         logging.warning("%s", error)
-        return []
-    records = []
-    for number, line in enumerate(lines, 1):
-        if record := _parsed(line):
-            records.append(record)
-        elif line:
-            logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
-    return records
+        return
+    with file:
+        for number, line in enumerate(file, 1):
+            if record := _parsed(line):
+                yield record
+            elif line.strip():
+                logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
 
 
 def read_newest(path: str, most: int = 1 << 16) -> list[Record]:

@@ -59,8 +59,9 @@ class RunReport:
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
     all starts. `starts` lists them, each with `started`, `command`, `program`, `process`, `versions`, `restored_from`,
-    `status`, `step`, `seconds`, `verdict`, `memory`, and `changed`: the settings that differ from the start
-    before. Where something that was printed is lost, `console` says why.
+    `status`, `step`, `seconds`, `verdict`, `memory`, `changed` (the settings that differ from the start before) and, if
+    there were any, `rollbacks`. `not_default` lists the settings that differ from their defaults. Where something that
+    was printed is lost, `console` says why.
 
     Attributes:
       path: the file; None writes nothing.
@@ -74,6 +75,8 @@ class RunReport:
       program: the `Program` of a binary, whose changed code is written beside the report; None for none.
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
       memory: the memory at the reports of this start.
+      defaults: `flags` and `config` as they are when nothing is set, for `not_default`; None if they are not known.
+      at_end: called without arguments after the file was written because the run has ended in some way.
     """
 
     path: str | None
@@ -87,6 +90,8 @@ class RunReport:
     program: Program | None = None
     model: dict[str, Any] | None = None
     memory: MemoryLog = dataclasses.field(default_factory=MemoryLog, init=False)
+    defaults: dict[str, Any] | None = None
+    at_end: Callable[[], None] = lambda: None
     _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
 
@@ -175,7 +180,12 @@ class RunReport:
             "starts": starts,
             **({"model": self.model} if self.model else {}),
         }
+        if self.defaults is not None:
+            changed = changed_settings(_strict(self.defaults), {"flags": self.flags, "config": as_dict(self.config)})
+            content["not_default"] = {name: list(values) for name, values in changed.items()}
         self._write(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
+        if status != "running":
+            self.at_end()
 
     def _write(self, path: str, text: str) -> None:
         try:
@@ -183,6 +193,17 @@ class RunReport:
             write_whole(path, text)
         except (UsageError, OSError, tf.errors.OpError) as reason:
             logging.warning("%s cannot be written (%s)", path, reason)
+
+    def note_rollback(self, step: int, to: int, reason: str) -> None:
+        """Writes that the run goes back from a step to that of a checkpoint.
+
+        Args:
+          step: the step at which a guard found something.
+          to: the step of the checkpoint.
+          reason: what it found, as a sentence without its full stop.
+        """
+        self._start.setdefault("rollbacks", []).append({"step": step, "to": to, "reason": reason})
+        self.write("running")
 
     @property
     def saved_step(self) -> int | None:

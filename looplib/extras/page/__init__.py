@@ -1,0 +1,16 @@
+"""`report.html`: a page about one run, or about several side by side, in one file that needs no network.
+
+`read` reads run directories, `verdict` says in words what they show, and `html` puts both into the page, which the
+scripts in `assets/` draw with uPlot.
+
+Names that other rooms may use, by file:
+    command: report
+    curves: none
+    html: write_of_run
+    marks: none
+    read: none
+    run: none
+    samples: none
+    values: none
+    verdict: none
+"""

@@ -1,0 +1,160 @@
+// The page of several runs side by side.
+
+function comparePage(title, runs) {
+  const named = runs.map((run, index) => ({ ...run, index }));
+  const sections = [
+    section("runs", "Runs", runTable(named)),
+    section("curves", "Curves", comparedCurves(named)),
+    section("time", "Time", comparedTime(named)),
+    section(
+      "verdict",
+      "Verdicts",
+      named.map((run) => comparedVerdict(run, runs.length <= 4 || run.status === "failed")),
+    ),
+  ];
+  return page(title, el("span", { class: "badge note" }, `${runs.length} runs`), ["side by side"], sections);
+}
+
+/** The table of all runs: what they ended with, and the settings that differ. A click on a head sorts it. */
+function runTable(runs) {
+  const metrics = metricsOf(runs);
+  const differing = differingSettings(runs);
+  const columns = [
+    { name: "Run" },
+    { name: "Ended" },
+    { name: "Step", numeric: true },
+    ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: /loss|error|perplexity/.test(metric) })),
+    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name])) })),
+    { name: "Steps a second", numeric: true },
+    { name: "Time", numeric: true },
+    { name: "Restarts", numeric: true },
+  ];
+  const rows = runs.map((run) => {
+    const last = (metric) => run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
+    const values = metrics.map((metric) => ({ value: last(metric), shown: metricCell(runs, run, metric) }));
+    const own = differing.map((name) => {
+      const text = run.settings[name];
+      return {
+        value: isNumber(text) ? Number(text) : (text ?? null),
+        shown: text === undefined ? "–" : el("code", {}, text),
+      };
+    });
+    const rate = last("train steps_per_second");
+    const restarts = Math.max(0, run.starts.length - 1);
+    return [
+      { value: run.name, shown: toggle(run) },
+      { value: run.status, shown: badge(run.status) },
+      { value: run.step, shown: number(run.step) },
+      ...values,
+      ...own,
+      { value: rate, shown: number(rate) },
+      { value: run.wall, shown: duration(run.wall) },
+      { value: restarts, shown: number(restarts) },
+    ];
+  });
+  return [
+    el(
+      "p",
+      { class: "note" },
+      "The best final value of each metric is bold. Columns sort by a click; a run's box shows or hides its curves.",
+    ),
+    table("Runs", columns, rows, { sortable: true }),
+  ];
+}
+
+function isNumber(text) {
+  return text !== undefined && text !== "" && Number.isFinite(Number(text));
+}
+
+function metricsOf(runs) {
+  const all = runs.flatMap((run) => run.curves.filter((curve) => curve.last && kindOf(curve.name) === "Metrics"));
+  const names = [
+    ...new Set(
+      all
+        .toSorted((one, other) => Number(one.split === "train") - Number(other.split === "train"))
+        .map((curve) => `${curve.split} ${curve.name}`),
+    ),
+  ];
+  return names.slice(0, 8);
+}
+
+function metricCell(runs, run, metric) {
+  const lasts = runs.map((one) => one.curves.find((curve) => `${curve.split} ${curve.name}` === metric));
+  const own = lasts[run.index];
+  if (!own?.last) return "–";
+  const values = lasts.filter((curve) => curve?.last).map((curve) => curve.last.value);
+  const better = bestOf(own, run);
+  const best = better && (better === own.lowest ? least(values) : most(values));
+  return el(own.last.value === best && values.length > 1 ? "b" : "span", {}, number(own.last.value));
+}
+
+/** The names of the settings that are not the same in all runs, apart from directories. */
+function differingSettings(runs) {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
+  const differ = (name) => new Set(runs.map((run) => run.settings[name])).size > 1;
+  return names.filter((name) => name !== "model_dir" && differ(name)).slice(0, 20);
+}
+
+/** The box of a run that shows and hides its curves. */
+function toggle(run) {
+  const change = (event) => {
+    view.hidden[event.target.checked ? "delete" : "add"](run.index);
+    redraw();
+  };
+  return el(
+    "label",
+    { class: "run" },
+    el("input", { type: "checkbox", checked: !view.hidden.has(run.index), change }),
+    swatch(run.index),
+    el("bdi", {}, run.name),
+  );
+}
+
+function comparedCurves(runs) {
+  const curves = new Map();
+  for (const run of runs) {
+    for (const curve of run.curves) {
+      const name = `${curve.split} ${curve.name}`;
+      curves.set(name, [
+        ...(curves.get(name) ?? []),
+        { ...lineOf(curve, run.name, run.index), group: run.index, points: curve.points <= 12 },
+      ]);
+    }
+  }
+  const names = [...new Set(runs.flatMap((run) => run.curves.map((curve) => curve.name)))];
+  const groups = grouped(names, (name) =>
+    [...curves.keys()]
+      .filter((full) => full.slice(full.indexOf(" ") + 1) === name)
+      .map((full) => new Chart(full, curves.get(full)).figure),
+  );
+  return groups.length ? [controls(), ...groups] : null;
+}
+
+function comparedTime(runs) {
+  const longest = Math.max(...runs.map((run) => run.wall));
+  if (!(longest > 0)) return null;
+  const sum = {};
+  for (const run of runs)
+    for (const [phase, seconds] of Object.entries(run.seconds)) sum[phase] = (sum[phase] ?? 0) + seconds;
+  return [
+    el(
+      "div",
+      { class: "starts" },
+      runs.map((run) =>
+        el(
+          "div",
+          { class: "row" },
+          el("bdi", {}, run.name),
+          timeBar(run.name, run.seconds, run.wall, run.wall / longest),
+          el("span", {}, duration(run.wall)),
+        ),
+      ),
+    ),
+    timeList(sum, total(sum)),
+  ];
+}
+
+function comparedVerdict(run, open) {
+  const make = () => [failure(run), verdict(run)].filter(Boolean);
+  return folded(run.name, () => el("div", {}, make()), open);
+}

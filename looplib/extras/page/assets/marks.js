@@ -1,0 +1,33 @@
+// The signs of what happened at a step, in charts and in their key, and the colors of curves.
+
+const SIGNS = { restart: "↻", rollback: "↩", best: "★", skipped: "▲" };
+
+/** Draws a line and a sign at the step of each mark. */
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot;
+  const ratio = devicePixelRatio;
+  ctx.save();
+  ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+  ctx.textAlign = "center";
+  for (const { kind, step } of marks) {
+    const x = Math.round(plot.valToPos(step, "x", true));
+    if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
+    ctx.strokeStyle = ctx.fillStyle = style(`--mark-${kind}`);
+    ctx.lineWidth = ratio;
+    if (kind === "skipped") {
+      ctx.fillText(SIGNS[kind], x, bbox.top + bbox.height - 2 * ratio);
+      continue;
+    }
+    ctx.setLineDash(kind === "best" ? [] : [4 * ratio, 3 * ratio]);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top + 15 * ratio);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    ctx.fillText(SIGNS[kind], x, bbox.top + 11 * ratio);
+  }
+  ctx.restore();
+}
+
+function swatch(index) {
+  return el("span", { class: `swatch series-${index % 8}`, "aria-hidden": "true" });
+}

@@ -1,0 +1,162 @@
+// The tables of one run: profile, checkpoints, model, settings and history.
+
+function profile(run) {
+  if (!run.ops.length) return null;
+  const columns = [
+    { name: "Operation" },
+    { name: "Type" },
+    { name: "Time", numeric: true },
+    { name: "Share", numeric: true },
+  ];
+  const rows = run.ops.map((op) => [
+    op.name,
+    op.type,
+    { value: op.time_ms, shown: op.time_ms === null ? "–" : `${number(op.time_ms)} ms` },
+    { value: op.share, shown: op.share === null ? "–" : percent(op.share) },
+  ]);
+  return [
+    run.profiled ? el("p", {}, `The operations that took most of the time in ${run.profiled}.`) : null,
+    table("Operations", columns, rows, { sortable: true }),
+  ];
+}
+
+function checkpointTable(run) {
+  if (!run.checkpoints.length) return null;
+  const scores = [...new Set(run.checkpoints.flatMap((saved) => Object.keys(saved.scores)))]
+    .filter((name) => !name.endsWith("/examples"))
+    .slice(0, 8);
+  const columns = [
+    { name: "Step", numeric: true },
+    { name: "Saved" },
+    { name: "Size", numeric: true },
+    ...scores.map((name) => ({ name, numeric: true })),
+  ];
+  const rows = run.checkpoints.toReversed().map((saved) => [
+    {
+      value: saved.step,
+      shown: el(
+        "span",
+        {},
+        saved.best ? el("span", { class: "mark best", title: "best" }, `${SIGNS.best} `) : "",
+        number(saved.step),
+      ),
+    },
+    saved.trouble
+      ? { value: 0, shown: el("span", { class: "bad" }, saved.trouble) }
+      : { value: saved.time, shown: time(saved.time) },
+    { value: saved.bytes, shown: bytes(saved.bytes) },
+    ...scores.map((name) => ({ value: saved.scores[name], shown: number(saved.scores[name]) })),
+  ]);
+  const size = run.checkpoints.reduce((sum, saved) => sum + (saved.bytes ?? 0), 0);
+  const best = run.checkpoints.find((saved) => saved.best);
+  const text = `${number(run.checkpoints.length)} checkpoint${run.checkpoints.length === 1 ? "" : "s"}, ${bytes(size)}.`;
+  return [
+    el("p", {}, text, best ? ` The best by ${run.best_metric} is that of step ${number(best.step)}.` : ""),
+    table("Checkpoints", columns, rows, { sortable: true }),
+  ];
+}
+
+function modelTable(run) {
+  if (!run.model.length) return null;
+  const { parameters, trainable_parameters: trained } = run.totals;
+  const flops = run.model.some((row) => row.flops !== null);
+  const columns = [
+    { name: "Variable" },
+    { name: "Shape" },
+    { name: "Parameters", numeric: true },
+    { name: "Trained" },
+    ...(flops ? [{ name: "FLOPs a step", numeric: true }] : []),
+  ];
+  const rows = run.model.map((row) => [
+    row.name,
+    row.shape,
+    { value: row.parameters, shown: number(row.parameters) },
+    row.trainable ? "yes" : "no",
+    ...(flops ? [{ value: row.flops, shown: compact(row.flops) }] : []),
+  ]);
+  const total = run.totals.flops_per_step;
+  const text = `${number(parameters)} parameters, of which ${number(trained)} are trained.${total ? ` A step takes ${compact(total)} FLOPs.` : ""}`;
+  const make = () => table("Variables", columns, rows, { sortable: true });
+  return [el("p", {}, text), rows.length > 20 ? folded(`${number(rows.length)} variables`, make) : make()];
+}
+
+function settings(run) {
+  const names = Object.keys(run.settings);
+  if (!names.length) return null;
+  const code = (text) => el("code", {}, text);
+  const changed =
+    run.changed &&
+    table(
+      "Settings that differ from the defaults",
+      [{ name: "Setting" }, { name: "This run" }, { name: "Default" }],
+      run.changed.map((one) => [code(one.name), code(one.now), code(one.before)]),
+    );
+  return [
+    run.changed
+      ? run.changed.length
+        ? [el("h3", {}, "Different from the defaults"), changed]
+        : el("p", {}, "All settings have their defaults.")
+      : null,
+    folded(`All ${names.length} settings`, () =>
+      table(
+        "All settings",
+        [{ name: "Setting" }, { name: "Value" }],
+        names.map((name) => [code(name), code(run.settings[name])]),
+      ),
+    ),
+  ];
+}
+
+function startsOf(run) {
+  const columns = [
+    { name: "Start" },
+    { name: "Ended" },
+    { name: "From step", numeric: true },
+    { name: "To step", numeric: true },
+    { name: "Time", numeric: true },
+    { name: "Changed" },
+  ];
+  const rows = run.starts.map((start) => [
+    time(start.started),
+    badge(start.status),
+    number(start.restored_step ?? 0),
+    start.status === "killed" ? `${number(start.step)} or later` : number(start.step),
+    duration(total(start.seconds)),
+    start.changed.map((one) => `${one.name} ${one.before} → ${one.now}`).join(", ") || "–",
+  ]);
+  const events = run.marks.filter((mark) => mark.kind === "rollback" || mark.kind === "skipped");
+  const facts = [
+    ["Command", run.program.command],
+    ["Directory", run.program.directory],
+    ["Run directory", run.directory],
+    [
+      "Git commit",
+      run.program.commit && `${run.program.commit}${run.program.changes ? ", with changes" : ", without changes"}`,
+    ],
+    [
+      "Versions",
+      Object.entries(run.versions)
+        .map(([name, version]) => `${name} ${version}`)
+        .join(", "),
+    ],
+  ].filter(([, text]) => text);
+  if (!rows.length && !facts.length) return null;
+  return [
+    rows.length ? table("Starts", columns, rows) : null,
+    events.length
+      ? el(
+          "ul",
+          { class: "events" },
+          events
+            .slice(0, 50)
+            .map((mark) => el("li", { class: `mark ${mark.kind}` }, `${SIGNS[mark.kind]} ${mark.text}`)),
+        )
+      : null,
+    el(
+      "dl",
+      {},
+      facts.map(([name, text]) => [el("dt", {}, name), el("dd", {}, el("code", {}, text))]),
+    ),
+    run.diff ? folded("Changes since the commit", () => el("pre", { tabindex: "0", class: "diff" }, run.diff)) : null,
+  ];
+}

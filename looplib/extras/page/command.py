@@ -1,0 +1,80 @@
+"""`python -m looplib report DIR...`: the page of a run, or of several side by side."""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from looplib import files
+from looplib.errors import EXIT_DONE, UsageError, gist
+from looplib.extras.page.html import FILE, page
+from looplib.extras.page.read import read
+
+_MOST_RUNS = 200  # of a page
+_DEEPEST = 2  # folders below a directory, in which runs are searched: a sweep has trial-0001/seed-0
+
+
+def report(directories: Sequence[str], output: str | None = None) -> int:
+    """Writes the page of run directories, and prints where it is.
+
+    Args:
+      directories: run directories, or directories that hold some.
+      output: the file; default `report.html` in the directory, or if there are several, in the current one.
+
+    Returns:
+      The exit code.
+
+    Raises:
+      UsageError: if a directory holds no run, or the file cannot be written.
+    """
+    found = list(dict.fromkeys(run for directory in directories for run in _runs_in(os.path.normpath(directory))))
+    shown = found[:_MOST_RUNS]
+    path = output or (os.path.join(directories[0], FILE) if len(directories) == 1 else FILE)
+    runs = [read(directory, name) for directory, name in zip(shown, _names(shown))]
+    title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
+    text = page(runs, title if len(directories) == 1 else "Comparison")
+    try:
+        files.write_whole(path, text)
+    except (OSError, tf.errors.OpError) as error:
+        raise UsageError(f"{path} cannot be written ({gist(error)}); name another file with --output") from error
+    left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
+    print(f"{path}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
+    return EXIT_DONE
+
+
+def _runs_in(directory: str) -> list[str]:
+    """Returns the run directories that a directory is or holds, in the order of their names.
+
+    Raises:
+      UsageError: if there is none.
+    """
+    if not tf.io.gfile.isdir(directory):
+        raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
+    found = list(itertools.islice(_search(directory, 0), 10 * _MOST_RUNS))
+    if not found:
+        raise UsageError(
+            f"{directory} holds no run: neither it nor a folder in it has a run.json or metrics.jsonl; name a run "
+            "directory, as --model_dir does, or the directory of a sweep"
+        )
+    return found
+
+
+def _search(directory: str, depth: int) -> Iterator[str]:
+    names = {name.rstrip("/") for name in tf.io.gfile.listdir(directory)}
+    if {"run.json", "metrics.jsonl"} & names:
+        yield directory
+        return
+    for name in sorted(names) if depth < _DEEPEST else ():
+        inner = os.path.join(directory, name)
+        if tf.io.gfile.isdir(inner) and not os.path.islink(inner):
+            yield from _search(inner, depth + 1)
+
+
+def _names(directories: Sequence[str]) -> list[str]:
+    """Returns what sets each directory apart from the others: its path below the folder that holds all of them."""
+    if len(directories) == 1:
+        return [os.path.basename(os.path.abspath(directories[0]))]
+    paths = [path if files.is_remote(path) else os.path.abspath(path) for path in directories]
+    common = os.path.commonpath(paths)
+    return [os.path.relpath(path, common) for path in paths]

@@ -1,0 +1,105 @@
+"""The page of one run, or of several side by side, as one HTML file that needs no network."""
+
+import base64
+import datetime
+import functools
+import hashlib
+import html
+import importlib.resources
+import json
+import os
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from looplib import files
+from looplib.extras.page import curves
+from looplib.extras.page.read import read
+from looplib.extras.page.run import Run
+from looplib.extras.page.verdict import findings
+
+FILE = "report.html"  # in the run directory
+_SCRIPTS = (
+    "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "charts.js", "controls.js", "time.js", "samples.js",
+    "sections.js", "run.js", "compare.js", "main.js",
+)  # fmt: skip
+_STYLES = ("uPlot.min.css", "page.css")
+_MOST_POINTS = 80_000  # of all curves of a page
+_MOST_POINTS_OF_A_CURVE = 2000
+
+
+def write_of_run(directory: str) -> None:
+    """Writes the page of a run into its directory.
+
+    Args:
+      directory: the run directory.
+
+    Raises:
+      OSError, tf.errors.OpError: if it cannot be written.
+    """
+    name = os.path.basename(os.path.normpath(directory))
+    files.write_whole(os.path.join(directory, FILE), page([read(directory, name)], name))
+
+
+def page(runs: Sequence[Run], title: str) -> str:
+    """Returns the page as HTML.
+
+    What comes from the runs is in it as JSON, which the page's script puts into the document as text. A
+    Content-Security-Policy lets no other script run.
+
+    Args:
+      runs: one run, or several to be compared.
+      title: of the page.
+    """
+    assets = importlib.resources.files(__package__) / "assets"
+    style, script = _style(), _script()
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; "
+    data = {"title": title, "written": _now(), "runs": _drawn(runs)}
+    return string.Template((assets / "page.html").read_text("utf-8")).substitute(
+        policy=f"{policy}base-uri 'none'; form-action 'none'",
+        title=html.escape(title.encode(errors="replace").decode()),
+        style=style,
+        script=script,
+        data=_json(data),
+    )
+
+
+@functools.cache
+def _style() -> str:
+    return _joined(_STYLES)
+
+
+@functools.cache
+def _script() -> str:
+    return _joined(_SCRIPTS)
+
+
+def _joined(names: Sequence[str]) -> str:
+    assets = importlib.resources.files(__package__) / "assets"
+    return "\n".join((assets / name).read_text("utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(data: Any) -> str:
+    """Returns JSON that can stand in a script element: nothing in it ends the element or starts a comment."""
+    text = json.dumps(data, default=vars, allow_nan=False, separators=(",", ":"))  # of a dataclass, its fields
+    return text.replace("<", "\\u003c")
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _drawn(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns what the scripts in `assets/` read: the fields of each `Run`, with thinned curves and its findings."""
+    count = sum(len(run.curves) for run in runs)
+    most = min(_MOST_POINTS_OF_A_CURVE, _MOST_POINTS // max(count, 1))
+    return [_of_run(run, most, whole=len(runs) == 1) for run in runs]
+
+
+def _of_run(run: Run, most: int, whole: bool) -> dict[str, Any]:
+    shown = [curves.draw(curve, most) for curve in run.curves if whole or not curve.undone]
+    return {**vars(run), "curves": shown, "findings": findings(run)}

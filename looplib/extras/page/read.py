@@ -1,0 +1,179 @@
+"""What a run directory says about its run, read with bounds: the directory may come from somebody else."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import files
+from looplib.checkpoint import commits
+from looplib.errors import UsageError, gist
+from looplib.extras.page import curves, marks, values
+from looplib.extras.page.run import Change, Mark, Op, Run, Saved, Start, Variable
+from looplib.extras.page.samples import FILE, read_samples
+from looplib.report import program, run_json
+from looplib.report.records import Record, each_record
+
+_MOST_RECORD_BYTES = 1 << 29  # of metrics.jsonl; a million steps with ten metrics have 300 MB
+_MOST_DIFF = 100_000  # characters
+_MOST_OPS = 30
+
+
+def read(directory: str, name: str) -> Run:
+    """Reads a run directory.
+
+    Args:
+      directory: the directory.
+      name: what the page calls it.
+    """
+    notes: list[str] = []
+    report = values.mapping(run_json.read(run_json.path_of(directory, trains=True)))
+    if not report:
+        notes.append("There is no run.json that can be read, so settings, times and versions are not known.")
+    found = curves.of_records(_records(directory, "metrics.jsonl", notes))
+    undone = curves.of_records(_records(directory, "metrics.voided.jsonl", notes), undone=True)
+    starts = [_start(one) for one in values.items(report.get("starts")) if isinstance(one, dict)]
+    flags, config = values.flat(report.get("flags")), values.flat(report.get("config"), "config.")
+    settings = {key: values.shown(value) for key, value in {**flags, **config}.items()}
+    metric, mode = marks.best_metric(flags.get("keep_best"), found)
+    saved = marks.with_best(_checkpoints(directory, notes), metric, mode)
+    seconds = values.numbers(report.get("seconds"))
+    wall = seconds.pop("wall", sum(seconds.values()))
+    model, changed = values.mapping(report.get("model")), report.get("not_default")
+    profile = _json(directory, "profile.json")
+    marked = [*marks.of_starts(starts), *marks.of_curves(found), *marks.of_checkpoints(saved, metric)]
+    return Run(
+        name=values.text(name, 200),
+        directory=values.text(directory, 1000),
+        status=values.text(report.get("status"), 40),
+        step=values.whole(report.get("step")),
+        started=values.text(report.get("started"), 40),
+        error=values.text(report.get("error")),
+        verdict=values.text(report.get("verdict"), 500),
+        strategy=values.text(report.get("strategy"), 200),
+        rollbacks=values.whole(report.get("rollbacks")) or 0,
+        seconds=seconds,
+        wall=wall,
+        best_metric=metric,
+        best_mode=mode,
+        starts=starts,
+        marks=marked,
+        curves=[*found, *undone],
+        checkpoints=saved,
+        model=[_variable(one) for one in values.items(model.get("variables")) if isinstance(one, dict)],
+        totals=values.numbers(model),
+        settings=settings,
+        changed=_changes(changed) if isinstance(changed, dict) else None,
+        versions={key: values.text(item, 100) for key, item in values.mapping(report.get("versions")).items()},
+        program=_program(report),
+        diff=_text(directory, program.DIFF)[:_MOST_DIFF],
+        ops=[_op(one) for one in values.items(profile.get("ops"))[:_MOST_OPS] if isinstance(one, dict)],
+        profiled=_profiled(profile),
+        samples=read_samples(directory, _records(directory, FILE, notes)),
+        notes=notes,
+    )
+
+
+def _text(directory: str, name: str) -> str:
+    try:
+        return files.read_text(os.path.join(directory, name))
+    except (ValueError, OSError, tf.errors.OpError):
+        return ""
+
+
+def _json(directory: str, name: str) -> dict[str, Any]:
+    try:
+        return values.mapping(files.parse_json(_text(directory, name)))
+    except ValueError:
+        return {}
+
+
+def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
+    """Yields the records of a file of JSON lines, as far as it can be read."""
+    path = os.path.join(directory, name)
+    try:
+        if tf.io.gfile.exists(path) and tf.io.gfile.stat(path).length > _MOST_RECORD_BYTES:
+            notes.append(f"{name} has more than {_MOST_RECORD_BYTES:,} bytes and is not shown.")
+            return
+        yield from each_record(path)
+    except (OSError, tf.errors.OpError) as error:
+        notes.append(f"{name} cannot be read ({gist(error)}).")
+
+
+def _start(report: dict[str, Any]) -> Start:
+    restored = re.search(r"ckpt-(\d{1,15})$", values.text(report.get("restored_from")))
+    return Start(
+        started=values.text(report.get("started"), 40),
+        status=values.text(report.get("status"), 40),
+        step=values.whole(report.get("step")),
+        restored_step=int(restored[1]) if restored else None,
+        command=_command(report),
+        commit=_program(report).get("commit", "")[:12],
+        seconds=values.numbers(report.get("seconds")),
+        verdict=values.text(report.get("verdict"), 500),
+        error=values.text(report.get("error")),
+        changed=_changes(report.get("changed")),
+        rollbacks=[_rollback(one) for one in values.items(report.get("rollbacks")) if isinstance(one, dict)],
+    )
+
+
+def _rollback(report: dict[str, Any]) -> Mark:
+    step, to = values.whole(report.get("step")) or 0, values.whole(report.get("to")) or 0
+    return Mark(
+        "rollback", step, f"rolled back from step {step:,} to step {to:,}: {values.text(report.get('reason'), 300)}"
+    )
+
+
+def _changes(found: Any) -> list[Change]:
+    pairs = ((name, values.items(pair)) for name, pair in values.mapping(found).items())
+    return [Change(name, values.shown(pair[0]), values.shown(pair[1])) for name, pair in pairs if len(pair) == 2]
+
+
+def _program(report: dict[str, Any]) -> dict[str, str]:
+    found = values.mapping(report.get("program"))
+    kept = {name: values.text(found.get(name), 1000) for name in ("directory", "repository", "commit", "changes")}
+    return {"command": _command(report), **{name: text for name, text in kept.items() if text}}
+
+
+def _command(report: dict[str, Any]) -> str:
+    arguments = [one for one in values.items(report.get("command")) if isinstance(one, str)]
+    start = values.items(values.mapping(report.get("program")).get("arguments"))
+    module = [one for one in start if isinstance(one, str)] if start[:1] == ["-m"] else arguments[:1]
+    return values.text(shlex.join(["python", *module, *arguments[1:]])) if arguments else ""
+
+
+def _checkpoints(directory: str, notes: list[str]) -> list[Saved]:
+    """Returns the checkpoints, oldest first."""
+    try:
+        found = commits.listing(os.path.join(directory, "checkpoints"))
+    except (UsageError, OSError, tf.errors.OpError) as error:
+        notes.append(f"The checkpoints cannot be listed: {gist(error)}.")
+        return []
+    saved = []
+    for one in sorted(found, key=lambda one: one.step):
+        if values.whole(one.step) is not None:
+            done = one.commit
+            scores = values.numbers(done.scores) if done else {}
+            when, size = (values.number(done.time), values.whole(done.bytes)) if done else (None, None)
+            saved.append(Saved(one.step, when, size, scores, False, values.text(one.reason, 300)))
+    return saved
+
+
+def _variable(row: dict[str, Any]) -> Variable:
+    shape = " × ".join(f"{size}" for size in map(values.whole, values.items(row.get("shape"))) if size is not None)
+    count = values.whole(row.get("parameters"))
+    flops = values.number(row.get("flops"))
+    return Variable(values.text(row.get("name"), 300), shape, count, row.get("trainable") is True, flops)
+
+
+def _op(row: dict[str, Any]) -> Op:
+    name, kind = values.text(row.get("name"), 200), values.text(row.get("type"), 100)
+    return Op(name, kind, values.number(row.get("time_ms")), values.number(row.get("share")))
+
+
+def _profiled(profile: dict[str, Any]) -> str:
+    start, steps = values.whole(profile.get("start")), values.whole(profile.get("steps"))
+    return "" if start is None or steps is None else f"steps {start:,} to {start + steps:,}"

@@ -1,0 +1,126 @@
+"""A run as the page shows it."""
+
+import dataclasses
+
+from looplib.extras.page.curves import Curve
+from looplib.extras.page.samples import Samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A setting with two values, as texts: of the start before and of this one, or the default and the run's own."""
+
+    name: str
+    before: str
+    now: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start of the run; see `RunReport` for its fields."""
+
+    started: str
+    status: str
+    step: int | None
+    restored_step: int | None
+    command: str
+    commit: str
+    seconds: dict[str, float]
+    verdict: str
+    error: str
+    changed: list[Change]
+    rollbacks: list["Mark"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step: a "restart", a "rollback", "skipped" steps, or the "best" checkpoint."""
+
+    kind: str
+    step: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint, with the seconds since the epoch at which it was saved, and why it cannot be used, if so."""
+
+    step: int
+    time: float | None
+    bytes: int | None
+    scores: dict[str, float]
+    best: bool
+    trouble: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """A row of the model's table; `flops` of a step where they were counted."""
+
+    name: str
+    shape: str
+    parameters: int | None
+    trainable: bool
+    flops: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An operation of a profile, and its time in the profiled steps in milliseconds."""
+
+    name: str
+    type: str
+    time_ms: float | None
+    share: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run directory, as the page shows it.
+
+    Attributes:
+      name: of the directory, below the one that the page is for.
+      status: "done", "failed", "preempted", "killed", "running" or "" if there is no `run.json`.
+      error: the sentence of a failure.
+      seconds: dict from phase to seconds, over all starts, without the sum.
+      wall: the sum.
+      best_metric: the metric by which a checkpoint is the best, such as "eval/accuracy"; "" for none.
+      best_mode: "max" or "min".
+      settings: dict from the name of each setting to its text.
+      changed: the settings that differ from their defaults, with these; None where the defaults are not known.
+      totals: counts of the model, such as "parameters".
+      notes: what could not be read, in sentences.
+    """
+
+    name: str
+    directory: str
+    status: str
+    step: int | None
+    started: str
+    error: str
+    verdict: str
+    strategy: str
+    rollbacks: int
+    seconds: dict[str, float]
+    wall: float
+    best_metric: str
+    best_mode: str
+    starts: list[Start]
+    marks: list[Mark]
+    curves: list[Curve]
+    checkpoints: list[Saved]
+    model: list[Variable]
+    totals: dict[str, float]
+    settings: dict[str, str]
+    changed: list[Change] | None
+    versions: dict[str, str]
+    program: dict[str, str]
+    diff: str
+    ops: list[Op]
+    profiled: str
+    samples: Samples
+    notes: list[str]
+
+    def curve(self, metric: str) -> Curve | None:
+        """Returns the curve of "<split>/<name>", or None."""
+        return next((one for one in self.curves if f"{one.split}/{one.name}" == metric and not one.undone), None)

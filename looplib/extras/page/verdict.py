@@ -1,0 +1,160 @@
+"""What a run shows, in words: simple rules on the measured numbers, each with the numbers that it is about."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from looplib.errors import UsageError
+from looplib.extras.page.curves import Curve
+from looplib.extras.page.run import Run
+from looplib.task.monitored import mode_of
+
+_FEWEST = 8  # points of a curve of which a trend is told
+_WORSE = 0.05  # by which part of its range an evaluation is worse at the end than at its best
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A sentence about a run.
+
+    Attributes:
+      kind: "bad", "note" or "good".
+      text: what was measured.
+      advice: what to try; "" for nothing.
+    """
+
+    kind: str
+    text: str
+    advice: str = ""
+
+
+def findings(run: Run) -> list[Finding]:
+    """Returns what can be said about a run, the most important first."""
+    found = [*_of_the_end(run), *_of_values(run), *_of_learning(run), *_of_time(run), *_of_the_rate(run)]
+    return sorted(found, key=lambda one: ("bad", "note", "good").index(one.kind))
+
+
+def _of_the_end(run: Run) -> Iterator[Finding]:
+    at = "" if run.step is None else f" at step {run.step:,}"
+    if run.status == "failed":
+        yield Finding("bad", f"The run failed{at}.", "Fix what the error above names, and run the same command again.")
+    elif run.status == "preempted":
+        yield Finding("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
+    elif run.status == "running":
+        text = f"The run had not ended when this page was written; run.json is of step {run.step or 0:,}."
+        yield Finding("note", text, "If no process runs any more, run the same command to continue.")
+    killed = sum(start.status == "killed" for start in run.starts)
+    if killed:
+        yield Finding(
+            "note", f"{killed} of {_count(len(run.starts), 'start')} {'was' if killed == 1 else 'were'} killed."
+        )
+
+
+def _of_values(run: Run) -> Iterator[Finding]:
+    if run.rollbacks:
+        steps = ", ".join(f"{mark.step:,}" for mark in run.marks if mark.kind == "rollback")
+        where = f" (at step {steps})" if steps else ""
+        text = f"The run went back to an earlier checkpoint {_times(run.rollbacks)}{where}."
+        yield Finding(
+            "note", text, "If it happens again, lower the learning rate, clip gradients, or look at the data."
+        )
+    skipped = run.curve("train/skipped_steps")
+    count = int(skipped.finite[1].sum()) if skipped else 0
+    if count:
+        text = f"{_count(count, 'step')} had values that were not finite and changed nothing."
+        yield Finding("note", text, "Lower the learning rate, clip gradients, or check the data of these steps.")
+    for curve in run.curves:
+        bad = len(curve.steps) - len(curve.finite[0])
+        if bad and not curve.undone:
+            first = next(step for step, value in zip(curve.steps, curve.values) if not np.isfinite(value))
+            text = f"{curve.split} {curve.name} was not finite {_times(bad)}, first at step {first:,}."
+            yield Finding("bad", text, "Use --non_finite=halt to stop at such a step.")
+
+
+def _of_learning(run: Run) -> Iterator[Finding]:
+    for metric, curve in _evaluated(run):
+        steps, found = curve.finite
+        if len(found) < 3:
+            continue
+        better = found if mode_of("the page", metric, None) == "max" else -found
+        best = int(better.argmax())
+        lost, span = better[best] - better[-1], np.ptp(found)
+        text = f"{metric} was best at step {steps[best]:,} ({found[best]:.4g})"
+        if lost > _WORSE * span and lost > 0 and best < len(found) - 1:
+            ended = f"{text}, and {found[-1]:.4g} at the end."
+            advice = "Use the best checkpoint (--keep_best), train less long, or regularize more."
+            overfits = "loss" in metric and _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
+            yield Finding("note", ended + (" Training loss kept falling: it overfits." if overfits else ""), advice)
+        elif best == len(found) - 1:
+            yield Finding("good", f"{text}, the last evaluation.", "It may gain by training longer.")
+        else:
+            yield Finding("good", f"{text}, and {found[-1]:.4g} at the end: it has levelled off.")
+    loss = run.curve("train/loss")
+    if loss and len(loss.finite[1]) >= _FEWEST:
+        found = loss.finite[1]
+        half = len(found) // 2
+        if np.median(found[half:]) >= np.median(found[:half]):
+            text = "Training loss did not fall in the second half of the run"
+            text += f" (median {np.median(found[:half]):.4g}, then {np.median(found[half:]):.4g})."
+            yield Finding("note", text, "Try a lower or decaying learning rate.")
+
+
+def _evaluated(run: Run) -> Iterator[tuple[str, Curve]]:
+    """Yields (metric, curve) of evaluations where the name says which of two values is better."""
+    for curve in run.curves:
+        metric = f"{curve.split}/{curve.name}"
+        if curve.split != "train" and not curve.undone:
+            try:
+                mode_of("the page", metric, None)
+            except UsageError:
+                continue
+            yield metric, curve
+
+
+def _falls(curve: Curve | None, step: int) -> bool:
+    """Returns whether the median of a curve is lower after a step than before it."""
+    if curve is None:
+        return False
+    steps, found = curve.finite
+    before, after = found[steps <= step], found[steps > step]
+    return bool(before.size and after.size and np.median(after) < np.median(before[-len(after) :]))
+
+
+def _of_time(run: Run) -> Iterator[Finding]:
+    if run.verdict:
+        what, _, advice = run.verdict.partition("; ")
+        last = " (last start)" if len(run.starts) > 1 else ""
+        kind = "good" if what.startswith("compute-bound") else "note"
+        yield Finding(
+            kind, f"{what[0].upper()}{what[1:]}{last}.", f"{advice[:1].upper()}{advice[1:]}." if advice else ""
+        )
+    if len(run.starts) > 1 and run.wall:
+        again = run.starts[1:]
+        seconds = sum(start.seconds.get(name, 0.0) for start in again for name in ("start", "compile", "restore"))
+        text = f"{_count(len(again), 'restart')} took {seconds:.0f} s to import, build, compile and restore"
+        yield Finding("note", f"{text}, {seconds / run.wall:.0%} of the time.")
+
+
+def _of_the_rate(run: Run) -> Iterator[Finding]:
+    curve = run.curve("train/steps_per_second")
+    if curve is None or len(curve.finite[1]) < _FEWEST:
+        return
+    steps, found = curve.finite
+    quarter = len(found) // 4
+    first, last = np.median(found[:-quarter]), np.median(found[-quarter:])
+    if last < 0.8 * first:
+        text = f"The rate fell from {first:.4g} to {last:.4g} steps a second, from step {steps[-quarter]:,} on."
+        yield Finding("note", text, "Look at what else the machine did, at the input, and at the memory.")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _times(number: int) -> str:
+    return {1: "once", 2: "twice"}.get(number, f"{number:,} times")

@@ -1,0 +1,358 @@
+"""The page of a run, `report.html`: in a real Chromium, from real runs, and from directories of somebody else."""
+
+import json
+import os
+import pathlib
+import shutil
+import time
+
+import numpy as np
+import pytest
+import toy
+from conftest import make_strategy
+
+import looplib
+from looplib.__main__ import main as cli
+from looplib.extras.page import curves
+from looplib.extras.page.html import page
+from looplib.extras.page.read import read
+from looplib.extras.page.verdict import findings
+from looplib.report.page import Page
+from looplib.report.records import read_jsonl
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+EVIL = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc000000301010018dd8db0"
+    "0000000049454e44ae426082"
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("there is no Chromium; on Debian, apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """A function that opens a file; whatever the page complains of or asks the network for fails the test."""
+    pages, troubles = [], []
+
+    def open_file(path, width=1200, scheme="light"):
+        sheet = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        pages.append(sheet)
+        sheet.on("console", lambda message: troubles.append(message.text))
+        sheet.on("pageerror", lambda error: troubles.append(str(error)))
+        sheet.on("dialog", lambda dialog: troubles.append(dialog.message))
+        sheet.on("request", lambda request: troubles.append(request.url) if request.url.startswith("http") else None)
+        sheet.goto(pathlib.Path(path).as_uri())
+        return sheet
+
+    yield open_file
+    for sheet in pages:
+        sheet.close()
+    assert not troubles
+
+
+def train(folder, steps=12, **settings):
+    trainer, evaluator = toy.build(make_strategy("default"))
+    policy = looplib.CheckpointPolicy(every_steps=4)
+    settings = dict(model_dir=folder, checkpoints=policy, writers=None, **settings)
+    with toy.controller(None, trainer, evaluator, **settings) as controller:
+        controller.train_and_evaluate(steps, 4)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    train(folder, 8)
+    train(folder, 12)  # a second start
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(run):
+    folder = run.parent / "second"
+    train(folder, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evil(run, tmp_path_factory):
+    """A run directory whose names and values are meant to do harm."""
+    folder = tmp_path_factory.mktemp("evil") / "run"
+    shutil.copytree(run, folder)
+    report = json.loads((folder / "run.json").read_text())
+    report |= {
+        "status": EVIL,
+        "error": EVIL,
+        "verdict": EVIL,
+        "strategy": EVIL,
+        "step": 1e400,
+        "not_default": {EVIL: [EVIL, 1]},
+    }
+    report["config"] = {EVIL: EVIL, "deep": {"a": [EVIL] * 5000}}
+    report["seconds"] |= {EVIL: 3.0, "wall": "x"}
+    report["starts"][0] |= {"command": [EVIL], "rollbacks": [{"step": 4, "to": 2, "reason": EVIL}, 7], "seconds": []}
+    report["model"]["variables"] += [{"name": EVIL, "shape": ["x", 3], "parameters": 10**400}, None]
+    (folder / "run.json").write_text(json.dumps(report))
+    records = [
+        {"step": 3, "split": EVIL, EVIL: 1.0, "loss": float("nan")},
+        {"step": 10**400, "split": "train", "loss": 1},
+        {"step": 5, "split": "train", "loss": 10**400, "nested": {"a": EVIL}, "\ud800": 2.0},
+        {"step": -5, "split": "\u202e", "loss": 1e308, "__proto__": 1.0, "constructor": 3},
+    ]
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.write("[[[[[ not JSON\n\0\n" + "[" * 100_000 + "\n")
+    (folder / "metrics.voided.jsonl").unlink(missing_ok=True)
+    os.mkfifo(folder / "metrics.voided.jsonl")
+    (folder / "code.diff").unlink(missing_ok=True)
+    (folder / "code.diff").symlink_to("/etc/passwd")
+    (folder / "profile.json").write_text(
+        json.dumps({"ops": [{"name": EVIL, "type": EVIL, "time_ms": 1.5, "share": 2}]})
+    )
+    (folder / "media").mkdir()
+    (folder / "media" / "good.png").write_bytes(PIXEL)
+    (folder / "media" / "svg.png").write_text(f"<svg xmlns='http://www.w3.org/2000/svg'>{EVIL}</svg>")
+    (folder.parent / "outside.png").write_bytes(PIXEL)
+    (folder / "media" / "link.png").symlink_to(folder.parent / "outside.png")
+    os.mkfifo(folder / "media" / "fifo.png")
+    names = [
+        "good.png",
+        "svg.png",
+        "link.png",
+        "fifo.png",
+        "../../outside.png",
+        str(folder.parent / "outside.png"),
+        "",
+        5,
+    ]
+    media = [
+        {"step": 4, "split": "eval", "name": EVIL, "kind": "image", "files": names},
+        {"step": 4, "split": "eval", "name": EVIL, "kind": "text", "texts": [EVIL, None]},
+        {"step": 4, "split": "eval", "name": EVIL, "kind": "histogram", "edges": [0.0, 1.0, 2.0], "counts": [3, 5]},
+        {"step": 4, "split": "eval", "name": "bad", "kind": "histogram", "edges": [0.0, None], "counts": [1, 2, 3]},
+        {"step": 4, "split": "eval", "name": "other", "kind": EVIL},
+    ]  # fmt: skip
+    (folder / "media.jsonl").write_text("".join(json.dumps(record) + "\n" for record in media))
+    return folder
+
+
+def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
+    sheet = opened(run / "report.html")
+    report, records = json.loads((run / "run.json").read_text()), read_jsonl(str(run / "metrics.jsonl"))
+    assert sheet.inner_text("h1").split() == ["first", "done"]
+    for split in ("train", "eval"):
+        steps = [record["step"] for record in records if record["split"] == split]
+        for name in {name for record in records if record["split"] == split for name in record} - {"step", "split"}:
+            (drawn,) = sheet.evaluate(
+                "([split, name]) => report.runs[0].curves.filter((c) => c.split === split && c.name === name && !c.undone)",
+                [split, name],
+            )
+            assert drawn["steps"] == steps
+            wanted = [record[name] for record in records if record["split"] == split]
+            np.testing.assert_allclose(drawn["values"], wanted, rtol=1e-5)
+    titles = sheet.locator("figure h4").all_inner_texts()
+    assert titles[:2] == ["loss", "keras_accuracy"] and {"accuracy", "steps_per_second"} < set(titles)
+    assert f"{report['metrics']['eval']['accuracy']:.4g}" in sheet.inner_text(".tiles")
+    assert "restart" in sheet.inner_text(".key") and sheet.locator("#history tbody tr").count() == 2
+    assert sheet.locator("#checkpoints tbody tr").count() == 3 and "dense" in sheet.inner_text("#model")
+    waits = {name: value for name, value in report["seconds"].items() if name != "wall" and value}
+    assert set(sheet.locator(".phases b").all_inner_texts()) == set(waits)
+    assert report["versions"]["tensorflow"] in sheet.inner_text("#history")
+
+
+def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
+    sheet = opened(run / "report.html")
+    loss = [record["loss"] for record in read_jsonl(str(run / "metrics.jsonl")) if record["split"] == "train"]
+    chart = sheet.locator(".plot").first
+    chart.focus()
+    sheet.keyboard.press("ArrowRight")
+    sheet.keyboard.press("ArrowRight")
+    spoken = sheet.locator("figure .unseen").first.inner_text()
+    assert spoken.startswith("step 2:") and float(spoken.split("train ")[1].split()[0].rstrip(",")) == pytest.approx(
+        loss[1], 1e-4
+    )
+    ranges = "[...charts].filter((one) => one.plot).map((one) => [one.plot.scales.x.min, one.plot.scales.x.max])"
+    sheet.keyboard.press("+")
+    zoomed = sheet.evaluate(ranges)
+    assert (
+        len(zoomed) > 2
+        and all(last - first < 8 for first, last in zoomed)
+        and sheet.locator("text=Show all steps").is_enabled()
+    )
+    sheet.keyboard.press("Escape")
+    assert all(last - first >= 8 for first, last in sheet.evaluate(ranges))
+    box = chart.locator(".u-over").bounding_box()
+    sheet.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+    sheet.mouse.down()
+    sheet.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60, steps=4)
+    sheet.mouse.up()
+    assert all(last - first < 5 for first, last in sheet.evaluate(ranges))
+    assert "step" in sheet.locator(".tip:visible").first.inner_text()
+    sheet.get_by_label("Log scale").check()
+    sheet.evaluate("document.getElementById('smoothing').value = 0.9")
+    sheet.locator("#smoothing").dispatch_event("input")
+    smooth = [np.average(loss[:count], weights=0.9 ** np.arange(count)[::-1]) for count in range(1, len(loss) + 1)]
+    lines = sheet.evaluate("[...charts][0].plot.data.map((values) => values.filter((value) => value !== undefined))")
+    assert any(len(line) == len(loss) and np.allclose(line, smooth, rtol=1e-4) for line in lines[1:])
+
+
+@pytest.mark.parametrize("width, scheme", [(1200, "light"), (360, "dark")])
+def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_screen(
+    run, other, evil, opened, width, scheme, tmp_path
+):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    assert cli(["report", str(run.parent), f"--output={tmp_path}/compared.html"]) == 0
+    assert cli(["report", str(evil), f"--output={tmp_path}/evil.html"]) == 0
+    for path in (run / "report.html", tmp_path / "compared.html", tmp_path / "evil.html"):
+        sheet = opened(path, width, scheme)
+        sheet.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+        sheet.wait_for_timeout(200)
+        found = [one for one in axe.run(sheet).response["violations"] if one["impact"] in ("serious", "critical")]
+        assert not found, json.dumps(found)[:3000]
+        assert sheet.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_hostile_directory_runs_no_script_and_shows_nothing_from_outside(evil, opened, tmp_path, capfd):
+    assert cli(["report", str(evil), f"--output={tmp_path}/page.html"]) == 0
+    sheet = opened(tmp_path / "page.html")
+    sheet.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+    assert sheet.evaluate("window.hacked") is None
+    assert (
+        sheet.inner_text(".failure pre") == EVIL
+        and EVIL in sheet.inner_text("#settings")
+        and EVIL in sheet.inner_text("#history")
+    )
+    assert (
+        EVIL in sheet.locator("figure h4").all_inner_texts()
+        and EVIL in sheet.inner_text("#samples")
+        and EVIL in sheet.inner_text("#profile")
+    )
+    assert sheet.locator("#samples img").count() == 1 and sheet.locator("script").count() == 2
+    assert "root:" not in (tmp_path / "page.html").read_text() and "not finite" in sheet.inner_text("#verdict")
+    policy = sheet.locator("meta[http-equiv='Content-Security-Policy']").get_attribute("content")
+    assert "unsafe" not in policy and "default-src 'none'" in policy
+    for attempt in (
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 3'; document.body.append(s)",
+        "document.body.insertAdjacentHTML('beforeend', '<b onclick=\"window.hacked = 4\" id=bad>x</b>'); document.getElementById('bad').click()",
+    ):
+        quiet = sheet.context.browser.new_page()  # Chromium reports what the policy refuses, as it should
+        quiet.goto((tmp_path / "page.html").as_uri())
+        quiet.evaluate(attempt)
+        assert quiet.evaluate("window.hacked") is None
+        quiet.close()
+
+
+def test_runs_are_compared_side_by_side_and_sorted(run, other, opened, tmp_path, capsys):
+    assert cli(["report", str(run), str(other), f"--output={tmp_path}/page.html"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/page.html: 2 runs\n"
+    sheet = opened(tmp_path / "page.html")
+    rows = sheet.locator("#runs tbody tr")
+    assert [text.split()[0] for text in rows.all_inner_texts()] == ["first", "second"]
+    assert sheet.get_by_role("button", name="seed", exact=True).count() == 1  # the setting that differs
+    sheet.get_by_role("button", name="Run", exact=True).click()
+    sheet.get_by_role("button", name="Run", exact=True).click()
+    first = rows.all_inner_texts()[0].split()[0]
+    assert first == ("second" if sheet.locator("th[aria-sort='descending']").count() else "first")
+    lines = "[...charts].find((one) => one.title === 'train loss').plot.series.length - 1"
+    assert sheet.evaluate(lines) == 2
+    rows.first.locator("input").uncheck()
+    assert sheet.evaluate(lines) == 1
+
+
+def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp_path):
+    steps = 1_000_000
+    values = np.abs(np.random.default_rng(0).normal(size=steps)) + 1
+    values[777_777], values[333_333], values[500_000] = 100.0, 0.01, np.nan
+    rows = (
+        {"step": step, "split": "train", **dict.fromkeys(("loss", "a", "b"), value)}
+        for step, value in enumerate(values.tolist())
+    )
+    found = read(str(run), "long")
+    found.curves[:] = curves.of_records(rows)
+    text = page([found], "long")
+    (tmp_path / "page.html").write_text(text)
+    assert len(text) < 500_000  # of which the script is a fifth
+    started = time.monotonic()
+    sheet = opened(tmp_path / "page.html")
+    sheet.wait_for_selector(".u-over")
+    assert time.monotonic() - started < 5
+    drawn = sheet.evaluate("report.runs[0].curves[0]")
+    at = dict(zip(drawn["steps"], drawn["values"]))
+    assert (
+        at[777_777] == 100.0
+        and at[333_333] == 0.01
+        and at[0] == pytest.approx(values[0], 1e-5)
+        and max(at) == steps - 1
+    )
+    assert drawn["points"] == steps and drawn["bad_steps"] == [500_000] and len(at) <= 2002
+    assert "loss was not finite once, first at step 500,000" in sheet.inner_text("#verdict")
+
+
+def test_a_page_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, caplog):
+    def obstruct(event):
+        (tmp_path / "report.html").mkdir(exist_ok=True)
+
+    train(tmp_path, actions=[obstruct])
+    assert caplog.text.count("report.html cannot be written") == 1
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "done"
+
+
+def test_many_short_trainings_write_it_seldom_and_the_last_news_at_the_end(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "report.html").unlink()
+    own = Page(str(folder), lambda: None)
+    written = set()
+    started = time.monotonic()
+    for _ in range(100):
+        own.update()
+        written.add((folder / "report.html").stat().st_mtime_ns)
+    assert len(written) == 1 or time.monotonic() - started > 1
+    before = max(written)
+    own.note_news()
+    own.close()
+    assert (folder / "report.html").stat().st_mtime_ns > before
+
+
+def of(run, rows, **changes):
+    """What is said about a run with other records."""
+    found = read(str(run), "run")
+    found.curves[:] = curves.of_records(rows)
+    return " ".join(one.text for one in findings(found))
+
+
+def test_the_verdict_follows_the_numbers(run):
+    falling = [
+        {"step": step, "split": "train", "loss": 1 / step, "steps_per_second": 100 if step < 80 else 50}
+        for step in range(1, 101)
+    ]
+    worse = [{"step": step, "split": "eval", "loss": (step - 40) ** 2 / 1000} for step in range(10, 101, 10)]
+    text = of(run, falling + worse)
+    assert "eval/loss was best at step 40 (0), and 3.6 at the end. Training loss kept falling: it overfits." in text
+    assert "The rate fell from 100 to 50 steps a second, from step 76 on." in text and "did not fall" not in text
+    flat = [{"step": step, "split": "train", "loss": 2 + step % 2} for step in range(1, 101)]
+    better = [{"step": step, "split": "eval", "accuracy": step / 100} for step in range(10, 101, 10)]
+    text = of(run, flat + better)
+    assert (
+        "Training loss did not fall in the second half" in text
+        and "eval/accuracy was best at step 100 (1), the last evaluation." in text
+    )
+    assert "1 restart took" in text
+
+
+def test_a_folder_without_a_run_is_a_sentence(tmp_path, capsys):
+    assert cli(["report", str(tmp_path)]) == 2
+    assert "holds no run: neither it nor a folder in it has a run.json or metrics.jsonl" in capsys.readouterr().err
+    assert cli(["report", str(tmp_path / "none")]) == 2
+    assert "is not a directory; name a run directory" in capsys.readouterr().err
