@@ -68,8 +68,10 @@ def test_a_run_says_which_strategy_it_chose(replicas):
 
 def test_the_run_directory_is_complete(replicas):
     folder, _ = replicas[2]
-    names = {path.name for path in folder.iterdir()} - {"code.diff"}  # which there is within a git repository
-    assert names == {"checkpoints", "lock", "train", "eval", "metrics.jsonl", "run.json", "config.yaml", "report.html"}
+    names = {path.name.partition(".out.")[0] for path in folder.iterdir()}
+    assert names - {"code.diff"} == {  # which there is within a git repository
+        "checkpoints", "lock", "train", "eval", "events", "metrics.jsonl", "run.json", "config.yaml", "report.html",
+    }  # fmt: skip
     records = read_jsonl(str(folder / "metrics.jsonl"))
     assert [(r["step"], r["split"]) for r in records] == [
         (20, "train"), (40, "train"), (40, "eval"), (60, "train"), (60, "eval")
