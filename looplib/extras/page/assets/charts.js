@@ -103,7 +103,7 @@ class Chart {
         );
       }
     }
-    const kept = tables.map(() => [1, 1]); // a null of a curve stays null, and ends its line
+    const kept = tables.map(() => [1, 2]); // a null of a curve ends its line at the values around it
     const data = tables.length ? uPlot.join(tables, kept) : [[]];
     this.plot = new uPlot(this.options(series), data, this.frame);
     this.plot.over.append(this.tip);
@@ -198,6 +198,7 @@ class Chart {
       ...near.slice(0, 3).map((mark) => el("div", { class: `mark ${mark.kind}` }, mark.text)),
     );
     const width = plot.over.clientWidth;
+    this.tip.style.maxWidth = `${Math.max(left, width - left) - 16}px`;
     this.tip.style.left = left < width / 2 ? `${left + 12}px` : "auto";
     this.tip.style.right = left < width / 2 ? "auto" : `${width - left + 12}px`;
   }
