@@ -46,9 +46,8 @@ def _of_the_end(run: Run) -> Iterator[Finding]:
         yield Finding("note", text, "If no process runs any more, run the same command to continue.")
     killed = sum(start.status == "killed" for start in run.starts)
     if killed:
-        yield Finding(
-            "note", f"{killed} of {_count(len(run.starts), 'start')} {'was' if killed == 1 else 'were'} killed."
-        )
+        were = "was" if killed == 1 else "were"
+        yield Finding("note", f"{killed} of {_count(len(run.starts), 'start')} {were} killed.")
 
 
 def _of_values(run: Run) -> Iterator[Finding]:
@@ -57,7 +56,7 @@ def _of_values(run: Run) -> Iterator[Finding]:
         where = f" (at step {steps})" if steps else ""
         text = f"The run went back to an earlier checkpoint {_times(run.rollbacks)}{where}."
         yield Finding(
-            "note", text, "If it happens again, lower the learning rate, clip gradients, or look at the data."
+            "note", text, "If it happens again, lower the learning rate, clip gradients or check the data."
         )
     skipped = run.curve("train/skipped_steps")
     count = int(skipped.finite[1].sum()) if skipped else 0

@@ -103,7 +103,7 @@ class Chart {
         );
       }
     }
-    const kept = tables.map(() => [1, 1]); // a null of a curve stays null, and ends its line
+    const kept = tables.map(() => [1, 2]); // a null of a curve ends its line at the values around it
     const data = tables.length ? uPlot.join(tables, kept) : [[]];
     this.plot = new uPlot(this.options(series), data, this.frame);
     this.plot.over.append(this.tip);
@@ -135,7 +135,7 @@ class Chart {
         y: false,
         drag: { x: true, y: false, setScale: false },
         points: { size: 7 },
-        dataIdx: (plot, index, hovered) => nearest(plot.data[index], hovered),
+        dataIdx: (plot, index, hovered) => (this.hovered[index] ? nearest(plot.data[index], hovered) : null),
         sync: {
           key: "steps",
           setSeries: false,
@@ -158,12 +158,14 @@ class Chart {
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
   }
 
-  /** What stands at the cursor: [line, step, value], those of a comparison with the highest value first. */
+  /** What stands at the cursor: [line, step, value, smoothed], those of a comparison with the highest value first. */
   readings(plot) {
     const rows = this.hovered.map((line, index) => {
       const at = line ? plot.cursor.idxs[index] : null;
       const value = at === null || at === undefined ? null : plot.data[index][at];
-      return value === null || value === undefined ? null : [line, plot.data[0][at], value];
+      if (value === null || value === undefined) return null;
+      const step = plot.data[0][at];
+      return [line, step, line.values[line.steps.indexOf(step)], value];
     });
     const kept = rows.filter(Boolean);
     return kept.length > 4 ? kept.sort((one, other) => other[2] - one[2]) : kept;
@@ -182,12 +184,13 @@ class Chart {
       el("b", {}, `step ${number(plot.data[0][idx])}`),
       ...rows
         .slice(0, 12)
-        .map(([line, step, value]) =>
+        .map(([line, step, value, smooth]) =>
           el(
             "div",
             {},
             swatch(line.color),
             `${line.label} ${number(value, 5)}`,
+            smooth === value ? "" : el("i", {}, ` smoothed ${number(smooth, 5)}`),
             step === plot.data[0][idx] ? "" : el("i", {}, ` at ${number(step)}`),
           ),
         ),
@@ -195,6 +198,7 @@ class Chart {
       ...near.slice(0, 3).map((mark) => el("div", { class: `mark ${mark.kind}` }, mark.text)),
     );
     const width = plot.over.clientWidth;
+    this.tip.style.maxWidth = `${Math.max(left, width - left) - 16}px`;
     this.tip.style.left = left < width / 2 ? `${left + 12}px` : "auto";
     this.tip.style.right = left < width / 2 ? "auto" : `${width - left + 12}px`;
   }

@@ -155,11 +155,20 @@ function curves(run) {
   return groups.length ? [controls(), marksKey(run), ...groups] : null;
 }
 
+/** A curve with a null in each gap between what one restart or rollback took back and what the next one did. */
+function inPieces(steps, values) {
+  const gaps = steps.slice(1).map((step, index) => step - steps[index]);
+  const wide = 3 * least(gaps.filter((gap) => gap > 0));
+  const cut = (list, fill) => list.flatMap((item, index) => (gaps[index] > wide ? [item, fill(index)] : [item]));
+  return [cut(steps, (index) => steps[index] + gaps[index] / 2), cut(values, () => null)];
+}
+
 function lineOf(curve, label, index) {
+  const [steps, values] = curve.undone ? inPieces(curve.steps, curve.values) : [curve.steps, curve.values];
   return {
     label,
-    steps: curve.steps,
-    values: curve.values,
+    steps,
+    values,
     color: index,
     points: curve.points <= 40,
     undone: curve.undone,
