@@ -55,9 +55,7 @@ def _of_values(run: Run) -> Iterator[Finding]:
         steps = ", ".join(f"{mark.step:,}" for mark in run.marks if mark.kind == "rollback")
         where = f" (at step {steps})" if steps else ""
         text = f"The run went back to an earlier checkpoint {_times(run.rollbacks)}{where}."
-        yield Finding(
-            "note", text, "If it happens again, lower the learning rate, clip gradients or check the data."
-        )
+        yield Finding("note", text, "If it happens again, lower the learning rate, clip gradients or check the data.")
     skipped = run.curve("train/skipped_steps")
     count = int(skipped.finite[1].sum()) if skipped else 0
     if count:
