@@ -57,7 +57,7 @@ def test_restoring_to_evaluate_changes_nothing_on_disk(tmp_path):
 
 
 def test_training_on_from_an_older_checkpoint_keeps_aside_what_came_after_and_says_so(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="absl")
     with build(tmp_path) as controller:
         controller.train_and_evaluate(8, 4)
         before = read_jsonl(str(tmp_path / "metrics.jsonl"))

@@ -485,7 +485,7 @@ def test_records_that_other_processes_append_while_one_rewrites_are_not_lost(tmp
             os._exit(0)
         children.append(child)
     while children:
-        writer._keep(lambda record: True)
+        writer._file._keep(lambda record: True)
         children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
     counts = {}
     for record in read_jsonl(path):

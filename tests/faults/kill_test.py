@@ -108,7 +108,7 @@ def events(folder):
             for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
                 event = tf.compat.v1.Event.FromString(record)
                 for value in event.summary.value:
-                    if value.tag != "steps_per_second":
+                    if value.tag != "steps_per_second" and not value.tag.startswith("_hparams_/"):
                         number = np.asarray(tf.make_ndarray(value.tensor)).item()
                         found.append((split, value.tag, event.step, number))
     return sorted(found)

@@ -262,7 +262,7 @@ def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         children = sorted(tree.items())
     elif isinstance(tree, (tuple, list)):
-        children = zip(getattr(tree, "_fields", range(len(tree))), tree)
+        children = enumerate(tree)
     else:
         yield name or "batch", tree
         return
