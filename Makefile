@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test test-all bench lint bazel
+.PHONY: env demo test test-all bench lint docs bazel
 
 env: $(VENV)/installed
 
@@ -42,6 +42,14 @@ $(VENV)/peers: setup.cfg | env
 lint: env
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+
+# The site of docs/, in build/site; a broken link is an error.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+$(VENV)/docs: setup.cfg | env
+	$(VENV)/bin/python -m pip install --quiet --editable '.[docs]'
+	touch $@
 
 # Debian: apt-get install bazel-bootstrap bazel-rules-java. Tests run with the environment's Python, found on the PATH.
 bazel: env

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import textwrap
 
 import numpy as np
@@ -90,12 +91,14 @@ TPU_PAGES = {
     "tpu_strategy": LOWER.format(trainer="Separation", evaluator="None"),
     "tpu_course": CLASSIFIER,
 }
+MIGRATIONS = ("from_orbit", "from_keras", "from_tf_distribute", "from_lightning")
 PAGES = {
     "readme": readme,
     "guide": guide,
     "experiments": experiments,
     **{name: page(name, after) for name, after in TPU_PAGES.items()},
-    **{name: page(name) for name in ("from_orbit", "from_keras", "recipes", "after_training")},
+    **{name: page(name) for name in MIGRATIONS},
+    **{name: page(name) for name in ("recipes", "after_training")},
 }
 
 
@@ -145,7 +148,7 @@ def printed(result):
 
 def shown(pattern, text, count=1):
     """Returns the numbers that a pattern with one group finds in a text."""
-    found = [float(number) for number in re.findall(pattern, text)]
+    found = [float(number) for number in re.findall(pattern, text, re.MULTILINE)]
     assert len(found) == count, (pattern, text)
     return found
 
@@ -273,6 +276,23 @@ def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
     assert "stopped by Keras after 2 epochs" in out and first.count("\n") < 30
 
 
+def test_the_hand_written_loop_and_its_trainer_come_to_the_same_loss(results):
+    found = dict(re.findall(r"^(by hand|looplib): (\S+)$", printed(results["from_tf_distribute"]), re.MULTILINE))
+    assert float(found["by hand"]) < 0.3
+    np.testing.assert_allclose(float(found["looplib"]), float(found["by hand"]), rtol=1e-5)
+
+
+def test_the_program_ported_from_lightning_learns(results):
+    assert shown(r"^looplib: (\S+)$", printed(results["from_lightning"]))[0] > 0.95
+
+
+@pytest.mark.repetition
+def test_the_lightning_program_learns_as_its_port_does(tmp_path):
+    pytest.importorskip("lightning")
+    (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/from_lightning.md").read_text(), re.DOTALL)
+    assert shown(r"^lightning: (\S+)$", printed(run(sys.executable, program, tmp_path)))[0] > 0.95
+
+
 def test_the_readmes_table_has_every_flag_with_its_default():
     rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     flags = [*launch.FLAGS, *config.FLAGS]
@@ -285,7 +305,8 @@ def test_the_readmes_table_has_every_flag_with_its_default():
 def test_the_examples_in_docstrings_run():
     namespace = {"looplib": looplib, "np": np, "tf": tf, "keras": __import__("keras")}
     for kind in (looplib.Trainer, looplib.Evaluator):
-        exec(inspect.cleandoc(inspect.getdoc(kind).split("Example:")[1]), namespace)
+        (example,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(kind), re.DOTALL)
+        exec(textwrap.dedent(example), namespace)
     trainer = namespace["Line"]()
     controller = looplib.Controller(
         trainer=trainer, evaluator=namespace["LineError"](trainer.model), global_batch_size=32, writers=[]

@@ -30,11 +30,13 @@ class Event:
         `controller.save_checkpoint()`.
 
     Example:
+        ```python
         def stop_when_good(event):
             if event.split == "eval" and event.metrics["accuracy"] > 0.99:
                 event.controller.stop()
 
         looplib.Controller(..., actions=[stop_when_good])
+        ```
     """
 
     step: int
@@ -50,6 +52,7 @@ class Action:
     only the chief calls. All methods do nothing by default; an action with a memory defines both `state` and `load`.
 
     Example:
+        ```python
         class StopLate(looplib.Action):
             def __init__(self, patience=3):
                 self.patience, self.best, self.waited = patience, float("inf"), 0
@@ -67,6 +70,7 @@ class Action:
 
             def load(self, state):
                 self.best, self.waited = state
+        ```
     """
 
     def __call__(self, event: Event) -> None:

@@ -35,10 +35,12 @@ class WeightAverages(tf.Module):
       UsageError: for another decay.
 
     Example:
+        ```python
         averages = looplib.WeightAverages(model.trainable_variables, 0.999)
         averages.update()  # in step_fn, after the optimizer
         with averages.in_use():
             model.save("/tmp/averaged.keras")
+        ```
     """
 
     def __init__(self, variables: Sequence[Any], decay: float) -> None:

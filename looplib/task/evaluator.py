@@ -32,12 +32,14 @@ class Evaluator(abc.ABC):
         averaged weights. None by default.
 
     Example:
+        ```python
         class LineError(looplib.Evaluator):
             def dataset(self, context):
                 return context.indices(100).map(lambda i: tf.cast(i, tf.float32)[:, None] / 100)
 
             def step_fn(self, inputs):
                 return {"error": tf.abs(self.model(inputs, training=False) - 2 * inputs)}
+        ```
     """
 
     global_batch_size: int | None = None

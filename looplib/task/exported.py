@@ -20,9 +20,11 @@ class Exported:
       averages: `WeightAverages` that an export may use in place of the weights; None for none.
 
     Example:
+        ```python
         def export(self):
             serve = lambda images: {"class": tf.argmax(self.model(images, training=False), 1)}
             return looplib.Exported(serve, tf.TensorSpec([None, 28, 28, 1], name="images"), self.model)
+        ```
     """
 
     function: Callable[[Any], Any]

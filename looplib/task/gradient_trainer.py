@@ -67,8 +67,11 @@ class GradientTrainer(Trainer):
       micro_batches: int, number of parts of the per-replica batch that are computed one after the other, in the memory
         of one part. The update is that of the whole batch, also for parts of unequal weight. "auto" tries the divisors
         of the per-replica batch, from 1 upwards, on a batch of zeros, and takes the first whose memory suffices.
-      clip_value, clip_norm, clip_global_norm, clip_adaptive: floats, limits for the gradient of the global batch; see
-        `Clipping`. They are applied in this order.
+      clip_value: float, limit for each element of the gradient of the global batch; see `Clipping`. The limits are
+        applied in this order.
+      clip_norm: float, limit for the norm of each variable's gradient.
+      clip_global_norm: float, limit for the norm of all gradients together.
+      clip_adaptive: float, limit for each unit's gradient in relation to its weights.
       average_decay: float, keeps exponential moving averages of the trained weights with this decay, as the attribute
         `averages`. Give it to an evaluator as its attribute `averages`, and the evaluation runs on them.
       loss_scale: "auto" scales the loss dynamically if the model computes in float16; "dynamic" always; None never. A
@@ -90,6 +93,7 @@ class GradientTrainer(Trainer):
       UsageError: for bad input, as a sentence.
 
     Example:
+        ```python
         class Line(looplib.GradientTrainer):
             def __init__(self):
                 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -102,6 +106,7 @@ class GradientTrainer(Trainer):
             def loss_fn(self, inputs):
                 x, y = inputs
                 return tf.square(self.model(x, training=True) - y)[:, 0]
+        ```
     """
 
     def __init__(

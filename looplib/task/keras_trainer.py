@@ -40,9 +40,11 @@ class KerasTrainer(Trainer):
       UsageError: for a model that is not compiled, data that does not fit together, or a callback that cannot work.
 
     Example:
+        ```python
         trainer = looplib.KerasTrainer(model, x, y, validation_data=(x_test, y_test))
         controller = looplib.Controller(trainer=trainer, evaluator=trainer.evaluator(), global_batch_size=32)
         controller.train_and_evaluate(epochs=5)
+        ```
     """
 
     batches = "global"

@@ -30,7 +30,9 @@ class Profile(Action):
       UsageError: for bad input.
 
     Example:
+        ```python
         looplib.Controller(..., model_dir="/tmp/run", actions=[looplib.Profile(start=200, steps=20)])
+        ```
     """
 
     def __init__(self, start: int, steps: int) -> None:

@@ -118,9 +118,11 @@ def all_gather(value: Any) -> tf.Tensor:
       tensor `[global_batch, ...]`.
 
     Example:
+        ```python
         queries, keys = normalized(self.model(x)), looplib.all_gather(normalized(self.model(y)))
         labels = looplib.global_positions(queries)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(queries, keys, transpose_b=True))
+        ```
     """
     return tf.distribute.get_replica_context().all_gather(tf.convert_to_tensor(value), axis=0)
 

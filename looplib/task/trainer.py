@@ -35,6 +35,7 @@ class Trainer(abc.ABC):
       loss_name: str, the training metric that the guards against jumps and large values look at; default "loss".
 
     Example:
+        ```python
         class Line(looplib.Trainer):
             def __init__(self):
                 self.model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -52,6 +53,7 @@ class Trainer(abc.ABC):
                 variables = self.model.trainable_variables
                 self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
                 return {"loss": losses}
+        ```
     """
 
     global_batch_size: int | None = None
@@ -101,7 +103,9 @@ class Trainer(abc.ABC):
         end in "per_second" or "share_of_peak".
 
         Example:
+            ```python
             return {"tokens_per_second": self.global_batch_size * 128}
+            ```
         """
         return {}
 
@@ -150,7 +154,9 @@ class Trainer(abc.ABC):
           int32 tensor `[2]`.
 
         Example:
+            ```python
             noise = tf.random.stateless_normal(tf.shape(x), seed=self.step_seed())
+            ```
         """
         seed = tf.stack([tf.constant(self.run_seed, tf.int64), tf.cast(self.global_step, tf.int64)])
         replica = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)

@@ -1,0 +1,55 @@
+"""The site of docs/ has every page, and every public name."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import looplib
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def navigation():
+    """The files that the navigation of mkdocs.yml names."""
+
+    def files(entry):
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [entry] if isinstance(entry, str) else [file for part in parts for file in files(part)]
+
+    return files(yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)["nav"])
+
+
+def test_the_navigation_names_each_page_once():
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(navigation()) == sorted(pages)
+
+
+def test_the_readme_names_each_guide():
+    table = (ROOT / "README.md").read_text().split("## Documentation")[1].split("\n## ")[0]
+    named = re.findall(r"\(docs/([^)]*)\)", table)
+    guides = [page for page in navigation() if "/" not in page and page != "index.md"]
+    assert sorted(named) == sorted([*guides, "first_steps.ipynb"])
+
+
+def test_the_api_pages_name_each_public_name_where_it_is_defined():
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    blocks = re.findall(
+        r"^::: looplib\.(\S+)\n    options: {heading: looplib\.(\S+), toc_label: \2}$", text, re.MULTILINE
+    )
+    assert len(blocks) == text.count(":::")
+    assert {name: path for path, name in blocks if "." not in name} == {
+        name: f"{home}.{name}" for name, home in looplib._HOMES.items()
+    }
+
+
+@pytest.mark.repetition
+def test_the_site_is_built_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "site" / "api" / "training.html").stat().st_size > 100_000
