@@ -17,7 +17,7 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from trainers import image_classification, image_data
+from trainers import contrastive, diffusion, gan, image_classification, image_data, language_model, transformer
 
 ROOT = pathlib.Path(__file__).parents[1]
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
@@ -184,6 +184,44 @@ def test_what_is_loaded_without_looplib_computes_what_the_trainer_does(name, exp
     assert np.ptp(expected) > 0.01 and found.keys() >= {"keras"} - ({"keras"} if "resnet" in name else set())
     for part in found.values():
         np.testing.assert_allclose(part, expected, rtol=0, atol=1e-6 * max(1, np.abs(expected).max()))
+
+
+class OfOneRow(language_model.LanguageModelEvaluator):
+    def dataset(self, context):
+        return tf.data.Dataset.from_tensors((tf.constant([[7, 1, 2]]), tf.constant([0])))
+
+    def step_fn(self, inputs):
+        return {"tokens": looplib.total(tf.size(inputs[0]))}
+
+
+def research():
+    """Builds each of the research trainers that has a model of its own kind: yields (evaluator, inputs, outputs)."""
+    noise = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)
+    labels = np.array([3, 1, 4])
+    _, evaluator = gan.build(gan.Config(width=16, noise_size=4))
+    inputs = {"noise": noise[:, 0, :4, 0], "labels": labels}
+    yield evaluator, inputs, evaluator.sample(*map(tf.constant, inputs.values()))
+    _, evaluator = diffusion.build(diffusion.Config(width=8, sampling_steps=2))
+    yield evaluator, {"noise": noise, "labels": labels}, evaluator.sample(tf.constant(noise), tf.constant(labels))
+    _, evaluator = contrastive.build(contrastive.Config(width=32, projection=16))
+    yield evaluator, {evaluator.model.inputs[0].name: noise}, evaluator.model(noise, training=False)[0]
+    model = transformer.Decoder(9, 7, transformer.Size(width=8, layers=1, heads=2))
+    evaluator = OfOneRow(model, None, None)
+    tokens = np.array([[7, 1, 2, 7, 5], [7, 0, 1, 2, 3]], np.int32)
+    yield evaluator, {"tokens": tokens}, model(tokens)
+
+
+@pytest.mark.repetition
+def test_the_research_trainers_export_what_they_compute(tmp_path):
+    exports, expected = [], []
+    for evaluator, inputs, outputs in research():
+        controller = looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[])
+        path = controller.export(tmp_path / type(evaluator).__name__, averages=False)
+        exports.append((path, inputs, ""))
+        expected.append(np.array(outputs))
+    for found, outputs in zip(read_elsewhere(exports, tmp_path), expected, strict=True):
+        found = next(part for part in found.values() if part.shape == outputs.shape)
+        np.testing.assert_allclose(found, outputs, rtol=0, atol=1e-6 * max(1, np.abs(outputs).max()))
 
 
 def test_a_function_of_ones_own_is_exported_with_its_tables(exported):

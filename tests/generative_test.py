@@ -208,7 +208,7 @@ def test_the_real_images_are_recognised_and_their_halves_are_close(classifier):
         def sample(self, noise, labels):
             return tf.gather(other_half, noise)
 
-    evaluator = Real(sample_quality.make_classifier(), ())
+    evaluator = Real(None, None, sample_quality.make_classifier(), ())
     sample_quality.prepare_classifier(evaluator.classifier, classifier)
     metrics = looplib.Controller(evaluator=evaluator, global_batch_size=64, writers=[]).evaluate()["eval"]
     assert metrics["recognised"] > 0.9 and metrics["as_asked"] > 0.97

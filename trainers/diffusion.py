@@ -143,8 +143,7 @@ class DiffusionEvaluator(sample_quality.SampleEvaluator):
     """
 
     def __init__(self, trainer: DiffusionTrainer, sampling_steps: int) -> None:
-        super().__init__(trainer.classifier, IMAGE_SHAPE)
-        self.model, self.averages = trainer.model, trainer.averages
+        super().__init__(trainer.model, trainer.averages, trainer.classifier, IMAGE_SHAPE)
         self._steps = sampling_steps
 
     def sample(self, noise: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:

@@ -155,12 +155,11 @@ class GanEvaluator(sample_quality.SampleEvaluator):
     """
 
     def __init__(self, trainer: GanTrainer, noise_size: int) -> None:
-        super().__init__(trainer.classifier, (noise_size,))
-        self.generator, self.averages = trainer.generator, trainer.averages
+        super().__init__(trainer.generator, trainer.averages, trainer.classifier, (noise_size,))
 
     def sample(self, noise: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         """See `SampleEvaluator.sample`."""
-        return self.generator([noise, labels], training=False)
+        return self.model([noise, labels], training=False)
 
 
 def build(config: Config) -> tuple[GanTrainer, GanEvaluator]:

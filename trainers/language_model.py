@@ -129,6 +129,10 @@ class LanguageModelEvaluator(looplib.Evaluator):
         bits = metrics.pop("nats") / math.log(2) / (self._data.held_out_bytes * share)
         return {**metrics, "bits_per_byte": bits, "xz_bits_per_byte": self._data.xz}
 
+    def export(self) -> looplib.Exported:
+        """See `looplib.Evaluator.export`: the logits of the next tokens."""
+        return looplib.Exported(self.model, tf.TensorSpec([None, None], tf.int32, name="tokens"), self.model)
+
     def sample(self, seed: int) -> str:
         """Returns the prompt and its continuation by the model; equal seeds give equal texts."""
         config, data = self._config, self._data

@@ -157,12 +157,20 @@ class SampleEvaluator(looplib.Evaluator):
     After each evaluation, the first 100 samples are shown as the image `samples`.
 
     Args:
+      model: the model that makes the samples.
+      averages: of its weights; None for none.
       classifier: see `make_classifier`; the trainer prepares it, see `prepare_classifier`.
       noise_shape: the shape of the noise of one sample.
     """
 
-    def __init__(self, classifier: keras.Model, noise_shape: Sequence[int]) -> None:
-        self.classifier = classifier
+    def __init__(
+        self,
+        model: keras.Model,
+        averages: looplib.WeightAverages | None,
+        classifier: keras.Model,
+        noise_shape: Sequence[int],
+    ) -> None:
+        self.model, self.averages, self.classifier = model, averages, classifier
         self._noise_shape = tuple(noise_shape)
         (train, labels), (test, _) = image_data.digits_arrays()
         self._train = train[np.argsort(labels, kind="stable")][..., None]  # whose even and odd rows are the two halves
@@ -181,6 +189,12 @@ class SampleEvaluator(looplib.Evaluator):
         Returns:
           float32 `[b, 8, 8, 1]` in [0, 1].
         """
+
+    def export(self) -> looplib.Exported:
+        """See `looplib.Evaluator.export`: makes images of noise and labels."""
+        noise = tf.TensorSpec([None, *self._noise_shape], name="noise")
+        signature = (noise, tf.TensorSpec([None], tf.int64, name="labels"))
+        return looplib.Exported(lambda inputs: self.sample(*inputs), signature, self.model, self.averages)
 
     @property
     def own_actions(self) -> Sequence[Callable[[looplib.Event], object]]:
