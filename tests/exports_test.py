@@ -204,7 +204,8 @@ def research():
     _, evaluator = diffusion.build(diffusion.Config(width=8, sampling_steps=2))
     yield evaluator, {"noise": noise, "labels": labels}, evaluator.sample(tf.constant(noise), tf.constant(labels))
     _, evaluator = contrastive.build(contrastive.Config(width=32, projection=16))
-    yield evaluator, {evaluator.model.inputs[0].name: noise}, evaluator.model(noise, training=False)[0]
+    name = tf.nest.flatten(evaluator.export().signature)[0].name or "inputs"
+    yield evaluator, {name: noise}, evaluator.model(noise, training=False)[0]
     model = transformer.Decoder(9, 7, transformer.Size(width=8, layers=1, heads=2))
     evaluator = OfOneRow(model, None, None)
     tokens = np.array([[7, 1, 2, 7, 5], [7, 0, 1, 2, 3]], np.int32)
