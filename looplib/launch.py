@@ -211,7 +211,6 @@ class _Session:
 
 def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> None:
     from looplib.extras.tools import dry_run, preflight, replayer
-    from looplib.extras.trackers import by_name
 
     values = session.values
     if values["dry_run"]:
@@ -228,8 +227,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         values["loop"] = "graph"
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
-    tracked = trains and not values["dry_run"]
-    trackers = by_name.make(values["trackers"] or (), values["model_dir"]) if tracked else []
+    trackers = _make_trackers(values) if trains and values["trackers"] and not values["dry_run"] else []
     session.earlier = run_json.read(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
@@ -256,6 +254,12 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
     controller.report.write("done")
+
+
+def _make_trackers(values: dict[str, Any]) -> list[Writer]:
+    from looplib.extras.trackers import by_name
+
+    return by_name.make(values["trackers"], values["model_dir"])
 
 
 def _make_controller(

@@ -10,7 +10,7 @@ from looplib.extras.page.curves import Curve
 from looplib.extras.page.run import Run
 from looplib.task.monitored import mode_of
 
-_FEWEST = 8  # points of a curve of which a trend is told
+_FEWEST = 8  # points that a curve needs for a trend
 _WORSE = 0.05  # by which part of its range an evaluation is worse at the end than at its best
 
 
@@ -143,10 +143,6 @@ def _of_the_rate(run: Run) -> Iterator[Finding]:
     if last < 0.8 * first:
         text = f"The rate fell from {first:.4g} to {last:.4g} steps a second, from step {steps[-quarter]:,} on."
         yield Finding("note", text, "Look at what else the machine did, at the input, and at the memory.")
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _count(number: int, what: str) -> str:

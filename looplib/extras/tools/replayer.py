@@ -10,7 +10,6 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from looplib.extras.tools import step_view
 from looplib.extras.tools.player import VARIABLE, Answer, Order, Player
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ def answer(controller: "Controller", evaluate_every: int | None) -> None:
     Raises:
       UsageError: for a trainer with a loop of its own, or a step that cannot be reached.
     """
+    from looplib.extras.tools import step_view  # here, because every start of a binary imports this file
+
     order = Order(**json.loads(os.environ[VARIABLE]))
     player = Player(controller, evaluate_every)
     found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
