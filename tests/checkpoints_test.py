@@ -2,6 +2,7 @@
 
 import keras as keras3
 import numpy as np
+import pytest
 import tensorflow as tf
 import toy
 from conftest import make_strategy
@@ -9,6 +10,8 @@ from conftest import make_strategy
 import looplib
 from looplib.checkpoint.manager import peek
 from looplib.task.state import state_of
+
+pytestmark = pytest.mark.any_engine
 
 
 def test_models_optimizers_and_metrics_are_state_and_plain_attributes_are_not(keras):
@@ -175,6 +178,7 @@ def contained(steps, **settings):
     return trainer
 
 
+@pytest.mark.any_engine(False)
 def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, caplog):
     whole = contained(12)
     contained(6, model_dir=tmp_path)
@@ -185,6 +189,7 @@ def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, 
     assert "not saved" not in caplog.text
 
 
+@pytest.mark.any_engine(False)
 def test_variables_that_no_attribute_holds_are_named(caplog, keras):
     hidden = tf.Variable(1.0, name="hidden_scale")
 

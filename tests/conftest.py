@@ -36,6 +36,7 @@ _LONGEST = (
 _made = {}
 _controllers = []
 _all = False
+_engine = None
 
 
 def pytest_addoption(parser):
@@ -60,12 +61,14 @@ def pytest_configure(config):
 
 
 def _note_controllers(kind):
-    """Has each controller that is built put into `_controllers`."""
+    """Has each controller that is built put into `_controllers`, with the engine that the test chose."""
     build = kind.__init__
 
     @functools.wraps(build)
     def note_and_build(self, *args, **kwargs):
         _controllers.append(self)
+        if _engine:
+            kwargs.setdefault("loop", _engine)
         build(self, *args, **kwargs)
 
     kind.__init__ = note_and_build
@@ -123,6 +126,14 @@ def pytest_collection_finish(session):
 def base_folder(tmp_path_factory):
     """Makes the base of all temporary folders, which pytest cannot make for two threads of a fixture at once."""
     return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(autouse=True)
+def engine(request):
+    """Runs steps eagerly in tests marked `any_engine`: tracing is most of what a small controller costs."""
+    global _engine
+    marker = request.node.get_closest_marker("any_engine")
+    _engine = "eager" if marker and marker.args != (False,) and not _all else None
 
 
 @pytest.fixture(autouse=True)

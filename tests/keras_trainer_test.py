@@ -14,6 +14,8 @@ from conftest import make_strategy, more
 
 import looplib
 
+pytestmark = pytest.mark.any_engine
+
 BATCH, EPOCHS = 16, 3  # 49 examples: the last batch of an epoch has one
 FAMILIES = ("keras", "tf_keras")
 
@@ -63,6 +65,7 @@ def assert_as_in_fit(model, reports, expected):
 FEW = (("mlp", "tf_keras"), ("multi_output", "keras"), ("custom_train_step", "tf_keras"), ("regression", "keras"))
 
 
+@pytest.mark.any_engine(False)
 @pytest.mark.parametrize("name, keras", cases(*FEW), indirect=["keras"])
 def test_a_script_trains_as_in_fit(name, keras):
     model, reports, step = trained(name, keras)

@@ -19,6 +19,8 @@ from looplib.errors import duration
 from looplib.health.preemption import notice
 from looplib.task import model_table
 
+pytestmark = pytest.mark.any_engine
+
 ROOT = pathlib.Path(__file__).parents[1]
 DEFAULT = make_strategy("default")
 UsageError = looplib.UsageError

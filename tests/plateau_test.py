@@ -16,6 +16,8 @@ from conftest import make_strategy, more, repetitions
 import looplib
 from looplib.extras.tools.compare import compare
 
+pytestmark = pytest.mark.any_engine
+
 ROOT = pathlib.Path(__file__).parents[1]
 UsageError = looplib.UsageError
 
@@ -272,6 +274,7 @@ def test_bad_settings_are_sentences(case):
         make()
 
 
+@pytest.mark.any_engine(False)
 def test_what_cannot_work_is_a_sentence_before_the_first_step(tmp_path):
     def refused(sentence, action, **settings):
         controller = build([1] * 9, [action], **settings)

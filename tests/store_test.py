@@ -24,6 +24,8 @@ from looplib.checkpoint.warm_start import warm_start
 from looplib.errors import UsageError
 from looplib.task.state import ReplicaState
 
+pytestmark = pytest.mark.any_engine
+
 SCORES = {1: 0.1, 2: 0.9, 3: 0.3, 4: 0.8, 5: 0.2, 6: 0.4, 7: 0.35, 8: 0.5, 9: 0.45, 10: 0.15}
 
 
@@ -289,6 +291,7 @@ def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
             toy.controller(make_strategy("default"), trainer, evaluator, **settings).train_and_evaluate(4, 2)
 
 
+@pytest.mark.any_engine(False)
 def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
     """Where `loop_end` is the default one, the trace of the evaluation tells the names; Keras metrics among them."""
 

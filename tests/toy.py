@@ -94,7 +94,7 @@ def build(strategy, keras=keras3, optimizer="sgd"):
 
 def controller(strategy, trainer, evaluator=None, **settings):
     """A quiet controller of one step a loop and a global batch of 8."""
-    settings = {"global_batch_size": 8, "steps_per_loop": 1, "loop": "graph", "writers": [], **settings}
+    settings = {"global_batch_size": 8, "steps_per_loop": 1, "writers": [], **settings}
     return looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
 
 

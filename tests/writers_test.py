@@ -32,6 +32,8 @@ from looplib.report.ownership import event_files, this_process
 from looplib.report.progress import Pace, Progress
 from looplib.report.records import read_jsonl
 
+pytestmark = pytest.mark.any_engine
+
 
 def scalars(folder):
     events = event_accumulator.EventAccumulator(str(folder))
