@@ -1,16 +1,19 @@
-# Every target does its own set-up; `make env` makes the virtual environment .venv that the others use.
+# Every target does its own set-up; `make env` makes the virtual environment .venv that the others use. With TF=2.21 they
+# use another one, with that version of TensorFlow and without Model Garden, which requires 2.20.
 PYTHON ?= python3
-VENV := .venv
+TF ?= 2.20
+VENV := $(if $(filter 2.20,$(TF)),.venv,.venv-tf$(TF))
+EXTRAS := dev,$(if $(filter 2.20,$(TF)),models,trainers)
 RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test test-all bench lint docs bazel
+.PHONY: env demo test test-all test-tf221 smoke-tf221 bench lint docs bazel
 
 env: $(VENV)/installed
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]' 'tensorflow~=$(TF).0'
 	touch $@
 
 demo: env
@@ -28,6 +31,17 @@ test: env
 test-all: env
 	LOOPLIB_MUTATIONS=2000 LOOPLIB_FAULTS=200 $(RUN) -m pytest --all $(TOGETHER)
 	$(RUN) -m pytest --all -m alone
+
+# What needs no Model Garden; what does is listed as skipped.
+test-tf221:
+	$(MAKE) test TF=2.21 PYTEST_ADDOPTS=-rs
+
+# A part of it, of every kind: feeds, engines, both Keras families, checkpoints, and what looplib reads of TensorFlow's internals.
+smoke-tf221:
+	$(MAKE) smoke TF=2.21
+
+smoke: env
+	$(RUN) -m pytest -n 2 --dist loadfile $(SMOKE)
 
 bench: env $(VENV)/peers
 	$(RUN) -m benchmarks

@@ -12,6 +12,7 @@ Workloads:
   choice: what a run of a minute gains or loses by `loop="auto"` against "graph", for W1 to W5.
 """
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -29,6 +30,7 @@ _COMMANDS = {
     "W9": ["benchmarks.memory"],
     "choice": ["benchmarks.choice"],
 }
+_OF_MODEL_GARDEN = ("W5", "W9", "choice")  # for its ResNet, and its Orbit
 _WORKLOADS = flags.DEFINE_list("workloads", list(_COMMANDS), "The workloads to run; W10 is in W1 to W4.")
 _ROUNDS = flags.DEFINE_integer(
     "rounds", None, "Rounds of each workload but W9 and choice; by default each has its own."
@@ -45,8 +47,11 @@ def main(argv):
         raise app.UsageError(f"--workloads has {', '.join(sorted(unknown))}; expected some of {', '.join(_COMMANDS)}")
     output = pathlib.Path(_OUTPUT.value)
     output.unlink(missing_ok=True)  # numbers of an older run beside these would mislead
-    failed = []
-    for name in _WORKLOADS.value:
+    failed, names = [], _WORKLOADS.value
+    if not importlib.util.find_spec("official"):
+        names = [name for name in names if name not in _OF_MODEL_GARDEN]
+        print(f"without {', '.join(_OF_MODEL_GARDEN)}, which need Model Garden: pip install 'looplib[models]'")
+    for name in names:
         command = [sys.executable, "-m", *_COMMANDS[name], f"--output={output}"]
         if _ROUNDS.value and name not in ("W9", "choice"):
             command.append(f"--rounds={_ROUNDS.value}")

@@ -5,14 +5,11 @@ to nowhere; Keras runs with and without XLA, and its fit brings metrics to the h
 do once a loop.
 """
 
-import contextlib
 import functools
 import importlib.util
-import io
 import time
 
 import keras
-import orbit
 import tensorflow as tf
 
 import looplib
@@ -113,40 +110,10 @@ def by_hand(task, in_graph=True):
 
 
 def orbit_loop(task, to_the_end=False):
-    """Builds Orbit's controller: a tf.while loop of known length; to the end of the data it must call each step."""
-    runner = _OrbitTask(task, orbit.StandardEvaluatorOptions(use_tf_while_loop=not to_the_end))
-    step = task.optimizer.iterations  # one counter is enough
-    step = step if isinstance(step, tf.Variable) else step.value
-    role = {"trainer" if task.training else "evaluator": runner}
-    controller = orbit.Controller(**role, global_step=step, steps_per_loop=task.steps_per_loop)
+    """Builds Orbit's controller."""
+    from benchmarks import orbit_peer
 
-    def run(amount):
-        with contextlib.redirect_stdout(io.StringIO()):  # a terminal would cost more
-            if task.training:
-                controller.train(int(step) + amount)
-                return runner.metrics
-            return [controller.evaluate(-1 if to_the_end else task.steps_per_loop) for _ in range(amount)][-1]
-
-    return timed(run, task.loss)
-
-
-class _OrbitTask(orbit.StandardTrainer, orbit.StandardEvaluator):
-    def __init__(self, task, options):
-        orbit.StandardTrainer.__init__(self, task.dataset())
-        orbit.StandardEvaluator.__init__(self, task.dataset(), options)
-        self._task, self._sums = task, tf.Variable(tf.zeros(3))
-
-    def train_loop_begin(self):
-        self._sums.assign(tf.zeros(3))
-
-    def train_step(self, iterator):
-        self._sums.assign_add(self._task.sums(iterator))
-
-    def train_loop_end(self):
-        self.metrics = means(self._sums)
-        return self.metrics
-
-    eval_begin, eval_step, eval_end = train_loop_begin, train_step, train_loop_end
+    return orbit_peer.controller_loop(task, to_the_end)
 
 
 def keras_loop(task, jit_compile=False):
@@ -200,7 +167,9 @@ def lightning_loop(task):
     return lightning_peer.fit_loop(task)
 
 
-_OPTIONAL = {"jax": "jax", "lightning": "lightning"}  # contestant -> package
+# Contestant -> (module, what pip installs).
+_OPTIONAL = {"jax": ("jax", "jax"), "lightning": ("lightning", "lightning"), "orbit": ("orbit", "looplib[models]")}
+_OPTIONAL["orbit, to the end"] = _OPTIONAL["orbit"]
 TOLERANCES = {  # relative differences that count as the same, where they are larger than the workload's
     "looplib, own input": 0.1,  # it trains on the same examples in another order
     "jax": 0.1,  # likewise
@@ -226,7 +195,7 @@ CONTESTANTS = {
 
 def present(names):
     """Returns those whose packages are installed, and prints a line for each other."""
-    missing = [name for name in names if name in _OPTIONAL and not importlib.util.find_spec(_OPTIONAL[name])]
+    missing = [name for name in names if name in _OPTIONAL and not importlib.util.find_spec(_OPTIONAL[name][0])]
     for name in missing:
-        print(f"without {name}, which is not installed: pip install {_OPTIONAL[name]}")
+        print(f"without {name}, which is not installed: pip install '{_OPTIONAL[name][1]}'")
     return [name for name in names if name not in missing]

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 import gc
+import importlib.util
 import itertools
 import os
 import signal
@@ -32,6 +33,10 @@ _LONGEST = (
     "workers/parameter_server",
     "guards",
     "engines",
+)
+# Other tests run without Model Garden too. Whole files that need it say so by `pytest.importorskip`.
+needs_models = pytest.mark.skipif(
+    importlib.util.find_spec("official") is None, reason="needs Model Garden: pip install 'looplib[models]'"
 )
 _made = {}
 _controllers = []

@@ -13,7 +13,7 @@ import textwrap
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import more, repetitions
+from conftest import more, needs_models, repetitions
 
 import looplib
 from looplib import config, launch
@@ -259,6 +259,7 @@ def test_the_programs_of_after_training_run_as_printed(results, folders):
     assert kept and kept <= {"step-100", "step-200"}
 
 
+@needs_models
 def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
     out = printed(results["from_orbit"])
     found = dict(re.findall(r"^(adapter|ported): ([\d.]+)$", out, re.MULTILINE))

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 import tf_keras
 import toy
-from conftest import make_strategy, more
+from conftest import make_strategy, more, needs_models
 
 import looplib
 from trainers import contrastive, diffusion, gan, image_classification, image_data, language_model, transformer
@@ -147,11 +147,11 @@ CASES = {
 REPEATED = {
     "KerasTrainer, tf_keras": (keras_trainer, "tf_keras", "default"),
     "image classification, tpu_guide": (images, "tpu_guide", "default"),
-    "image classification, resnet18": (images, "resnet18", "default"),
     "image classification, cnn, two replicas": (images, "cnn", "mirrored_x2"),
     "GradientTrainer, Keras 3, two replicas": (gradient, "keras", "mirrored_x2"),
     "KerasTrainer, tf_keras, two replicas": (keras_trainer, "tf_keras", "mirrored_x2"),
 }
+RESNET = "image classification, resnet18"
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def exported(cases, tmp_path_factory):
     """Each case trained for two steps and exported: dict from its name to (outputs, what another process has)."""
     folder, exports, expected = tmp_path_factory.mktemp("exports"), [], {}
     for number, name in enumerate(cases("name")):
-        build, argument, strategy = {**CASES, **REPEATED}[name]
+        build, argument, strategy = {**CASES, **REPEATED, RESNET: (images, "resnet18", "default")}[name]
         strategy = make_strategy(strategy)
         trainer, evaluator, inputs = build(argument, strategy)
         with looplib.Controller(
@@ -178,7 +178,9 @@ def exported(cases, tmp_path_factory):
     return dict(zip(expected, zip(expected.values(), read_elsewhere(exports, folder))))
 
 
-@pytest.mark.parametrize("name", [*CASES, *more(REPEATED)])
+@pytest.mark.parametrize(
+    "name", [*CASES, *more(REPEATED), pytest.param(RESNET, marks=[needs_models, pytest.mark.repetition])]
+)
 def test_what_is_loaded_without_looplib_computes_what_the_trainer_does(name, exported):
     expected, found = exported[name]
     assert np.ptp(expected) > 0.01 and found.keys() >= {"keras"} - ({"keras"} if "resnet" in name else set())

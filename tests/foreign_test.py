@@ -6,9 +6,12 @@ import subprocess
 import threading
 import time
 
+import pytest
+
+pytest.importorskip("orbit", reason="needs Orbit, which comes with Model Garden: pip install 'looplib[models]'")
+
 import numpy as np
 import orbit
-import pytest
 import tensorflow as tf
 import tf_keras
 import toy

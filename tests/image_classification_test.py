@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from conftest import make_strategy, more
+from conftest import make_strategy, more, needs_models
 
 import looplib
 from trainers import image_classification, image_data, image_models
@@ -25,8 +25,9 @@ def run(config, strategy, steps, **settings):
         ("cnn", "mirrored_x2"),
         ("mlp", "mirrored_x2"),
         ("tpu_guide", "default"),
-        ("resnet18", "mirrored_x2"),
-        *more([("cnn", "default"), ("mlp", "default"), ("tpu_guide", "mirrored_x2"), ("resnet18", "default")]),
+        pytest.param("resnet18", "mirrored_x2", marks=needs_models),
+        *more([("cnn", "default"), ("mlp", "default"), ("tpu_guide", "mirrored_x2")]),
+        pytest.param("resnet18", "default", marks=[needs_models, pytest.mark.repetition]),
     ],
 )
 def test_every_model_trains_and_evaluates(model, name):
@@ -61,7 +62,7 @@ def test_optimizers_follow_their_schedule(optimizer):
     "changes, message",
     [
         (dict(model="vgg"), "--config.model is 'vgg'; expected one of cnn, mlp, tpu_guide"),
-        (dict(model="resnet7"), "expected resnet followed by one of"),
+        pytest.param(dict(model="resnet7"), "expected resnet followed by one of", marks=needs_models),
         (dict(optimizer="adamw"), "--config.optimizer is 'adamw'; expected adam or sgd"),
         (dict(learning_rate=0.0), "expected a positive rate"),
     ],

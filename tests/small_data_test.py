@@ -5,6 +5,7 @@ import collections
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import needs_models
 
 from trainers import small_data
 
@@ -45,6 +46,7 @@ def test_the_number_of_sentences_is_where_reading_stops():
     assert sum(map(len, documents[:-1])) < 50 <= sum(map(len, documents))
 
 
+@needs_models
 def test_a_sentence_is_cut_and_padded(tokenizer):
     short, long = small_data.sentence_examples([("the cat", 1), (" ".join(SENTENCES), 0)], tokenizer, 8)
     pieces = ["[CLS]", *tokenizer.tokenize("the cat"), "[SEP]"]
@@ -56,6 +58,7 @@ def test_a_sentence_is_cut_and_padded(tokenizer):
     assert _values(long, "input_ids")[-1] == tokenizer.vocab["[SEP]"]
 
 
+@needs_models
 def test_masked_words_are_where_the_positions_say(tokenizer):
     documents = [SENTENCES, SENTENCES[::-1]]
     originals = {tuple(tokenizer.convert_tokens_to_ids(tokenizer.tokenize(sentence))) for sentence in SENTENCES}
@@ -78,6 +81,7 @@ def test_masked_words_are_where_the_positions_say(tokenizer):
         assert _values(features, "segment_ids")[separators[0] : separators[0] + 2] == [0, 1]
 
 
+@needs_models
 def test_a_pair_is_padded_to_the_shortest_bucket_that_holds_it(tokenizer):
     shapes = set()
     for features in small_data.masked_lm_examples([["a cat.", "a mat.", *SENTENCES]], tokenizer, [(16, 2), (40, 4)]):
@@ -87,6 +91,7 @@ def test_a_pair_is_padded_to_the_shortest_bucket_that_holds_it(tokenizer):
     assert shapes == {(16, 2), (40, 4)}
 
 
+@needs_models
 def test_files_are_the_same_each_time(tmp_path):
     written = []
     for name in ("first", "second"):

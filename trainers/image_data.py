@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from looplib import InputContext, UsageError
 from looplib.errors import gist, join_names, read
+from trainers import needed
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
 _IN_MEMORY_BYTES = 1 << 30
@@ -158,8 +159,9 @@ def digits_arrays() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np
     Returns:
       ((images, labels) to train on, (images, labels) to test on); images are float32 `[n, 8, 8]` in [0, 1].
     """
-    import sklearn.datasets
-    import sklearn.model_selection
+    with needed.extra("trainers", "the data set of digits"):
+        import sklearn.datasets
+        import sklearn.model_selection
 
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8)
@@ -274,7 +276,8 @@ def from_tfds(name: str, data_dir: str, image_size: int, classes: str = "") -> I
     Raises:
       UsageError: if it does not exist, cannot be downloaded, or is not an image classification data set.
     """
-    import tensorflow_datasets as tfds
+    with needed.extra("trainers", f"--config.dataset={name}"):
+        import tensorflow_datasets as tfds
 
     try:
         builder = tfds.builder(name, data_dir=data_dir or None, try_gcs=False)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib import UsageError
+from trainers import needed
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> Any:
@@ -81,9 +82,10 @@ _LAYERS: dict[str, Callable[[Any], list[Any]]] = {
 
 def _resnet(name: str, image_shape: tuple[int, int, int], num_classes: int) -> Any:
     # Importing official takes seconds, so only this function does it.
-    import tf_keras
-    from official.vision.modeling import classification_model
-    from official.vision.modeling.backbones import resnet
+    with needed.extra("models", f"--config.model={name}"):
+        import tf_keras
+        from official.vision.modeling import classification_model
+        from official.vision.modeling.backbones import resnet
 
     depths = sorted(resnet.RESNET_SPECS)
     if not name[6:].isdigit() or int(name[6:]) not in depths:

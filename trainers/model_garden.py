@@ -4,18 +4,28 @@ Takes the flags of Model Garden's own `train.py` (`--experiment --mode --model_d
 --gin_file --gin_params --tf_data_service`), and looplib's, which override the configuration.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import gin
 import tensorflow as tf
 from absl import flags, logging
-from official.common import registry_imports  # noqa: F401  (registers the experiments)
-from official.core import config_definitions, exp_factory, task_factory, train_utils
-from official.modeling.multitask import configs as multitask_configs
 
 from looplib import Controller, Evaluator, Trainer, UsageError, launch
 from looplib.errors import gist
+from trainers import needed
+
+try:
+    with needed.extra("models", "trainers.model_garden"):
+        import gin
+        from official.common import registry_imports  # noqa: F401  (registers the experiments)
+        from official.core import config_definitions, exp_factory, task_factory, train_utils
+        from official.modeling.multitask import configs as multitask_configs
+except UsageError as error:
+    if __name__ == "__main__":
+        sys.exit(f"looplib: error: {error}")
+    raise
+
 from trainers import model_garden_config, model_garden_multi_task
 from trainers.model_garden_tasks import Experiment, TaskEvaluator, TaskTrainer
 

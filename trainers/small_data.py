@@ -19,6 +19,7 @@ import os
 import pathlib
 import random
 import re
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING
 import tensorflow as tf
 from absl import app, flags
 
-from trainers import image_data
+from looplib import UsageError
+from trainers import image_data, needed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,8 +163,9 @@ def write_vocab(path: str | os.PathLike[str], sentences: Iterable[str], size: in
     Returns:
       The tokenizer of that file, which converts text to lower case.
     """
-    from official.nlp.tools import tokenization
-    from tensorflow_text.tools.wordpiece_vocab import wordpiece_tokenizer_learner_lib as learner
+    with needed.extra("models", "the text data"):
+        from official.nlp.tools import tokenization
+        from tensorflow_text.tools.wordpiece_vocab import wordpiece_tokenizer_learner_lib as learner
 
     words = collections.Counter()
     basic = tokenization.BasicTokenizer(do_lower_case=True)
@@ -300,7 +303,11 @@ def main(argv: Sequence[str]) -> None:
     """Writes all files, and prints their paths."""
     del argv
     for write in (write_digits, write_text):
-        for path, count in write(flags.FLAGS.dir).items():
+        try:
+            written = write(flags.FLAGS.dir)
+        except UsageError as error:
+            sys.exit(f"looplib: error: {error}")
+        for path, count in written.items():
             print(f"{path}: {count} examples")
 
 

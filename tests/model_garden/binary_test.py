@@ -8,6 +8,9 @@ import re
 import subprocess
 
 import pytest
+
+pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib[models]'")
+
 import side_by_side
 import tensorflow as tf
 import yaml

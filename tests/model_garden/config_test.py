@@ -4,6 +4,9 @@ import pathlib
 import re
 
 import pytest
+
+pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib[models]'")
+
 from official.common import registry_imports  # noqa: F401
 from official.core import exp_factory
 from official.modeling import hyperparams

@@ -7,6 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
+
+pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib[models]'")
+
 import side_by_side
 import tensorflow as tf
 import tf_keras

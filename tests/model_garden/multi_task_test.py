@@ -1,8 +1,11 @@
 """Multi-task experiments run under looplib's controller as under Model Garden's driver."""
 
+import pytest
+
+pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib[models]'")
+
 import multi_task
 import numpy as np
-import pytest
 import side_by_side
 import tensorflow as tf
 
