@@ -6,7 +6,7 @@ VENV := $(if $(filter 2.20,$(TF)),.venv,.venv-tf$(TF))
 EXTRAS := dev,$(if $(filter 2.20,$(TF)),models,trainers)
 RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test test-all test-tf221 smoke-tf221 bench lint docs bazel
+.PHONY: env demo test test-all test-tf221 smoke smoke-tf221 bench lint docs bazel
 
 env: $(VENV)/installed
 
@@ -36,12 +36,14 @@ test-all: env
 test-tf221:
 	$(MAKE) test TF=2.21 PYTEST_ADDOPTS=-rs
 
-# A part of it, of every kind: feeds, engines, both Keras families, checkpoints, and what looplib reads of TensorFlow's internals.
+# A part of it: TensorFlow's internals, both Keras families, loops, checkpoints, evaluation, a ready trainer.
+SMOKE := tf loops checkpoints evaluator image_classification
+
 smoke-tf221:
-	$(MAKE) smoke TF=2.21
+	$(MAKE) smoke TF=2.21 PYTEST_ADDOPTS=-rs
 
 smoke: env
-	$(RUN) -m pytest -n 2 --dist loadfile $(SMOKE)
+	$(RUN) -m pytest -n 2 --dist loadfile $(SMOKE:%=tests/%_test.py)
 
 bench: env $(VENV)/peers
 	$(RUN) -m benchmarks

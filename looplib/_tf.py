@@ -6,7 +6,7 @@ of them stay; the collector would visit them again and again, which takes a fift
 Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
 Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
 is not as expected, and looplib then says less and does not fail. `tests/tf_test.py` tries each with the TensorFlow that
-is installed, and names what that version changed. Of this kind are also
+is installed, and names what that version changed; all work with the versions of `KNOWN`. Of this kind are also
 `extras/tools/xla.py`, for messages and programs of XLA that one tool reads, and `loop/fused_optimizers.py`, for
 attributes of Keras.
 """
@@ -30,6 +30,8 @@ finally:
 from absl import logging
 
 from looplib.errors import UsageError, gist
+
+KNOWN = ("2.20", "2.21")  # versions of TensorFlow
 
 _FOLDER = os.path.dirname(tf.__file__) + os.sep
 _STRATEGIES = {
@@ -200,7 +202,7 @@ def lost_server(error: BaseException, of_any_process: bool = False) -> UsageErro
 
 
 def name_of(strategy: tf.distribute.Strategy) -> str:
-    """Returns the public name of a strategy's class; TensorFlow 2.20 has other ones for two of them."""
+    """Returns the public name of a strategy's class; TensorFlow 2.21 and older have other ones for two of them."""
     name = type(strategy).__name__.removesuffix("V2")
     return _STRATEGIES.get(name, name)
 
@@ -322,12 +324,12 @@ def is_of_the_input(error: BaseException) -> bool:
 
 def is_late_variable(error: BaseException) -> bool:
     """Returns whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
-    return type(error).__name__ == "UnliftableError"  # TensorFlow 2.20 has no public name for it
+    return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.21)
 
 
 def wrapped_by_coordinator(error: Exception) -> BaseException:
     """Returns the error of a call that TensorFlow's ClusterCoordinator has wrapped; any other error unchanged."""
-    return getattr(error, "original_exception", error)  # of a type without a public name (TensorFlow 2.20)
+    return getattr(error, "original_exception", error)  # of a type without a public name (TensorFlow 2.21)
 
 
 def shorten_messages_about_workers() -> None:
@@ -339,7 +341,7 @@ def shorten_messages_about_workers() -> None:
 
 
 class _WorkerMessages(python_logging.Filter):
-    """Recognizes the messages of TensorFlow 2.20's ClusterCoordinator; those of other versions are not changed."""
+    """Recognizes the messages of the ClusterCoordinator of TensorFlow 2.20 and 2.21; others are not changed."""
 
     _NOISE = (
         "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
@@ -365,8 +367,8 @@ class _WorkerMessages(python_logging.Filter):
         return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)
 
 
-# How TensorFlow 2.20 writes the state of an iterator as text. If another version has none of these names, no stage is
-# found, and `data.iterator_state` saves nothing.
+# How TensorFlow 2.20 and 2.21 write the state of an iterator as text. If another version has none of these names, no
+# stage is found, and `data.iterator_state` saves nothing.
 
 
 def keys_of_iterator_state(texts: list[bytes]) -> list[bytes]:
@@ -399,7 +401,7 @@ def _without_epochs(texts: list[bytes]) -> list[bytes]:
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:
-    """Returns why TensorFlow 2.20 would restore an iterator's state wrongly, as a clause; "" if no reason is known."""
+    """Returns why TensorFlow (2.20, 2.21) would restore an iterator's state wrongly, as a clause; "" if it would not."""
     stages = stages_of_iterator_state(texts)
     if "CSV" in stages:
         return "it reads CSV files, whose saved place TensorFlow restores at the end of what was buffered"
@@ -420,7 +422,7 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
 
 
 def message_without_op(error: tf.errors.OpError) -> str:
-    """Returns the message of an error without the op's name, which TensorFlow 2.20 puts before and after it."""
+    """Returns the message of an error without the op's name, which TensorFlow 2.20 and 2.21 put before and after it."""
     return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
 
 

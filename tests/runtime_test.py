@@ -199,3 +199,23 @@ def test_a_tpu_that_is_found_is_taken(monkeypatch):
     monkeypatch.setenv("TPU_NAME", "mine")
     runtime.setup("auto")
     assert calls == ["connect", "initialize", "strategy"]
+
+
+@pytest.mark.parametrize(
+    "gpus, name, expected",
+    [
+        (1, "auto", "DefaultStrategy, 1 replica"),
+        (1, "one_device", "OneDeviceStrategy, 1 replica"),
+        (3, "auto", "MirroredStrategy, 3 replicas"),
+        (3, "one_device", "OneDeviceStrategy, 1 replica"),
+    ],
+)
+def test_all_gpus_are_chosen_and_are_not_mixed_with_cpus(gpus, name, expected, monkeypatch):
+    """CPU devices stand in for the list of GPUs."""
+    cpus = tf.config.list_logical_devices("CPU")
+    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: cpus[:gpus] if kind == "GPU" else cpus)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: cpus[:gpus] if kind == "GPU" else cpus)
+    strategy, _ = runtime._choose(name, cpus[:gpus])
+    assert runtime.describe(strategy) == expected
+    with pytest.raises(UsageError, match=f"this machine has {gpus} GPUs?; leave it out, or hide the GPUs"):
+        runtime._prepare_devices(2)

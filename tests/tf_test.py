@@ -21,7 +21,6 @@ from looplib.extras.tools import xla
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
-TRIED_WITH = "2.20"
 # Uses that are not in _tf.py, by file: a list to shorten, not to lengthen.
 ELSEWHERE = {
     "_keras.py": {"_random_generator", "_generator"},  # tf_keras's random layers
@@ -291,7 +290,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path) -> No
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {TRIED_WITH} did; fix it in looplib/_tf.py (or extras/tools/xla.py)"
+            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/_tf.py (or extras/tools/xla.py)"
         ) from error
 
 

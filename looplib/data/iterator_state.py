@@ -13,7 +13,7 @@ _MOST_BYTES = 256 * 2**20
 _PIECES = 4
 _DIGEST_BYTES = 16
 _FAIL = 2  # the op's policy: refuse what has state outside of the iterator
-# Stages that TensorFlow 2.20 restores exactly, by their names in its states: tests/sources_test.py tries each.
+# Stages that TensorFlow 2.20 and 2.21 restore exactly, by their names in its states: tests/sources_test.py tries each.
 TRIED = frozenset(
     """
     AssertCardinality BatchV2 Concatenate DenseToSparseBatch DirectedInterleave Filter FiniteRepeat FiniteSkip
