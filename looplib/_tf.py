@@ -401,7 +401,7 @@ def _without_epochs(texts: list[bytes]) -> list[bytes]:
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:
-    """Returns why TensorFlow (2.20, 2.21) would restore an iterator's state wrongly, as a clause; "" if it would not."""
+    """Returns why TensorFlow (2.20, 2.21) would restore an iterator's state wrongly; "" if no reason is known."""
     stages = stages_of_iterator_state(texts)
     if "CSV" in stages:
         return "it reads CSV files, whose saved place TensorFlow restores at the end of what was buffered"
