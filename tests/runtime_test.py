@@ -201,21 +201,21 @@ def test_a_tpu_that_is_found_is_taken(monkeypatch):
     assert calls == ["connect", "initialize", "strategy"]
 
 
-@pytest.mark.parametrize(
-    "gpus, name, expected",
-    [
-        (1, "auto", "DefaultStrategy, 1 replica"),
-        (1, "one_device", "OneDeviceStrategy, 1 replica"),
-        (3, "auto", "MirroredStrategy, 3 replicas"),
-        (3, "one_device", "OneDeviceStrategy, 1 replica"),
-    ],
-)
-def test_all_gpus_are_chosen_and_are_not_mixed_with_cpus(gpus, name, expected, monkeypatch):
+def test_all_gpus_are_chosen_and_are_not_mixed_with_cpus(python):
     """CPU devices stand in for the list of GPUs."""
-    cpus = tf.config.list_logical_devices("CPU")
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: cpus[:gpus] if kind == "GPU" else cpus)
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: cpus[:gpus] if kind == "GPU" else cpus)
-    strategy, _ = runtime._choose(name, cpus[:gpus])
-    assert runtime.describe(strategy) == expected
-    with pytest.raises(UsageError, match=f"this machine has {gpus} GPUs?; leave it out, or hide the GPUs"):
-        runtime._prepare_devices(2)
+    code = """
+runtime.setup("auto", num_virtual_devices=3)
+cpus, found = tf.config.list_logical_devices("CPU"), []
+for gpus in (cpus[:1], cpus):
+    tf.config.list_logical_devices = tf.config.list_physical_devices = lambda kind: gpus if kind == "GPU" else cpus
+    found += [runtime.describe(runtime._choose(name, gpus)[0]) for name in ("auto", "one_device")]
+try:
+    runtime.setup("auto", num_virtual_devices=2)
+except UsageError as error:
+    found.append("refused" if "this machine has 3 GPUs; leave it out" in str(error) else str(error))
+print("; ".join(found))
+"""
+    assert in_a_new_process(code, python) == (
+        "DefaultStrategy, 1 replica; OneDeviceStrategy, 1 replica; MirroredStrategy, 3 replicas; "
+        "OneDeviceStrategy, 1 replica; refused"
+    )
