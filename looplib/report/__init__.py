@@ -19,7 +19,7 @@ Names that other rooms may use, by file:
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read, settings_of
     shown: Histogram, Images, Shown, Texts
-    speed: Speed, measured_peak
+    speed: Speed
     tensorboard_writer: TensorBoardWriter
     writer: Setting, Writer
     writers: Writers, make_writers
