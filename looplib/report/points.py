@@ -1,6 +1,7 @@
 """What a run notes at its reports: its memory, and where the time went up to there."""
 
 import dataclasses
+import functools
 import os
 
 import tensorflow as tf
@@ -63,8 +64,12 @@ def _host_bytes() -> int | None:
 
 
 def _device_bytes() -> int | None:
-    names = [device.name for kind in ("GPU", "TPU") for device in tf.config.list_logical_devices(kind)]
     try:
-        return max((tf.config.experimental.get_memory_info(name)["current"] for name in names), default=None)
+        return max((tf.config.experimental.get_memory_info(name)["current"] for name in _devices()), default=None)
     except (ValueError, tf.errors.OpError):  # a device whose memory is not counted
         return None
+
+
+@functools.cache
+def _devices() -> list[str]:
+    return [device.name for kind in ("GPU", "TPU") for device in tf.config.list_logical_devices(kind)]
