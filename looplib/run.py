@@ -139,7 +139,7 @@ class Run:
 
     def _make_report(self, config: Any) -> run_json.RunReport:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
-        self._page = Page(self.model_dir if writes else None, self.directory.check_lock)
+        self._page = Page(self.model_dir if writes and self.directory.writes else None, self.directory.check_lock)
         return run_json.RunReport(
             path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
