@@ -25,7 +25,9 @@ _ENGINES = flags.DEFINE_list("engines", ["graph", "xla"], "The loop engines to m
 _OUTPUT = flags.DEFINE_string("output", "build/bench.json", "The file to add the ratios to.")
 
 
-class _Mlp(looplib.GradientTrainer):
+class Mlp(looplib.GradientTrainer):
+    """The MLP of W1, which may show images and histograms."""
+
     def __init__(self, arrays, shows):
         import keras
 
@@ -71,7 +73,7 @@ def main(argv):
     found, arrays = [], WORKLOADS["W1"].arrays()
     for engine in _ENGINES.value:
         controllers = [
-            looplib.Controller(trainer=_Mlp(arrays, shows), global_batch_size=128, loop=engine, writers=[])
+            looplib.Controller(trainer=Mlp(arrays, shows), global_batch_size=128, loop=engine, writers=[])
             for shows in (False, True)
         ]
         for name, show in (("steps not shown", False), ("a step in each turn shown", True)):

@@ -167,6 +167,34 @@ def called(op: tf.Operation) -> Iterator[str]:
             yield function.name
 
 
+def needed(graph: tf.Graph) -> Iterator[tf.Operation]:
+    """Yields the ops of a function's graph that its results or its side effects need.
+
+    Raises:
+      AttributeError: if the graph is not a function's, or TensorFlow does not say what its side effects are.
+    """
+    todo = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
+    seen = set(todo)
+    while todo:
+        op = todo.pop()
+        yield op
+        for before in (*(tensor.op for tensor in op.inputs), *op.control_inputs):
+            if before not in seen:
+                seen.add(before)
+                todo.append(before)
+
+
+def graphs_called(op: tf.Operation, name: str | None = None) -> list[tf.Graph]:
+    """Returns the graphs of the functions that an op calls, as far as TensorFlow hands them out.
+
+    Args:
+      op: the op.
+      name: the attribute that names the function, such as "body"; None for all.
+    """
+    names = called(op) if name is None else [op.get_attr(name).name]
+    return [found for found in (_graph_of(op.graph, one) for one in names) if found is not None]
+
+
 def _graph_of(graph: tf.Graph, name: str) -> tf.Graph | None:
     """Returns the graph of a function that a graph calls; None if TensorFlow does not hand it out."""
     try:

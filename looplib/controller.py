@@ -460,6 +460,7 @@ class Controller:
             with run.saved():
                 self._evaluate_now(step, schedule, eval_steps)
         run.writers.flush()
+        run.note_speed()
 
     def _evaluate_now(self, step: int, schedule: Schedule, eval_steps: int) -> None:
         self._show_progress(step, schedule, evaluating=True)

@@ -11,6 +11,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import stat
 import tempfile
 import time
@@ -232,6 +233,11 @@ def check_writable(directory: str) -> None:
             f"model_dir {directory} cannot be written to ({gist(error)}); use a writable directory, or fix "
             "its permissions"
         ) from error
+
+
+def safe_name(name: str) -> str:
+    """Returns up to 80 characters with which a file can be named, from the name of a metric or an evaluator."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
 
 
 def free_name(path: str) -> str:

@@ -367,7 +367,7 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     if session.temporary:
         shutil.rmtree(session.temporary, ignore_errors=True)
     if controller and controller.is_chief and not failed:
-        print(*controller.clock.summary(), sep="\n")
+        print(*controller.clock.summary(), *filter(None, [controller.report.speed]), sep="\n")
     sys.stdout.flush()
     if failed:
         _tf.log_errors_only()  # warnings as objects are deleted would come after the last line

@@ -22,6 +22,7 @@ from looplib.errors import Preempted, UsageError
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
+from looplib.loop import flops
 from looplib.loop.base import Ran
 from looplib.loop.loops import Loops, LoopSettings
 from looplib.loop.recorded import RecordedParts
@@ -109,6 +110,7 @@ class Run:
         self.model_dir, self._policy, self._settings = model_dir, policy, settings
         self._max_time = max_time
         self._trains = self._closed = self._save_noted = False
+        self._trained = 0  # steps of this start
         action_states = ActionStates(actions)
         self._continued_from: tuple[int, int] | None = None  # a step, and the last report before it
         if trainer:
@@ -129,6 +131,8 @@ class Run:
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
             self.report.model = model_table.note(trainer)
+            self.report.speed = flops.of_training(self.loops.training, settings.strategy)
+            logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)
 
     # Building.
@@ -262,6 +266,7 @@ class Run:
           UsageError: if a background save has failed, or the user's program counts the steps too.
         """
         ran = self.loops.train(step, boundary, horizon)
+        self._trained += ran.done
         if not ran.finite:
             after, names = self.loops.training.reducer.first_bad()
             raise self.recovery.trouble_in_step(self.window.start + after, names)
@@ -279,7 +284,15 @@ class Run:
         self._page.note_news()
         if split == "train":
             self.store.record.train = metrics
-            self.report.memory.note(step)
+            self.report.points.note(step)
+
+    def note_speed(self) -> None:
+        """Notes the share of the devices' peak that the training has reached, once it has ended."""
+        seconds = self.clock.of("train") + self.clock.of("input")
+        if self.report.speed and self.report.path and self._trained and seconds:
+            with self.clock.phase("report"):
+                strategy = self._settings.strategy
+                self.report.speed = flops.with_share(self.report.speed, strategy, self._trained / seconds)
 
     def show(self, split: str, step: int, shown: Mapping[str, Shown]) -> None:
         """Gives media to the writers, if there are any."""

@@ -96,12 +96,16 @@ def test_stops_are_between_two_loops_and_change_no_report(profiled):
     assert [b.report for b in boundaries] == [True, False, False, True]
 
 
-def test_memory_is_in_run_json_and_in_no_record(profiled):
+def test_memory_and_time_are_in_run_json_and_in_no_record(profiled):
     folder, _ = profiled
     starts = json.loads((folder / "run.json").read_text())["starts"]
-    points = [point for start in starts for point in start["memory"]]
+    points = [point for start in starts for point in start["points"]]
     assert [point["step"] for point in points] == [10, 20, 30, 40]
     assert all(1e8 < point["host_bytes"] < 1e11 and point["device_bytes"] is None for point in points)
+    for start in starts:
+        before, after = (point["seconds"] for point in start["points"])
+        assert 0 < before["train"] <= after["train"] <= start["seconds"]["train"] + 0.01
+        assert sum(after.values()) <= start["seconds"]["wall"] + 0.1
 
 
 def test_times_inside_of_an_op_are_not_its_own():

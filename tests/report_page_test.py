@@ -102,6 +102,12 @@ def evil(run, tmp_path_factory):
     }
     report["config"] = {EVIL: EVIL, "deep": {"a": [EVIL] * 5000}}
     report["seconds"] |= {EVIL: 3.0, "wall": "x"}
+    report["traceback"], report["speed"] = (
+        [EVIL],
+        {"flops_per_step": 1e300, "dtype": EVIL, "share_of_peak": -1, "peak": 0},
+    )
+    wrong = [{"step": 10**400}, {"step": 5, "seconds": {EVIL: 1e308, "train": -1}, "host_bytes": -1}, 3]
+    report["starts"][0]["points"] = [*wrong, *report["starts"][0]["points"], {"step": 5, "seconds": []}]
     report["starts"][0] |= {"command": [EVIL], "rollbacks": [{"step": 4, "to": 2, "reason": EVIL}, 7], "seconds": []}
     report["model"]["variables"] += [{"name": EVIL, "shape": ["x", 3], "parameters": 10**400}, None]
     (folder / "run.json").write_text(json.dumps(report))
@@ -170,6 +176,26 @@ def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
     waits = {name: value for name, value in report["seconds"].items() if name != "wall" and value}
     assert set(sheet.locator(".phases b").all_inner_texts()) == set(waits)
     assert report["versions"]["tensorflow"] in sheet.inner_text("#history")
+    assert "480 FLOPs" in sheet.inner_text("#model") and report["speed"]["flops_per_step"] == 480
+    shares = dict(sheet.evaluate("[...charts].at(-2).lines.map((line) => [line.label, [line.steps, line.values]])"))
+    up_to_9 = report["starts"][1]["points"][0]["seconds"]  # a report each step
+    assert shares["train"][0] == list(range(13)) and set(shares) <= set(waits)
+    for name, (_, values) in shares.items():
+        assert values[9] == pytest.approx(up_to_9.get(name, 0) / sum(up_to_9.values()), abs=1e-6)
+
+
+def test_a_failed_run_shows_its_traceback(tmp_path, opened):
+    def explode(event):
+        raise ValueError(EVIL)
+
+    with pytest.raises(ValueError):
+        train(tmp_path, 4, actions=[explode])
+    sheet = opened(tmp_path / "report.html")
+    assert not sheet.locator(".failure details pre").count()
+    sheet.click("text=Traceback")
+    shown = sheet.inner_text(".failure details pre")
+    assert "report_page_test.py" in shown and "in explode" in shown and shown.rstrip().endswith(f"ValueError: {EVIL}")
+    assert sheet.evaluate("window.hacked") is None
 
 
 def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):

@@ -21,7 +21,7 @@ TESTS = {
     ],
     "health": ["debuggers", "guards", "preemption"],
     "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
-    "loop": ["checksums", "engines", "fused", "loops", "media", "metrics", "optimizers"],
+    "loop": ["checksums", "engines", "flops", "fused", "loops", "media", "metrics", "optimizers"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": [
         "batch_sizes",

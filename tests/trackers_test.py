@@ -1,6 +1,7 @@
 """Trackers: each has the metrics of a run that was killed and resumed, and none can fail or delay a training."""
 
 import csv
+import shutil
 import threading
 import time
 
@@ -43,6 +44,7 @@ def tracked(tmp_path_factory):
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         with pytest.raises(_KilledError):
             train(directory, by_name.make(names, str(directory)), [kill], rate=0.1)
+        shutil.copytree(directory.parent, directory.parent.with_name("tracked_failed"))
         train(directory, by_name.make(names, str(directory)), rate=0.2)
     return directory
 
@@ -79,12 +81,21 @@ def test_a_table_gets_the_columns_of_later_metrics(tmp_path):
     assert (tmp_path / "csv" / "train.csv").read_text() == "step,a,b\n2,,2\n1,3.0,\n4,nan,\n"
 
 
-def test_mlflow_continues_its_run(tracked, monkeypatch):
+def test_mlflow_continues_its_run_and_says_how_it_ended(tracked, monkeypatch, tmp_path):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     client = mlflow.MlflowClient(f"file://{tracked.parent / 'mlruns'}")
     (run,) = client.search_runs([client.get_experiment_by_name("looplib").experiment_id])
     assert run.info.run_name == "run" and run.info.status == "FINISHED"
+    earlier = mlflow.MlflowClient(f"file://{tracked.parent.with_name('tracked_failed') / 'mlruns'}")
+    assert earlier.get_run(run.info.run_id).info.status == "FAILED"
+    (directory := tmp_path / "preempted").mkdir()
+    (directory / "run.json").write_text('{"status": "preempted"}')
+    writer = looplib.MlflowWriter(str(directory))
+    writer.write(1, "train", {"loss": 1.0})
+    writer.close()
+    other = mlflow.MlflowClient(f"file://{tmp_path / 'mlruns'}")
+    assert other.get_run((directory / "mlflow.id").read_text().strip()).info.status == "KILLED"
     assert run.data.params["config.rate"] == "0.1" and run.data.tags["changed.config.rate"] == "0.2"
     history = [(n, m.step, m.value) for n in run.data.metrics for m in client.get_metric_history(run.info.run_id, n)]
     exact = {key: value for key, value in expected(tracked).items() if not key[0].endswith("per_second")}

@@ -9,6 +9,7 @@ Names that other rooms may use, by file:
     eager: none
     engines: ENGINES
     example_checksum: METRIC, VARIABLE
+    flops: of_training, with_share
     fused_optimizers: none
     global_share: none
     graph: none

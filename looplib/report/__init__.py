@@ -8,9 +8,9 @@ Names that other rooms may use, by file:
     jsonl_writer: JsonlWriter
     media_writer: none
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
-    memory: none
     ownership: none
     page: Page
+    points: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
     progress: Pace, format_seconds, headline
@@ -19,6 +19,7 @@ Names that other rooms may use, by file:
     program: DIFF, diff, git, this_program
     run_json: RunReport, Standing, as_dict, changed_settings, path_of, read, settings_of
     shown: Histogram, Images, Shown, Texts
+    speed: Speed
     tensorboard_writer: TensorBoardWriter
     writer: Setting, Writer
     writers: Writers, make_writers

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import re
 from collections.abc import Mapping
 
 import tensorflow as tf
@@ -17,7 +16,6 @@ from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writer import Writer
 
 FOLDER, FILE = "media", "media.jsonl"
-_LONGEST_NAME = 80  # characters of a metric's name in the name of a file
 
 
 class MediaWriter(Writer):
@@ -64,7 +62,7 @@ class MediaWriter(Writer):
 
     def _fields(self, step: int, split: str, name: str, shown: Shown) -> Record:
         if isinstance(shown, Images):
-            begin = f"{_safe(split)}.{_safe(name)}.{step:08}"
+            begin = f"{files.safe_name(split)}.{files.safe_name(name)}.{step:08}"
             return {"kind": "image", "files": [self._write(begin, i, png) for i, png in enumerate(shown.files)]}
         if isinstance(shown, Histogram):
             return {"kind": "histogram", "edges": list(shown.edges), "counts": list(shown.counts)}
@@ -78,8 +76,3 @@ class MediaWriter(Writer):
         files.write_whole(path, png, durable=False)
         self._new.append(path)
         return name
-
-
-def _safe(name: str) -> str:
-    """Returns a name with which a file can be named."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:_LONGEST_NAME]

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,12 +19,14 @@ from looplib import console
 from looplib.errors import Preempted, UsageError, gist
 from looplib.files import parse_json, read_text, write_whole
 from looplib.report.clock import Clock
-from looplib.report.memory import MemoryLog
 from looplib.report.ownership import this_process
+from looplib.report.points import Points
 from looplib.report.program import DIFF, Program
+from looplib.report.speed import Speed
 from looplib.report.writer import Setting
 
 _OF_TRAINING = "run.json"
+_MOST_TRACEBACK = 20_000  # characters, of its end
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
 
 
@@ -59,9 +62,9 @@ class RunReport:
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
     all starts. `starts` lists them, each with `started`, `command`, `program`, `process`, `versions`, `restored_from`,
-    `status`, `step`, `seconds`, `verdict`, `memory`, `changed` (the settings that differ from the start before) and, if
-    there were any, `rollbacks`. `not_default` lists the settings that differ from their defaults. Where something that
-    was printed is lost, `console` says why.
+    `status`, `step`, `seconds`, `verdict`, `points`, `changed` (the settings that differ from the start before) and, if
+    there were any, `rollbacks`. `traceback` is that of the newest start, if it failed. `not_default` lists the settings
+    that differ from their defaults. Where something that was printed is lost, `console` says why.
 
     Attributes:
       path: the file; None writes nothing.
@@ -74,7 +77,8 @@ class RunReport:
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
       program: the `Program` of a binary, whose changed code is written beside the report; None for none.
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
-      memory: the memory at the reports of this start.
+      speed: how much the training computes; None where that is not known.
+      points: memory and seconds at the reports of this start.
       defaults: `flags` and `config` as they are when nothing is set, for `not_default`; None if they are not known.
       at_end: called without arguments after the file was written because the run has ended in some way.
     """
@@ -89,11 +93,16 @@ class RunReport:
     config: Any = None
     program: Program | None = None
     model: dict[str, Any] | None = None
-    memory: MemoryLog = dataclasses.field(default_factory=MemoryLog, init=False)
+    speed: Speed | None = None
+    points: Points = dataclasses.field(init=False)
     defaults: dict[str, Any] | None = None
     at_end: Callable[[], None] = lambda: None
     _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+    _traceback: str = dataclasses.field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.points = Points(self.clock)
 
     @contextlib.contextmanager
     def of_a_start(self, restored_from: str | None) -> Iterator[None]:
@@ -107,6 +116,7 @@ class RunReport:
         """
         if not self._start:
             self._begin(restored_from)
+        self._traceback = ""
         self.write("running")
         try:
             yield
@@ -114,6 +124,7 @@ class RunReport:
             self.write("preempted")
             raise
         except BaseException as error:
+            self._traceback = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
             self.write("failed", gist(error))
             raise
         self.write("done")
@@ -160,9 +171,9 @@ class RunReport:
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": error} if error else {}
         ends |= {"console": console.trouble()} if console.trouble() else {}
-        memory = [dataclasses.asdict(point) for point in self.memory.points]
-        ends |= {"memory": memory} if memory else {}
-        starts = [*_starts(self._earlier), {**self._start, **ends, "seconds": self.clock.seconds()}]
+        points = [dataclasses.asdict(point) for point in self.points.points]
+        own = {**self._start, **ends, "points": points, "seconds": self.clock.seconds()}
+        starts = [*_starts(self._earlier), own]
         earlier = self._earlier.get("metrics") if self._earlier.get("step") == standing.step else None
         content = {
             **ends,
@@ -179,6 +190,8 @@ class RunReport:
             "seconds": _added_up(starts),
             "starts": starts,
             **({"model": self.model} if self.model else {}),
+            **({"speed": dataclasses.asdict(self.speed)} if self.speed else {}),
+            **({"traceback": self._traceback} if status == "failed" and self._traceback else {}),
         }
         if self.defaults is not None:
             changed = changed_settings(_strict(self.defaults), {"flags": self.flags, "config": as_dict(self.config)})

@@ -8,6 +8,7 @@ Names that other rooms may use, by file:
     curves: none
     html: write_of_run
     marks: none
+    phases: none
     read: none
     run: none
     samples: none

@@ -11,7 +11,7 @@ import tensorflow as tf
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.errors import UsageError, gist
-from looplib.extras.page import curves, marks, values
+from looplib.extras.page import curves, marks, phases, values
 from looplib.extras.page.run import Change, Mark, Op, Run, Saved, Start, Variable
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.report import program, run_json
@@ -20,6 +20,7 @@ from looplib.report.records import Record, each_record
 _MOST_RECORD_BYTES = 1 << 29  # of metrics.jsonl; a million steps with ten metrics have 300 MB
 _MOST_DIFF = 100_000  # characters
 _MOST_OPS = 30
+_MOST_TRACEBACK = 20_000  # characters
 
 
 def read(directory: str, name: str) -> Run:
@@ -35,14 +36,16 @@ def read(directory: str, name: str) -> Run:
         notes.append("There is no run.json that can be read, so settings, times and versions are not known.")
     found = curves.of_records(_records(directory, "metrics.jsonl", notes))
     undone = curves.of_records(_records(directory, "metrics.voided.jsonl", notes), undone=True)
-    starts = [_start(one) for one in values.items(report.get("starts")) if isinstance(one, dict)]
+    listed = [one for one in values.items(report.get("starts")) if isinstance(one, dict)]
+    starts = [_start(one) for one in listed]
     flags, config = values.flat(report.get("flags")), values.flat(report.get("config"), "config.")
     settings = {key: values.shown(value) for key, value in {**flags, **config}.items()}
     metric, mode = marks.best_metric(flags.get("keep_best"), found)
     saved = marks.with_best(_checkpoints(directory, notes), metric, mode)
     seconds = values.numbers(report.get("seconds"))
     wall = seconds.pop("wall", sum(seconds.values()))
-    model, changed = values.mapping(report.get("model")), report.get("not_default")
+    model, speed = values.mapping(report.get("model")), values.mapping(report.get("speed"))
+    changed = report.get("not_default")
     profile = _json(directory, "profile.json")
     marked = [*marks.of_starts(starts), *marks.of_curves(found), *marks.of_checkpoints(saved, metric)]
     return Run(
@@ -65,6 +68,10 @@ def read(directory: str, name: str) -> Run:
         checkpoints=saved,
         model=[_variable(one) for one in values.items(model.get("variables")) if isinstance(one, dict)],
         totals=values.numbers(model),
+        speed=values.numbers(speed),
+        dtype=values.text(speed.get("dtype"), 40),
+        traceback=values.text(report.get("traceback"), _MOST_TRACEBACK),
+        spans=phases.spans(listed),
         settings=settings,
         changed=_changes(changed) if isinstance(changed, dict) else None,
         versions={key: values.text(item, 100) for key, item in values.mapping(report.get("versions")).items()},
@@ -165,8 +172,7 @@ def _checkpoints(directory: str, notes: list[str]) -> list[Saved]:
 def _variable(row: dict[str, Any]) -> Variable:
     shape = " × ".join(f"{size}" for size in map(values.whole, values.items(row.get("shape"))) if size is not None)
     count = values.whole(row.get("parameters"))
-    flops = values.number(row.get("flops"))
-    return Variable(values.text(row.get("name"), 300), shape, count, row.get("trainable") is True, flops)
+    return Variable(values.text(row.get("name"), 300), shape, count, row.get("trainable") is True)
 
 
 def _op(row: dict[str, Any]) -> Op:

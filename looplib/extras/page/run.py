@@ -3,6 +3,7 @@
 import dataclasses
 
 from looplib.extras.page.curves import Curve
+from looplib.extras.page.phases import Span
 from looplib.extras.page.samples import Samples
 
 
@@ -55,13 +56,12 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """A row of the model's table; `flops` of a step where they were counted."""
+    """A row of the model's table."""
 
     name: str
     shape: str
     parameters: int | None
     trainable: bool
-    flops: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +89,9 @@ class Run:
       settings: dict from the name of each setting to its text.
       changed: the settings that differ from their defaults, with these; None where the defaults are not known.
       totals: counts of the model, such as "parameters".
+      speed: the numbers of a `Speed`, and `dtype` its type.
+      traceback: where the error of a failed run was raised.
+      spans: where the time went, step by step.
       notes: what could not be read, in sentences.
     """
 
@@ -111,6 +114,10 @@ class Run:
     checkpoints: list[Saved]
     model: list[Variable]
     totals: dict[str, float]
+    speed: dict[str, float]
+    dtype: str
+    traceback: str
+    spans: list[Span]
     settings: dict[str, str]
     changed: list[Change] | None
     versions: dict[str, str]

@@ -14,6 +14,7 @@ from typing import Any
 
 from looplib.checkpoint import lock
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
+from looplib.extras.page import values
 from looplib.extras.tools.inspect import printable
 from looplib.report import run_json
 from looplib.report.console_writer import format_number
@@ -24,7 +25,6 @@ _MOST_FOLDERS, _MOST_ENTRIES, _DEEPEST = 10_000, 100_000, 12
 _OF_A_RUN = ("run.json", "metrics.jsonl")
 _INSIDE = ("checkpoints", "train", "eval", "predictions", "export", "plugins")  # of a run, without runs in them
 _SILENT_SECONDS, _SILENT_REPORTS = 60.0, 20.0  # without news after which a run is called silent: the longer of the two
-_LARGEST = 1e15  # numbers above are no steps or rates, and are not shown
 _LONGEST_NAME = 48
 _HEADINGS = ("run", "state", "step", "steps/s", "left", "news", "")
 
@@ -162,16 +162,16 @@ def read_status(folder: str) -> RunStatus:
     report = run_json.read(run_json.path_of(folder, trains=True))
     records = read_newest(os.path.join(folder, "metrics.jsonl"))
     train = next((record for record in reversed(records) if record["split"] == "train"), None)
-    rate = _number(train.get("steps_per_second")) if train else None
+    rate = values.number(train.get("steps_per_second")) if train else None
     age = max(0.0, time.time() - max(_changed(os.path.join(folder, name)) for name in ("metrics.jsonl", "run.json")))
     state, detail = _state(report, lock.holder(folder), age, _interval(records, rate))
-    step = _number(report.get("step"))
+    step = values.whole(report.get("step"))
     if train and state in ("running", "silent", "killed"):  # the report is written at the start and at the end
-        step = _number(train["step"])
+        step = values.whole(train["step"])
     flags = report.get("flags") if isinstance(report.get("flags"), dict) else {}
-    end = _number(report.get("end", flags.get("train_steps")))
+    end = values.whole(report.get("end", flags.get("train_steps")))
     metrics = _metrics(records, report)
-    return RunStatus(state, detail, None if step is None else int(step), int(end) if end else None, rate, age, metrics)
+    return RunStatus(state, detail, step, end, rate, age, metrics)
 
 
 def _state(report: dict[str, Any], holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
@@ -205,7 +205,7 @@ def _process_of(report: dict[str, Any]) -> Any:
 
 def _interval(records: Sequence[Record], rate: float | None) -> float:
     """Returns the seconds of training between two reports; 0 where they are not known."""
-    steps = [step for r in records if r["split"] == "train" and (step := _number(r["step"])) is not None][-2:]
+    steps = [step for r in records if r["split"] == "train" and (step := values.whole(r["step"])) is not None][-2:]
     return (steps[1] - steps[0]) / rate if len(steps) == 2 and rate and steps[1] > steps[0] else 0.0
 
 
@@ -217,17 +217,12 @@ def _metrics(records: Sequence[Record], report: dict[str, Any]) -> dict[str, flo
     newest.update({record["split"]: record for record in records})
     shown = {}
     for split, found in sorted(newest.items(), key=lambda item: item[0] != "train"):
-        values = {name: value for name, value in found.items() if name not in ("step", "split")}
-        numbers = {name: math.nan if value is None else _number(value) for name, value in values.items()}
+        named = {name: value for name, value in found.items() if name not in ("step", "split")}
+        numbers = {name: math.nan if value is None else values.number(value) for name, value in named.items()}
         numbers = {name: value for name, value in numbers.items() if value is not None}
         prefix = "" if split == "train" else f"{split}/"
         shown.update({f"{prefix}{name}": value for name, value in headline(numbers).items()})
     return shown
-
-
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and abs(value) < _LARGEST else None
 
 
 def _changed(path: str) -> float:

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 
 import tensorflow as tf
@@ -58,7 +57,7 @@ class CsvWriter(Writer):
                 files.make_durable(path)
 
     def _path(self, split: str) -> str:
-        return os.path.join(self._folder, re.sub(r"[^A-Za-z0-9_-]+", "_", split) + ".csv")
+        return os.path.join(self._folder, files.safe_name(split) + ".csv")
 
     def _keep(self, path: str, condition: Callable[[_Row], bool], more: Iterable[_Row] = ()) -> None:
         """Takes the other rows out of a table, and appends some."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import mlflow
 
 _TRACKER = "mlflow"
+_ENDS = {"failed": "FAILED", "preempted": "KILLED"}
 
 
 class MlflowWriter(Writer):
@@ -73,9 +74,9 @@ class MlflowWriter(Writer):
                 client.log_dict(self._run, {"texts": list(each.texts)}, f"{place}.json")
 
     def close(self) -> None:
-        """Marks the run as finished."""
+        """Marks the run as finished, failed, or killed if it was preempted."""
         if self._client is not None:
-            self._client.set_terminated(self._run)
+            self._client.set_terminated(self._run, _ENDS.get(tracked.how_it_ended(self._directory), "FINISHED"))
 
     def _open(self) -> "mlflow.MlflowClient":
         """Starts or continues the run, at the first call."""

@@ -1,4 +1,4 @@
-"""The id of a tracked run, kept in the run directory, so that a run that resumes continues it."""
+"""What trackers keep in the run directory, so that a run that resumes continues its tracked run, and read there."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import re
 import tensorflow as tf
 
 from looplib import files
+from looplib.report import run_json
 
 
 def read_id(directory: str, tracker: str) -> str | None:
@@ -25,6 +26,11 @@ def read_id(directory: str, tracker: str) -> str | None:
 def keep_id(directory: str, tracker: str, value: str) -> None:
     """Keeps the id of the tracked run."""
     files.write_whole(_path(directory, tracker), value + "\n")
+
+
+def how_it_ended(directory: str) -> str:
+    """Returns the `status` that `run.json` has when the trackers are closed: "done", "failed" or "preempted"."""
+    return str(run_json.read(run_json.path_of(directory, trains=True)).get("status"))
 
 
 def name_of(directory: str) -> str:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.trackers import tracked
 from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writer import Setting, Writer
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import wandb
 
 _TRACKER = "wandb"
+_CODES = {"failed": EXIT_FAILED, "preempted": EXIT_PREEMPTED}
 
 
 class WandbWriter(Writer):
@@ -46,9 +48,9 @@ class WandbWriter(Writer):
         self._log(step, split, {name: _as_media(each) for name, each in shown.items()})
 
     def close(self) -> None:
-        """Finishes the run."""
+        """Finishes the run, with the exit code of a binary that ended in the same way."""
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(_CODES.get(tracked.how_it_ended(self._directory), EXIT_DONE))
 
     def _log(self, step: int, split: str, values: Mapping[str, Any]) -> None:
         # Not as W&B's own step, which may not go back, as after a rollback.

@@ -15,10 +15,19 @@ const HEIGHT = 220;
  * @property {boolean} [undone] what a restart or a rollback has taken back: thin, and without hover
  */
 
+// How a chart shows its values: as numbers, as bytes, or as shares of a whole, whose areas lie on top of each other.
+const LOOKS = {
+  numbers: { text: (value) => number(value, 5), tick: (value) => number(value, 3), range: padded },
+  bytes: { text: bytes, tick: bytes, range: (_, low, high) => [0, 1.06 * (high || 1)] },
+  shares: { text: percent, tick: percent, range: () => [0, 1] },
+};
+
 /** One chart in a figure. It is drawn when it comes near the screen. */
 class Chart {
-  constructor(title, lines, marks = [], note = "") {
+  constructor(title, lines, marks = [], note = "", look = "numbers") {
     this.title = title;
+    this.look = LOOKS[look];
+    this.stacked = look === "shares";
     this.lines = lines;
     this.marks = marks;
     this.tip = el("div", { class: "tip", hidden: true });
@@ -45,7 +54,7 @@ class Chart {
 
   legend() {
     const named = this.lines.filter((line) => !line.undone);
-    if (named.length > 4 || (named.length === 1 && !named[0].label)) return [];
+    if ((named.length > 4 && !this.stacked) || (named.length === 1 && !named[0].label)) return [];
     return named.map((line) => el("span", {}, swatch(line.color), line.label));
   }
 
@@ -56,7 +65,8 @@ class Chart {
       .map((line) => {
         const finite = line.values.filter((value) => value !== null);
         if (!finite.length) return `${line.label}: no finite value`;
-        return `${line.label}: ${number(finite[0])} to ${number(finite.at(-1))}, lowest ${number(least(finite))}, highest ${number(most(finite))}`;
+        const { text } = this.look;
+        return `${line.label}: ${text(finite[0])} to ${text(finite.at(-1))}, lowest ${text(least(finite))}, highest ${text(most(finite))}`;
       });
     return `Chart of ${this.title} by step. ${parts.join(". ")}. Arrow keys read values, plus and minus zoom, Escape shows all.`;
   }
@@ -70,7 +80,7 @@ class Chart {
       return kept.map((index) => [
         line.undone ? `${line.label} (undone)` : line.label,
         number(line.steps[index]),
-        number(line.values[index]),
+        this.look.text(line.values[index]),
       ]);
     });
     const columns = [{ name: "Curve" }, { name: "Step", numeric: true }, { name: "Value", numeric: true }];
@@ -89,7 +99,8 @@ class Chart {
       series.push({ label: line.label, stroke: color(line.color), spanGaps: false, ...look });
       this.hovered.push(hovered ? line : null);
     };
-    for (const line of shown) {
+    if (this.stacked) this.stack(shown, series, tables);
+    for (const line of this.stacked ? [] : shown) {
       if (line.undone) add(line, line.values, { width: 1, dash: [2, 3], alpha: 0.6, points: { show: false } }, false);
       else {
         const dots = { show: line.points || line.steps.length < 3, size: 5, fill: color(line.color) };
@@ -110,6 +121,18 @@ class Chart {
     if (view.range) this.plot.setScale("x", view.range);
   }
 
+  /** Adds the sums of each line and those before it, the highest first, so that each area covers a part of the last. */
+  stack(lines, series, tables) {
+    lines.toReversed().forEach((line, index) => {
+      const below = lines.slice(0, lines.length - index);
+      const sums = line.steps.map((_, at) => below.reduce((sum, one) => sum + one.values[at], 0));
+      const paths = uPlot.paths.stepped({ align: -1 });
+      series.push({ label: line.label, fill: color(line.color), width: 0, paths, points: { show: false } });
+      tables.push([line.steps, sums]);
+      this.hovered.push(line);
+    });
+  }
+
   options(series) {
     const axis = {
       stroke: style("--muted"),
@@ -117,18 +140,19 @@ class Chart {
       ticks: { stroke: style("--grid"), width: 1, size: 4 },
       font: "11px system-ui, sans-serif",
     };
+    const log = view.log && !this.stacked;
     return {
       width: Math.max(200, this.frame.clientWidth),
       height: HEIGHT,
       series,
       legend: { show: false },
-      scales: { x: { time: false }, y: { distr: view.log ? 3 : 1, range: view.log ? undefined : padded } },
+      scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: log ? undefined : this.look.range } },
       axes: [
         { ...axis, space: 60, size: 34, values: (_, ticks) => ticks.map(compact) },
         {
           ...axis,
           size: (_, texts) => 18 + 6.5 * Math.max(3, ...(texts ?? []).map((text) => text.length)),
-          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick, 3))),
+          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.look.tick(tick))),
         },
       ],
       cursor: {
@@ -189,8 +213,8 @@ class Chart {
             "div",
             {},
             swatch(line.color),
-            `${line.label} ${number(value, 5)}`,
-            smooth === value ? "" : el("i", {}, ` smoothed ${number(smooth, 5)}`),
+            `${line.label} ${this.look.text(value)}`,
+            smooth === value || this.stacked ? "" : el("i", {}, ` smoothed ${this.look.text(smooth)}`),
             step === plot.data[0][idx] ? "" : el("i", {}, ` at ${number(step)}`),
           ),
         ),
@@ -233,7 +257,7 @@ class Chart {
     plot.setCursor({ left: plot.valToPos(steps[to], "x"), top: HEIGHT / 3 });
     this.keyed = false;
     const read = this.readings(plot).map(
-      ([line, step, value]) => `${line.label} ${number(value, 5)}${step === steps[to] ? "" : ` at ${number(step)}`}`,
+      ([line, step, value]) => `${line.label} ${this.look.text(value)}${step === steps[to] ? "" : ` at ${number(step)}`}`,
     );
     this.spoken.textContent = `step ${number(steps[to])}: ${read.slice(0, 12).join(", ")}`;
   }

@@ -27,6 +27,13 @@ function compact(value) {
   return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 3 });
 }
 
+/** A number with a metric prefix, such as "45.8 M" before a unit. */
+function metric(value) {
+  const prefixes = ["", "k", "M", "G", "T", "P", "E"];
+  const size = Math.min(prefixes.length - 1, Math.max(0, Math.floor(Math.log10(value) / 3)));
+  return `${number(value / 1000 ** size, 3)} ${prefixes[size]}`;
+}
+
 function percent(share) {
   return share > 0 && share < 0.01 ? "<1%" : `${Math.round(100 * share)}%`;
 }

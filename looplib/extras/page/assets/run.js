@@ -107,6 +107,7 @@ function failure(run) {
     { class: "failure", role: "note", "aria-label": "Error" },
     el("b", {}, "Error"),
     el("pre", {}, run.error),
+    run.traceback ? folded("Traceback", () => el("pre", { tabindex: "0" }, run.traceback)) : null,
   );
 }
 

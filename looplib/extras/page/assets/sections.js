@@ -59,25 +59,29 @@ function checkpointTable(run) {
 function modelTable(run) {
   if (!run.model.length) return null;
   const { parameters, trainable_parameters: trained } = run.totals;
-  const flops = run.model.some((row) => row.flops !== null);
   const columns = [
     { name: "Variable" },
     { name: "Shape" },
     { name: "Parameters", numeric: true },
     { name: "Trained" },
-    ...(flops ? [{ name: "FLOPs a step", numeric: true }] : []),
   ];
   const rows = run.model.map((row) => [
     row.name,
     row.shape,
     { value: row.parameters, shown: number(row.parameters) },
     row.trainable ? "yes" : "no",
-    ...(flops ? [{ value: row.flops, shown: compact(row.flops) }] : []),
   ]);
-  const total = run.totals.flops_per_step;
-  const text = `${number(parameters)} parameters, of which ${number(trained)} are trained.${total ? ` A step takes ${compact(total)} FLOPs.` : ""}`;
+  const text = `${number(parameters)} parameters, of which ${number(trained)} are trained.${speedOf(run)}`;
   const make = () => table("Variables", columns, rows, { sortable: true });
   return [el("p", {}, text), rows.length > 20 ? folded(`${number(rows.length)} variables`, make) : make()];
+}
+
+function speedOf(run) {
+  const { flops_per_step: flops, share_of_peak: share, peak } = run.speed;
+  if (!flops) return "";
+  const text = ` A step takes ${metric(flops)}FLOPs in products of matrices and convolutions`;
+  if (!share || !peak) return `${text}.`;
+  return `${text}: ${number(100 * share, 3)}% of the ${metric(peak)}FLOPs a second (${run.dtype}) that the device reaches in a product of large matrices.`;
 }
 
 function settings(run) {

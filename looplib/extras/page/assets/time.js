@@ -1,6 +1,7 @@
 // Where the time went, as bars of phases.
 
 const PHASES = ["train", "input", "evaluate", "save", "compile", "restore", "report", "start", "other"];
+const PHASE_COLORS = { train: 0, input: 1, evaluate: 2, save: 3, compile: 6, restore: 4, report: 5 };
 
 function timeOf(run) {
   if (!run.wall) return null;
@@ -9,6 +10,7 @@ function timeOf(run) {
   return [
     timeBar("all", run.seconds, run.wall, 1),
     timeList(run.seconds, run.wall),
+    overSteps(run),
     rows.length
       ? el(
           "div",
@@ -28,6 +30,36 @@ function timeOf(run) {
         )
       : null,
   ];
+}
+
+/** The shares of the phases between reports as areas over the steps, and the memory. */
+function overSteps(run) {
+  const { spans } = run;
+  if (spans.length < 2) return null;
+  const steps = spans.map((span) => span.step);
+  const ends = [0, ...steps]; // of each step in the areas, the first of which begins at step 0
+  const sums = {};
+  for (const span of spans) {
+    for (const [phase, value] of Object.entries(span.seconds)) sums[phase] = (sums[phase] ?? 0) + value;
+  }
+  const lines = phasesOf(sums).map((phase) => ({
+    label: phase,
+    color: PHASE_COLORS[phase] ?? 7,
+    steps: ends,
+    values: [spans[0], ...spans].map((span) => (span.seconds[phase] ?? 0) / (total(span.seconds) || 1)),
+  }));
+  const memory = [
+    ["this process", "host_bytes", 0],
+    ["device", "device_bytes", 1],
+  ]
+    .filter(([, name]) => spans.some((span) => span[name] !== null))
+    .map(([label, name, index]) => ({ label, color: index, steps, values: spans.map((span) => span[name]) }));
+  return el(
+    "div",
+    { class: "charts" },
+    new Chart("share of the time", lines, run.marks, "", "shares").figure,
+    memory.length ? new Chart("memory", memory, run.marks, "", "bytes").figure : null,
+  );
 }
 
 function total(seconds) {
