@@ -1,0 +1,99 @@
+"""Files of records, read in ranges of bytes from several threads, and guarded against changes during a run."""
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO, NamedTuple
+
+import tensorflow as tf
+
+from looplib.errors import UsageError, gist
+from looplib.files import is_remote
+
+_MOST_OPEN = 256  # files at once
+THREADS = 16  # that wait for files
+
+
+class Span(NamedTuple):
+    """A range of bytes of a file.
+
+    Attributes:
+      file: the number of the file.
+      start: its first byte.
+      stop: the byte after its last one.
+    """
+
+    file: int
+    start: int
+    stop: int
+
+
+class Files:
+    """Files whose sizes and times of change were noted.
+
+    Args:
+      paths: the files.
+
+    Attributes:
+      paths: the files.
+      sizes: bytes of each.
+      times: nanoseconds at which each was changed last.
+
+    Raises:
+      UsageError: if one cannot be found.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = list(paths)
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            found = list(pool.map(_size_and_time, self.paths))
+        self.sizes = [size for size, _ in found]
+        self.times = [time for _, time in found]
+        self._open: dict[int, BinaryIO] = {}
+        self._lock = threading.Lock()
+
+    def read(self, spans: Iterable[Span]) -> bytes:
+        """Returns the bytes of spans, one after another.
+
+        Raises:
+          UsageError: if a file cannot be read, or was changed since it was found.
+        """
+        return b"".join([self._read(*span) for span in spans])
+
+    def _read(self, index: int, start: int, stop: int) -> bytes:
+        try:
+            if is_remote(self.paths[index]):
+                with tf.io.gfile.GFile(self.paths[index], "rb") as file:
+                    file.seek(start)
+                    content = file.read(stop - start)
+            else:
+                content = os.pread(self._file(index).fileno(), stop - start, start)
+        except (OSError, tf.errors.OpError) as error:
+            raise UsageError(
+                f"{self.paths[index]} cannot be read at byte {start} ({gist(error)}); check that the file is still there"
+            ) from error
+        if len(content) < stop - start:
+            raise UsageError(
+                f"{self.paths[index]} ends at byte {start + len(content)}, and had {self.sizes[index]} bytes when it was "
+                "opened; it was truncated or replaced during the run; restore it, and run the same command again"
+            )
+        return content
+
+    def _file(self, index: int) -> BinaryIO:
+        file = self._open.get(index)
+        if file is None:
+            file = open(self.paths[index], "rb", buffering=0)
+            with self._lock:
+                while len(self._open) >= _MOST_OPEN:
+                    self._open.pop(next(iter(self._open)))  # closed when no thread reads it any more
+                self._open[index] = file
+        return file
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        found = tf.io.gfile.stat(path)
+    except tf.errors.OpError as error:
+        raise UsageError(f"the file of records {path} cannot be found ({gist(error)}); check the path") from error
+    return found.length, found.mtime_nsec

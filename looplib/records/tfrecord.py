@@ -1,0 +1,183 @@
+"""TFRecord files read by record number, with their checksums verified."""
+
+import struct
+from collections.abc import Sequence
+
+import google_crc32c
+import numpy as np
+
+from looplib.errors import UsageError
+from looplib.records.files import Files, Span
+from looplib.records.index import offsets_of
+
+# A record of a TFRecord file: its length (8 bytes), a checksum of that (4), the data, a checksum of the data (4).
+_BEFORE, _AFTER = 12, 4
+_WINDOW = 1 << 22  # bytes that are read at once to find the records
+_LENGTH = struct.Struct("<Q")
+_MASK = 0xA282EAD8  # that TensorFlow adds to rotated checksums
+
+
+class BadRecordError(UsageError):
+    """A record is damaged.
+
+    Attributes:
+      number: the record's.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class TFRecords:
+    """The records of TFRecord files.
+
+    Args:
+      paths: the files.
+
+    Attributes:
+      mean_bytes: the average size of a record.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._files = Files(paths)
+        offsets = offsets_of(self._files, "tfrecord", scan)
+        counts = [len(ends) - 1 for ends in offsets]
+        self._firsts = np.concatenate([[0], np.cumsum(counts)])
+        self._offsets = offsets
+        self.mean_bytes = sum(self._files.sizes) / max(1, len(self)) - _BEFORE - _AFTER
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, number: int) -> bytes:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
+        """Returns records by number, neighbours by one read.
+
+        Raises:
+          BadRecordError: for a damaged one; names file, record and offset.
+        """
+        numbers = np.asarray(numbers, np.int64)
+        file = np.searchsorted(self._firsts, numbers, side="right") - 1
+        starts, stops = self._bounds(numbers, file)
+        # A read ends where the next record is not the neighbour.
+        joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
+        heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
+        tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
+        raw = self._files.read(
+            [Span(*span) for span in zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist())]
+        )
+        sizes = stops - starts
+        ends = np.cumsum(sizes)
+        found, bad = _records(raw, ends - sizes, ends)
+        if bad is not None:
+            raise self._damaged(int(numbers[bad]))
+        return found
+
+    def _bounds(self, numbers: np.ndarray, file: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where records start and stop in their files."""
+        starts, stops = np.empty_like(numbers), np.empty_like(numbers)
+        for index in np.unique(file):
+            here = file == index
+            rows = numbers[here] - self._firsts[index]
+            starts[here], stops[here] = self._offsets[index][rows], self._offsets[index][rows + 1]
+        return starts, stops
+
+    def _damaged(self, number: int) -> BadRecordError:
+        index = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        row = number - int(self._firsts[index])
+        return BadRecordError(
+            f"record {row} of {self._files.paths[index]}, at byte {self._offsets[index][row]}, is damaged: its "
+            "checksum does not match its data; restore the file from a copy, or skip a few such records with "
+            "--bad_records=skip:N",
+            number,
+        )
+
+
+def _records(raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
+    """Takes the data out of framed records.
+
+    Args:
+      raw: framed records.
+      starts, stops: int64 `[n]`, where each starts and stops.
+
+    Returns:
+      The data of each, and the index of the first damaged one, or None.
+    """
+    words = np.frombuffer(raw, np.uint8)
+    found = [raw[start:stop] for start, stop in zip((starts + _BEFORE).tolist(), (stops - _AFTER).tolist())]
+    sums = np.fromiter(map(google_crc32c.value, found), np.uint32, len(found))
+    lengths = words[starts[:, None] + np.arange(8)].view("<u8")[:, 0]
+    stored = words[stops[:, None] - _AFTER + np.arange(4)].view("<u4")[:, 0]
+    wrong = (_masked(sums) != stored) | (lengths != (stops - starts - _BEFORE - _AFTER).astype(np.uint64))
+    return found, int(np.argmax(wrong)) if wrong.any() else None
+
+
+def _masked(sums: np.ndarray) -> np.ndarray:
+    """Returns checksums uint32 `[n]` as TFRecord files have them."""
+    return ((sums >> 15) | (sums << 17)) + np.uint32(_MASK)
+
+
+def scan(files: Files, index: int) -> np.ndarray:
+    """Finds the records of a file by the lengths in front of them.
+
+    Args:
+      files: the files.
+      index: of the file.
+
+    Returns:
+      int64 `[records + 1]`, where each starts, and the size of the file.
+
+    Raises:
+      UsageError: if the file is compressed, truncated, or a length is damaged.
+    """
+    size, path = files.sizes[index], files.paths[index]
+    starts, heads = [], []
+    at = 0
+    unpack = _LENGTH.unpack_from
+    window = _WINDOW
+    while at < size:
+        raw = files.read([Span(index, at, min(at + window, size))])
+        place, last, before = 0, len(raw) - _BEFORE, len(starts)
+        while place <= last:
+            starts.append(at + place)
+            place += unpack(raw, place)[0] + _BEFORE + _AFTER
+        if len(starts) == before:
+            raise _truncated(path, len(starts), at, size)
+        here = np.asarray(starts[before:]) - at
+        heads.append(np.frombuffer(raw, np.uint8)[here[:, None] + np.arange(_BEFORE)])
+        _check_lengths(path, heads[-1], starts, before)
+        # Large records are passed over, and only the pages of their lengths are read.
+        window = _BEFORE if place > 64 * _WINDOW // 1024 * (len(starts) - before) else _WINDOW
+        at += place
+    if at > size:
+        raise _truncated(path, len(starts) - 1, starts[-1], size)
+    return np.asarray([*starts, size], np.int64)
+
+
+def _check_lengths(path: str, heads: np.ndarray, starts: list[int], before: int) -> None:
+    """Refuses lengths whose checksums do not match: uint8 `[n, 12]`, of the records from `before` on."""
+    different, at = np.unique(heads, axis=0, return_inverse=True)
+    sums = np.asarray([google_crc32c.value(head[:8].tobytes()) for head in different], np.uint32)
+    wrong = (_masked(sums) != different[:, 8:].copy().view("<u4")[:, 0])[at.ravel()]
+    if not wrong.any():
+        return
+    number = before + int(np.argmax(wrong))
+    if number == 0 and heads[0, :2].tobytes() in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01", b"\x78\xda"):
+        raise UsageError(
+            f"{path} is compressed, so that no record in it can be read by itself; decompress it, or write it again "
+            "as ArrayRecord, whose records are compressed in groups"
+        )
+    raise UsageError(
+        f"record {number} of {path}, at byte {starts[number]}, has a damaged length, so that the records after it "
+        "cannot be found; expected a TFRecord file; restore it from a copy"
+    )
+
+
+def _truncated(path: str, number: int, at: int, size: int) -> UsageError:
+    return UsageError(
+        f"{path} ends at byte {size} in the middle of record {number}, which starts at byte {at}; it was truncated, or "
+        "is still being written; restore it from a copy, or wait"
+    )
