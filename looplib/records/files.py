@@ -1,8 +1,10 @@
 """Files of records, read in ranges of bytes from several threads, and guarded against changes during a run."""
 
 import concurrent.futures
+import math
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO, NamedTuple
 
@@ -13,6 +15,7 @@ from looplib.files import is_remote
 
 _MOST_OPEN = 256  # files at once
 THREADS = 16  # that wait for files
+_SECONDS = 1.0  # after which it is looked again whether a file was changed
 
 
 class Span(NamedTuple):
@@ -50,7 +53,9 @@ class Files:
             found = list(pool.map(_size_and_time, self.paths))
         self.sizes = [size for size, _ in found]
         self.times = [time for _, time in found]
+        self._remote = any(map(is_remote, self.paths))
         self._open: dict[int, BinaryIO] = {}
+        self._checked: dict[int, float] = {}
         self._lock = threading.Lock()
 
     def read(self, spans: Iterable[Span]) -> bytes:
@@ -59,35 +64,54 @@ class Files:
         Raises:
           UsageError: if a file cannot be read, or was changed since it was found.
         """
+        spans = list(spans)
+        for index in {span.file for span in spans}:
+            self.check(index)
         return b"".join([self._read(*span) for span in spans])
+
+    def check(self, index: int) -> None:
+        """Refuses a file that was changed since it was found; looks at most once a second.
+
+        Raises:
+          UsageError: if its size or time of change is another, or it is not there any more.
+        """
+        now = time.monotonic()
+        if now - self._checked.get(index, -math.inf) < _SECONDS:
+            return
+        self._checked[index] = now
+        if _size_and_time(self.paths[index]) != (self.sizes[index], self.times[index]):
+            raise self._changed(index)
+
+    def _changed(self, index: int) -> UsageError:
+        return UsageError(
+            f"{self.paths[index]} was changed while it was read: it had {self.sizes[index]} bytes when it was opened, and "
+            "has another size or time of change now; a run needs the same data from start to end; restore the file, or "
+            "start a new run with the new one"
+        )
 
     def _read(self, index: int, start: int, stop: int) -> bytes:
         try:
-            if is_remote(self.paths[index]):
+            if self._remote:
                 with tf.io.gfile.GFile(self.paths[index], "rb") as file:
                     file.seek(start)
                     content = file.read(stop - start)
             else:
-                content = os.pread(self._file(index).fileno(), stop - start, start)
+                file = self._open.get(index) or self._opened(index)
+                content = os.pread(file.fileno(), stop - start, start)
         except (OSError, tf.errors.OpError) as error:
             raise UsageError(
                 f"{self.paths[index]} cannot be read at byte {start} ({gist(error)}); check that the file is still there"
             ) from error
         if len(content) < stop - start:
-            raise UsageError(
-                f"{self.paths[index]} ends at byte {start + len(content)}, and had {self.sizes[index]} bytes when it was "
-                "opened; it was truncated or replaced during the run; restore it, and run the same command again"
-            )
+            raise self._changed(index)
         return content
 
-    def _file(self, index: int) -> BinaryIO:
-        file = self._open.get(index)
-        if file is None:
-            file = open(self.paths[index], "rb", buffering=0)
-            with self._lock:
-                while len(self._open) >= _MOST_OPEN:
-                    self._open.pop(next(iter(self._open)))  # closed when no thread reads it any more
-                self._open[index] = file
+    def _opened(self, index: int) -> BinaryIO:
+        file = open(self.paths[index], "rb", buffering=0)
+        with self._lock:
+            while len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open)))  # closed when no thread reads it any more
+            self._open[index] = file
         return file
 
 

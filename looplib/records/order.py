@@ -10,8 +10,9 @@ import tensorflow as tf
 _ROUNDS = 12
 # Places of the data that a batch mixes, at most, if it is read by blocks. It must not depend on the number of replicas.
 _MOST_LANES = 64
-# What a key is for: the order of an epoch's records, of its blocks, and of the records of a piece.
-_RECORDS, _BLOCKS, _PIECES = 0, 1, 2
+# What a key is for: the order of an epoch's blocks, and of the records of the piece that starts at a place.
+_BLOCKS, _PIECES = 0, 1
+_HALF_ROUNDS = 6  # of the network that shuffles blocks and pieces
 
 
 class Picks(NamedTuple):
@@ -52,7 +53,11 @@ class RecordOrder:
     def ids(self, positions: tf.Tensor) -> tf.Tensor:
         """Returns the ids at positions of a run, both int64 `[p]`."""
         epoch, position = positions // self.num_examples, positions % self.num_examples
-        return _permuted(position, self.num_examples, self.seed, epoch, _RECORDS) if self.shuffle else position
+        if not self.shuffle:
+            return position
+        seeds = tf.stack([tf.fill(tf.shape(epoch), tf.constant(self.seed, tf.int64)), epoch, 0 * epoch], axis=1)
+        most = tf.constant(self.num_examples - 1, tf.int64)
+        return tf.raw_ops.RandomIndexShuffle(index=position, seed=seeds, max_index=most, rounds=_ROUNDS)
 
     def picks(self, positions: tf.Tensor) -> Picks:
         """See `Order`."""
@@ -102,7 +107,7 @@ class BlockOrder:
         piece_start = tf.maximum(number * self.block, start)
         piece_stop = tf.minimum(tf.minimum((number + 1) * self.block, stop), n)
         size = piece_stop - piece_start
-        offset = _permuted(place - piece_start, size, self.seed, epoch, _PIECES + piece_start)
+        offset = _shuffled(place - piece_start, size, _key(self.seed, epoch, _PIECES + piece_start))
         first_id = self._block_at(epoch, number) * self.block + piece_start - number * self.block
         return Picks(first_id + offset, first_id, first_id + size)
 
@@ -111,30 +116,51 @@ class BlockOrder:
         return position // self.batch_size * slot + tf.minimum(position % self.batch_size, slot)
 
     def _block_at(self, epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Returns the blocks at numbers in the order of epochs, int64 `[p]`; the short last one stays the last."""
+        """Returns the blocks at numbers in the order of epochs, int64 `[p]`; a short last one stays the last."""
         whole = self.num_examples // self.block
-        if whole < 2:
-            return number
-        most = whole + 1
-        keys, at = tf.unique(epoch * most + number)  # few, and a permutation is expensive
-        permuted = _permuted(tf.minimum(keys % most, whole - 1), whole, self.seed, keys // most, _BLOCKS)
-        return tf.gather(tf.where(keys % most == whole, tf.cast(whole, tf.int64), permuted), at)
+        shuffled = _shuffled(tf.minimum(number, whole - 1), tf.fill(tf.shape(number), whole), _key(self.seed, epoch, _BLOCKS))
+        return tf.where(number < whole, shuffled, number)
 
 
-def _permuted(index: tf.Tensor, size: tf.Tensor | int, seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
-    """Returns where keyed permutations take indices; the op behind `tf.random.experimental.index_shuffle`.
+def _key(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
+    """Returns keys uint64 `[p]` of a permutation of an epoch, int64 `[p]`; `use` is what it is for, int64."""
+    first = _mix(tf.fill(tf.shape(epoch), tf.constant(seed % 2**64, tf.uint64)))
+    return _mix(_mix(first + tf.bitcast(epoch, tf.uint64)) + tf.bitcast(0 * epoch + use, tf.uint64))
+
+
+@tf.autograph.experimental.do_not_convert
+def _shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+    """Returns where keyed permutations take indices: a Feistel network over a rectangle of about `size` places.
+
+    `tf.random.experimental.index_shuffle` takes 2**16 / size times as long for small sizes. An index that comes out
+    beyond the size goes through the network again, until it is within.
 
     Args:
       index: int64 `[p]`, from 0 to size - 1.
-      size: of the permutations: a number, or int64 `[p]`.
-      seed: the run's seed.
-      epoch: int64 `[p]`.
-      use: what the permutation is for, or int64 `[p]`.
+      size: int64 `[p]`.
+      key: uint64 `[p]`.
     """
-    seeds = tf.stack([tf.fill(tf.shape(epoch), tf.constant(seed, tf.int64)), epoch, 0 * epoch + use], axis=1)
-    return tf.raw_ops.RandomIndexShuffle(
-        index=index, seed=seeds, max_index=tf.cast(size, tf.int64) - 1, rounds=_ROUNDS
-    )
+    width = tf.cast(tf.math.ceil(tf.sqrt(tf.cast(size, tf.float64))), tf.int64)
+    height = -(-size // width)
+    keys = [_mix(key + number) for number in range(_HALF_ROUNDS)]
+
+    def through(index: tf.Tensor) -> tf.Tensor:
+        row, column = index // width, index % width
+        for number in range(0, _HALF_ROUNDS, 2):
+            row = (row + _hash(column, keys[number])) % height
+            column = (column + _hash(row, keys[number + 1])) % width
+        return row * width + column
+
+    again = lambda index: tf.reduce_any(index >= size)
+    return tf.while_loop(again, lambda index: (tf.where(index >= size, through(index), index),), [through(index)])[0]
+
+
+def _hash(value: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+    """Returns numbers int64 `[p]` from 0 to 2**31 - 1 for values int64 and keys uint64, both `[p]`."""
+    word = (tf.bitcast(value, tf.uint64) + key) * tf.constant(0xBF58476D1CE4E5B9, tf.uint64)
+    word = tf.bitwise.bitwise_xor(word, tf.bitwise.right_shift(word, tf.constant(32, tf.uint64)))
+    word *= tf.constant(0x94D049BB133111EB, tf.uint64)
+    return tf.bitcast(tf.bitwise.right_shift(word, tf.constant(33, tf.uint64)), tf.int64)
 
 
 def seeds_at(positions: tf.Tensor, seed: int, training: bool) -> tf.Tensor:

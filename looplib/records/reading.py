@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from looplib.records.sources import Source, items
 _AHEAD = 4  # chunks of batches whose pieces are read before they are used
 
 
-def read(source: Source, picks: tf.data.Dataset, *, by_pieces: bool, lanes: int = 64) -> tf.data.Dataset:
+def read(
+    source: Source, picks: tf.data.Dataset, *, by_pieces: bool, lanes: int = 64, may_lack: bool = False
+) -> tf.data.Dataset:
     """Reads the records that an order picks.
 
     Args:
@@ -24,6 +27,7 @@ def read(source: Source, picks: tf.data.Dataset, *, by_pieces: bool, lanes: int 
       picks: chunks of batches: (`Picks` of int64 `[k, b]`, and anything else, which is passed on).
       by_pieces: whether neighbouring records are read at once, as the picks say; else each by itself.
       lanes: how many pieces a batch takes records from, at most.
+      may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
 
     Returns:
       A data set of (records, and anything else): strings `[k, b]`, or a structure of arrays `[k, b, ...]`; of records
@@ -41,7 +45,11 @@ def read(source: Source, picks: tf.data.Dataset, *, by_pieces: bool, lanes: int 
             found = items(source, ids.ravel())
         else:
             found = pieces.fetch(ids.ravel(), starts.ravel(), stops.ravel())
-        return element.pack(found, ids.shape)
+        if not may_lack:
+            return element.pack(found, ids.shape)
+        there = np.asarray([record is not None for record in found])
+        found = [record for record in found if record is not None]
+        return [*element.pack(found, (1, len(found))), there]
 
     @tf.autograph.experimental.do_not_convert
     def announced(picks: Picks, *others: Any) -> tuple[Any, ...]:
@@ -50,7 +58,11 @@ def read(source: Source, picks: tf.data.Dataset, *, by_pieces: bool, lanes: int 
 
     @tf.autograph.experimental.do_not_convert
     def fetched(picks: Picks, *others: Any) -> Any:
-        records = element.unpack(tf.numpy_function(fetch, list(picks), element.dtypes), picks.ids.shape)
+        leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
+        if may_lack:
+            there = tf.ensure_shape(leaves.pop(), [None])
+            others = tf.nest.map_structure(lambda other: tf.boolean_mask(other, there, axis=1), others)
+        records = element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
         return (records, *others) if others else records
 
     if pieces is None:
@@ -107,33 +119,31 @@ class _Element:
     """How records become tensors."""
 
     def __init__(self, source: Source) -> None:
-        self._like = items(source, [0])[0]
+        self._like = next(record for number in range(len(source)) if (record := items(source, [number])[0]) is not None)
         leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(self._like)]
-        self._shapes = [() if isinstance(leaf, bytes) else leaf.shape for leaf in leaves]
         self.dtypes = [tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(leaf.dtype) for leaf in leaves]
+        self._shapes = [list(leaf.shape) for leaf in leaves]
 
     def pack(self, records: list[Any], shape: tuple[int, ...]) -> list[np.ndarray]:
         """Returns the leaves of records, each with the leading shape of the picks."""
-        columns = [records] if len(self.dtypes) == 1 and isinstance(self._like, bytes) else None
-        columns = columns or list(zip(*(tf.nest.flatten(record) for record in records)))
-        packed = []
-        for column, dtype, inner in zip(columns, self.dtypes, self._shapes):
-            if dtype == tf.string:
-                array = np.empty(len(records), object)
-                array[:] = column
-                packed.append(array.reshape(shape))
-                continue
-            try:
-                packed.append(np.stack(column).astype(dtype.as_numpy_dtype, copy=False).reshape(*shape, *inner))
-            except ValueError as error:
-                raise UsageError(
-                    f"the records have arrays of different shapes, such as {np.shape(column[0])}, which make no batch; "
-                    "give a source of serialized records and parse them in dataset.map"
-                ) from error
-        return packed
+        plain = isinstance(self._like, bytes)
+        columns = [records] if plain else zip(*map(tf.nest.flatten, records))
+        return [self._column(*leaf, shape) for leaf in zip(columns, self.dtypes, self._shapes)]
 
-    def unpack(self, leaves: list[tf.Tensor], shape: tf.TensorShape) -> Any:
+    def _column(self, values: Sequence[Any], dtype: tf.DType, inner: list[int], shape: tuple[int, ...]) -> np.ndarray:
+        if dtype == tf.string and not inner:
+            column = np.empty(len(values), object)
+            column[:] = values
+            return column.reshape(shape)
+        try:
+            return np.stack(values).astype(dtype.as_numpy_dtype, copy=False).reshape(*shape, *inner)
+        except ValueError as error:
+            raise UsageError(
+                f"the records have arrays of different shapes, such as {list(np.shape(values[0]))} and not {inner}, which make "
+                "no batch; give a source of serialized records, and parse them in dataset.map"
+            ) from error
+
+    def unpack(self, leaves: list[tf.Tensor], shape: Any) -> Any:
         """Returns the structure of records with the static shapes that are known."""
-        for leaf, inner in zip(leaves, self._shapes):
-            leaf.set_shape(shape + inner)
+        leaves = [tf.ensure_shape(leaf, [*shape, *inner]) for leaf, inner in zip(leaves, self._shapes)]
         return tf.nest.pack_sequence_as(self._like, leaves)

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError, join_names
+from looplib.records.formats import FixedLength, Lines, Parquet, array_records
 from looplib.records.tfrecord import TFRecords
 
 _EXTENSION = re.compile(r"\.(tfrecords?|array_?records?|parquet|txt|jsonl|csv|tsv)(?=[.-]|$)")
@@ -18,8 +20,7 @@ _EXTENSION = re.compile(r"\.(tfrecords?|array_?records?|parquet|txt|jsonl|csv|ts
 class Source(Protocol):
     """Records by number. `grain.sources`, `array_record` and TFDS's data sources have these methods too.
 
-    A source may also have `mean_bytes`, the average size of its records, and `__getitems__(ids)`, which returns a list
-    of records and is called from several threads.
+    A source may also be a `ReadsMany` and `Measured`. It is read by several threads at once.
     """
 
     def __len__(self) -> int:
@@ -27,6 +28,28 @@ class Source(Protocol):
 
     def __getitem__(self, number: int) -> Any:
         """Returns a record: bytes, or a structure of numpy arrays."""
+
+
+@runtime_checkable
+class ReadsMany(Protocol):
+    """A source that reads several records at once."""
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sequence[Any]:
+        """Returns records by number."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A source that knows the average size of its records, in bytes."""
+
+    mean_bytes: float
+
+
+@runtime_checkable
+class Blocked(Protocol):
+    """A source whose records are stored in blocks of so many, each of which is read as a whole."""
+
+    block: int
 
 
 def open_records(files: str | Sequence[str], format: str | None = None, **options: Any) -> Source:
@@ -96,19 +119,20 @@ class Chain:
 
 def items(source: Source, numbers: Sequence[int]) -> list[Any]:
     """Returns records of a source, all at once if it can."""
-    many: Callable[[Sequence[int]], Sequence[Any]] | None = getattr(source, "__getitems__", None)
-    return list(many(numbers)) if many else [source[number] for number in numbers]
+    if isinstance(source, ReadsMany):
+        return list(source.__getitems__(numbers))
+    return [source[number] for number in numbers]
 
 
 def mean_bytes(source: Source) -> float:
-    """Returns the average size of a source's records, of a few of them where it does not say."""
-    if (known := getattr(source, "mean_bytes", None)) is not None:
-        return float(known)
+    """Returns the average size of a source's records, of a few of them where it does not say; at least 1."""
+    if isinstance(source, Measured):
+        return max(1.0, source.mean_bytes)
     if isinstance(source, Chain):
         return sum(mean_bytes(part) * len(part) for part in source.sources) / max(1, len(source))
     few = items(source, range(0, len(source), max(1, len(source) // 8)))
-    sizes = [len(leaf) if isinstance(leaf, bytes) else getattr(leaf, "nbytes", 8) for leaf in tf.nest.flatten(few)]
-    return sum(sizes) / max(1, len(few))
+    sizes = [len(leaf) if isinstance(leaf, bytes) else np.asarray(leaf).nbytes for leaf in tf.nest.flatten(few)]
+    return max(1.0, sum(sizes) / max(1, len(few)))
 
 
 def _matching(files: str | Sequence[str]) -> list[str]:
@@ -140,4 +164,10 @@ def _format_of(paths: list[str]) -> str:
     return found.pop()
 
 
-FORMATS: dict[str, Callable[..., Source]] = {"tfrecord": TFRecords}
+FORMATS: dict[str, Callable[..., Source]] = {
+    "tfrecord": TFRecords,
+    "array_record": array_records,
+    "lines": Lines,
+    "binary": FixedLength,
+    "parquet": Parquet,
+}

@@ -9,6 +9,7 @@ import numpy as np
 from looplib.errors import UsageError
 from looplib.records.files import Files, Span
 from looplib.records.index import offsets_of
+from looplib.records.indexed import IndexedFiles
 
 # A record of a TFRecord file: its length (8 bytes), a checksum of that (4), the data, a checksum of the data (4).
 _BEFORE, _AFTER = 12, 4
@@ -17,102 +18,29 @@ _LENGTH = struct.Struct("<Q")
 _MASK = 0xA282EAD8  # that TensorFlow adds to rotated checksums
 
 
-class BadRecordError(UsageError):
-    """A record is damaged.
-
-    Attributes:
-      number: the record's.
-    """
-
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.number = number
-
-
-class TFRecords:
+class TFRecords(IndexedFiles):
     """The records of TFRecord files.
 
     Args:
       paths: the files.
 
-    Attributes:
-      mean_bytes: the average size of a record.
+    Raises:
+      UsageError: if a file is compressed, truncated, or no TFRecord file.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self._files = Files(paths)
-        offsets = offsets_of(self._files, "tfrecord", scan)
-        counts = [len(ends) - 1 for ends in offsets]
-        self._firsts = np.concatenate([[0], np.cumsum(counts)])
-        self._offsets = offsets
-        self.mean_bytes = sum(self._files.sizes) / max(1, len(self)) - _BEFORE - _AFTER
+        files = Files(paths)
+        super().__init__(files, offsets_of(files, "tfrecord", scan))
 
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def __getitem__(self, number: int) -> bytes:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
-        """Returns records by number, neighbours by one read.
-
-        Raises:
-          BadRecordError: for a damaged one; names file, record and offset.
-        """
-        numbers = np.asarray(numbers, np.int64)
-        file = np.searchsorted(self._firsts, numbers, side="right") - 1
-        starts, stops = self._bounds(numbers, file)
-        # A read ends where the next record is not the neighbour.
-        joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
-        heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
-        tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
-        raw = self._files.read(
-            [Span(*span) for span in zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist())]
-        )
-        sizes = stops - starts
-        ends = np.cumsum(sizes)
-        found, bad = _records(raw, ends - sizes, ends)
-        if bad is not None:
-            raise self._damaged(int(numbers[bad]))
-        return found
-
-    def _bounds(self, numbers: np.ndarray, file: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where records start and stop in their files."""
-        starts, stops = np.empty_like(numbers), np.empty_like(numbers)
-        for index in np.unique(file):
-            here = file == index
-            rows = numbers[here] - self._firsts[index]
-            starts[here], stops[here] = self._offsets[index][rows], self._offsets[index][rows + 1]
-        return starts, stops
-
-    def _damaged(self, number: int) -> BadRecordError:
-        index = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        row = number - int(self._firsts[index])
-        return BadRecordError(
-            f"record {row} of {self._files.paths[index]}, at byte {self._offsets[index][row]}, is damaged: its "
-            "checksum does not match its data; restore the file from a copy, or skip a few such records with "
-            "--bad_records=skip:N",
-            number,
-        )
-
-
-def _records(raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
-    """Takes the data out of framed records.
-
-    Args:
-      raw: framed records.
-      starts, stops: int64 `[n]`, where each starts and stops.
-
-    Returns:
-      The data of each, and the index of the first damaged one, or None.
-    """
-    words = np.frombuffer(raw, np.uint8)
-    found = [raw[start:stop] for start, stop in zip((starts + _BEFORE).tolist(), (stops - _AFTER).tolist())]
-    sums = np.fromiter(map(google_crc32c.value, found), np.uint32, len(found))
-    lengths = words[starts[:, None] + np.arange(8)].view("<u8")[:, 0]
-    stored = words[stops[:, None] - _AFTER + np.arange(4)].view("<u4")[:, 0]
-    wrong = (_masked(sums) != stored) | (lengths != (stops - starts - _BEFORE - _AFTER).astype(np.uint64))
-    return found, int(np.argmax(wrong)) if wrong.any() else None
+    def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
+        """See `IndexedFiles`."""
+        words = np.frombuffer(raw, np.uint8)
+        found = [raw[start:stop] for start, stop in zip((starts + _BEFORE).tolist(), (stops - _AFTER).tolist())]
+        sums = np.fromiter(map(google_crc32c.value, found), np.uint32, len(found))
+        lengths = words[starts[:, None] + np.arange(8)].view("<u8")[:, 0]
+        stored = words[stops[:, None] - _AFTER + np.arange(_AFTER)].view("<u4")[:, 0]
+        wrong = (_masked(sums) != stored) | (lengths != (stops - starts - _BEFORE - _AFTER).astype(np.uint64))
+        return found, int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _masked(sums: np.ndarray) -> np.ndarray:
@@ -159,9 +87,9 @@ def scan(files: Files, index: int) -> np.ndarray:
 
 def _check_lengths(path: str, heads: np.ndarray, starts: list[int], before: int) -> None:
     """Refuses lengths whose checksums do not match: uint8 `[n, 12]`, of the records from `before` on."""
-    different, at = np.unique(heads, axis=0, return_inverse=True)
-    sums = np.asarray([google_crc32c.value(head[:8].tobytes()) for head in different], np.uint32)
-    wrong = (_masked(sums) != different[:, 8:].copy().view("<u4")[:, 0])[at.ravel()]
+    different, at = np.unique(heads[:, :8].copy().view("<u8"), return_inverse=True)
+    sums = np.asarray([google_crc32c.value(length.tobytes()) for length in different], np.uint32)
+    wrong = _masked(sums)[at.ravel()] != heads[:, 8:].copy().view("<u4")[:, 0]
     if not wrong.any():
         return
     number = before + int(np.argmax(wrong))
