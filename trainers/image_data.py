@@ -311,15 +311,12 @@ def from_tfds(name: str, data_dir: str, image_size: int, classes: str = "") -> I
         return _resized(example["image"], target), example["label"]
 
     train, test = (
-        functools.partial(_pipeline, source=open_records(splits[split].filepaths, _format(builder)), decode=decode)
+        functools.partial(
+            _pipeline, source=open_records(splits[split].filepaths, builder.info.file_format.value), decode=decode
+        )
         for split in ("train", test_split)
     )
     return ImageData(name, (*target, shape[2] or 3), num_classes, train, test)
-
-
-def _format(builder: Any) -> str:
-    """Returns the format of the files of a prepared data set."""
-    return builder.info.file_format.value
 
 
 def _download(builder: Any, name: str) -> None:

@@ -1,10 +1,13 @@
 """Records in files by number: sources, the index of their offsets, keyed orders, reading ahead.
 
 Names that other rooms may use, by file:
+    damage: Tolerant
     files: none
+    formats: none
     index: none
-    order: BlockOrder, RecordOrder, seeds_at
+    indexed: none
+    order: BlockOrder, Order, Picks, RecordOrder, seeds_at
     reading: read
-    sources: mean_bytes, open_records, opened
+    sources: Blocked, Source, mean_bytes, open_records, opened
     tfrecord: none
 """

@@ -84,8 +84,8 @@ class Files:
 
     def _changed(self, index: int) -> UsageError:
         return UsageError(
-            f"{self.paths[index]} was changed while it was read: it had {self.sizes[index]} bytes when it was opened, and "
-            "has another size or time of change now; a run needs the same data from start to end; restore the file, or "
+            f"{self.paths[index]} was changed while it was read: it had {self.sizes[index]} bytes when it was opened, "
+            "and has another size or time of change now; a run needs the same data from start to end; restore the file, or "
             "start a new run with the new one"
         )
 
@@ -100,7 +100,7 @@ class Files:
                 content = os.pread(file.fileno(), stop - start, start)
         except (OSError, tf.errors.OpError) as error:
             raise UsageError(
-                f"{self.paths[index]} cannot be read at byte {start} ({gist(error)}); check that the file is still there"
+                f"{self.paths[index]} cannot be read at byte {start} ({gist(error)}); check that it is still there"
             ) from error
         if len(content) < stop - start:
             raise self._changed(index)

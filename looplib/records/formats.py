@@ -105,7 +105,9 @@ class Parquet:
         """Returns rows by number."""
         numbers = np.asarray(numbers, np.int64)
         groups = np.searchsorted(self._firsts, numbers, side="right") - 1
-        return [self._rows(group)[row] for group, row in zip(groups.tolist(), (numbers - self._firsts[groups]).tolist())]
+        return [
+            self._rows(group)[row] for group, row in zip(groups.tolist(), (numbers - self._firsts[groups]).tolist())
+        ]
 
     def _read(self, index: int) -> list[dict[str, Any]]:
         file, group = self._groups[index]

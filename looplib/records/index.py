@@ -76,4 +76,6 @@ def _write(places: list[str], head: bytes, found: list[np.ndarray]) -> None:
                 os.makedirs(os.path.dirname(place), exist_ok=True)
             whole_files.write_whole(place, content, durable=False)
             return
-    logging.warning("the index of the records cannot be written to %s; each start has to find the records again", places)
+    logging.warning(
+        "the index of the records cannot be written to %s; each start has to find the records again", places
+    )

@@ -118,7 +118,8 @@ class BlockOrder:
     def _block_at(self, epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
         """Returns the blocks at numbers in the order of epochs, int64 `[p]`; a short last one stays the last."""
         whole = self.num_examples // self.block
-        shuffled = _shuffled(tf.minimum(number, whole - 1), tf.fill(tf.shape(number), whole), _key(self.seed, epoch, _BLOCKS))
+        size = tf.fill(tf.shape(number), tf.constant(max(1, whole), tf.int64))
+        shuffled = _shuffled(tf.minimum(number, size - 1), size, _key(self.seed, epoch, _BLOCKS))
         return tf.where(number < whole, shuffled, number)
 
 

@@ -145,7 +145,9 @@ def _matching(files: str | Sequence[str]) -> list[str]:
         paths += found
     if len(set(paths)) < len(paths):
         twice = sorted({path for path in paths if paths.count(path) > 1})
-        raise UsageError(f"the files of records contain {join_names(twice)} twice; each record would come twice an epoch")
+        raise UsageError(
+            f"the files of records contain {join_names(twice)} twice; each record would come twice an epoch"
+        )
     return paths
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from looplib.errors import UsageError, whole_number
 from looplib.records import reading, sources
+from looplib.records.damage import Tolerant
 from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
 
 _CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
@@ -36,6 +37,7 @@ class InputContext:
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
+      bad_records: damaged records that `records` may leave out, at most.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class InputContext:
         start_step: int,
         of_global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
+        bad_records: int = 0,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -62,6 +65,7 @@ class InputContext:
         self._start_step = start_step
         self.of_global_batches = of_global_batches
         self.numbers = numbers
+        self.bad_records = bad_records
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
         self.positioned = False
         self.asked_for_its_part = self.asked_for_its_start = False
@@ -200,16 +204,20 @@ class InputContext:
             found = [tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found]
             return (Picks(*found), self._seeds(positions)) if seeds else (Picks(*found),)
 
-        most = int(_CHUNK_BYTES // (self.per_replica_batch_size * max(1.0, sources.mean_bytes(source))))
+        most = int(_CHUNK_BYTES / (self.per_replica_batch_size * sources.mean_bytes(source)))
+        may_lack = self.bad_records > 0 and not self.training
+        source = Tolerant(source, self.bad_records, replace=self.training) if self.bad_records else source
         positions = self._positions(len(source), whole_epochs, "records", most)
         picked = positions.map(picks, **_PARALLEL)
         self.ids = picked.map(lambda found, *_: found.ids).unbatch()
-        found = reading.read(source, picked, by_pieces=isinstance(order, BlockOrder))
-        return found.unbatch()
+        by_pieces = not isinstance(order, RecordOrder)
+        return reading.read(source, picked, by_pieces=by_pieces, may_lack=may_lack).unbatch()
 
     def _block(self, source: sources.Source) -> int:
+        if isinstance(source, sources.Blocked):
+            return source.block
         lanes = BlockOrder(len(source), self.seed, 1, self.global_batch_size).lanes
-        return max(1, min(int(_BLOCK_BYTES / max(1.0, sources.mean_bytes(source))), len(source) // (_LEAST_BLOCKS * lanes)))
+        return max(1, min(int(_BLOCK_BYTES / sources.mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
 
     def _positions(self, num_examples: int, whole_epochs: bool, asked: str, most: int = _CHUNK) -> tf.data.Dataset:
         """Makes the positions of this pipeline's batches in the run, or in the evaluation.
@@ -312,7 +320,9 @@ class InputContext:
 
     def _seeds(self, positions: tf.Tensor) -> tf.Tensor:
         """Returns seeds int32 `[k, b, 2]` of positions `[k, b]`."""
-        found = tf.reshape(seeds_at(tf.reshape(positions, [-1]), self.seed, self.training), [*tf.unstack(tf.shape(positions)), 2])
+        found = tf.reshape(
+            seeds_at(tf.reshape(positions, [-1]), self.seed, self.training), [*tf.unstack(tf.shape(positions)), 2]
+        )
         return tf.ensure_shape(found, [*positions.shape, 2])
 
     def _global_batch_index(self, element: tf.Tensor) -> tf.Tensor:
