@@ -310,10 +310,9 @@ def from_tfds(name: str, data_dir: str, image_size: int, classes: str = "") -> I
         example = features.deserialize_example(record)
         return _resized(example["image"], target), example["label"]
 
+    kind = builder.info.file_format.value
     train, test = (
-        functools.partial(
-            _pipeline, source=open_records(splits[split].filepaths, builder.info.file_format.value), decode=decode
-        )
+        functools.partial(_pipeline, source=open_records(splits[split].filepaths, kind), decode=decode)
         for split in ("train", test_split)
     )
     return ImageData(name, (*target, shape[2] or 3), num_classes, train, test)
@@ -348,8 +347,10 @@ def _pipeline(
     """Reads records in the order of the run, and decodes each."""
     like = tf.function(decode).get_concrete_function(tf.TensorSpec([], tf.string)).structured_outputs
     signature = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), like)
-    decode_all = lambda records: tf.map_fn(decode, records, fn_output_signature=signature)
-    return context.records(source).map(decode_all, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    batches = context.records(source).map(
+        lambda records: tf.map_fn(decode, records, fn_output_signature=signature), tf.data.AUTOTUNE
+    )
+    return batches.prefetch(tf.data.AUTOTUNE)
 
 
 def _resized(image: tf.Tensor, size: tuple[int, int]) -> tf.Tensor:

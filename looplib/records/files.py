@@ -85,8 +85,8 @@ class Files:
     def _changed(self, index: int) -> UsageError:
         return UsageError(
             f"{self.paths[index]} was changed while it was read: it had {self.sizes[index]} bytes when it was opened, "
-            "and has another size or time of change now; a run needs the same data from start to end; restore the file, or "
-            "start a new run with the new one"
+            "and has another size or time of change now; a run needs the same data from start to end; restore the file, "
+            "or start a new run with the new one"
         )
 
     def _read(self, index: int, start: int, stop: int) -> bytes:

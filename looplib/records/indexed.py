@@ -69,7 +69,8 @@ class IndexedFiles:
 
         Args:
           raw: records, one after another.
-          starts, stops: int64 `[n]`, where each is in `raw`.
+          starts: int64 `[n]`, where each starts in `raw`.
+          stops: int64 `[n]`, where each stops.
 
         Returns:
           The data of each, and the index of the first damaged one, or None.
@@ -89,7 +90,7 @@ class IndexedFiles:
     def _describe(self, number: int, index: int) -> str:
         row = number - int(self._firsts[index])
         return (
-            f"record {row} of {self._files.paths[index]}, at byte {self._offsets[index][row]}, is damaged: its checksum "
-            "does not match its data; restore the file from a copy, or leave out a few such records by "
+            f"record {row} of {self._files.paths[index]}, at byte {self._offsets[index][row]}, is damaged: its "
+            "checksum does not match its data; restore the file from a copy, or leave out a few such records by "
             "--bad_records=skip:N"
         )

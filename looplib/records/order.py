@@ -100,8 +100,9 @@ class BlockOrder:
         first = epoch * n
         start = self._before(first + n, lane * run) - self._before(first, lane * run)
         stop = self._before(first + n, (lane + 1) * run) - self._before(first, (lane + 1) * run)
-        within = lambda end: self._before(end, (lane + 1) * run) - self._before(end, lane * run)
-        place = start + within(positions) - within(first)  # in the epoch's sequence of blocks
+        place = start  # in the epoch's sequence of blocks
+        for sign, end in ((1, positions), (-1, first)):
+            place += sign * (self._before(end, (lane + 1) * run) - self._before(end, lane * run))
 
         number = place // self.block
         piece_start = tf.maximum(number * self.block, start)
@@ -152,8 +153,11 @@ def _shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
             column = (column + _hash(row, keys[number + 1])) % width
         return row * width + column
 
-    again = lambda index: tf.reduce_any(index >= size)
-    return tf.while_loop(again, lambda index: (tf.where(index >= size, through(index), index),), [through(index)])[0]
+    return tf.while_loop(
+        lambda index: tf.reduce_any(index >= size),
+        lambda index: (tf.where(index >= size, through(index), index),),
+        [through(index)],
+    )[0]
 
 
 def _hash(value: tf.Tensor, key: tf.Tensor) -> tf.Tensor:

@@ -139,8 +139,9 @@ class _Element:
             return np.stack(values).astype(dtype.as_numpy_dtype, copy=False).reshape(*shape, *inner)
         except ValueError as error:
             raise UsageError(
-                f"the records have arrays of different shapes, such as {list(np.shape(values[0]))} and not {inner}, which make "
-                "no batch; give a source of serialized records, and parse them in dataset.map"
+                "the records have arrays of different shapes, such as "
+                f"{sorted({np.shape(value) for value in values})[:2]}, which make no batch; give a source of serialized "
+                "records, and parse them in dataset.map"
             ) from error
 
     def unpack(self, leaves: list[tf.Tensor], shape: Any) -> Any:

@@ -150,7 +150,7 @@ class InputContext:
         O(1), each worker reads only its own records, and an evaluation has each record once, in order.
 
             def dataset(self, context):
-                features = {"image": tf.io.FixedLenFeature([784], tf.float32), "label": tf.io.FixedLenFeature([], tf.int64)}
+                features = {"x": tf.io.FixedLenFeature([784], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
                 parse = lambda records: tf.io.parse_example(records, features)
                 return context.records("/data/train-*.tfrecord").map(parse, tf.data.AUTOTUNE)
 
