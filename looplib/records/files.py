@@ -85,7 +85,7 @@ class Files:
     def _changed(self, index: int) -> UsageError:
         return UsageError(
             f"{self.paths[index]} was changed while it was read: it had {self.sizes[index]} bytes when it was opened, "
-            "and has another size or time of change now; a run needs the same data from start to end; restore the file, "
+            "and has another size or time now; a run needs the same data from start to end; restore the file, "
             "or start a new run with the new one"
         )
 

@@ -140,7 +140,7 @@ class _Element:
         except ValueError as error:
             raise UsageError(
                 "the records have arrays of different shapes, such as "
-                f"{sorted({np.shape(value) for value in values})[:2]}, which make no batch; give a source of serialized "
+                f"{sorted({np.shape(value) for value in values})[:2]}, which make no batch; use a source of serialized "
                 "records, and parse them in dataset.map"
             ) from error
 
