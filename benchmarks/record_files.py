@@ -5,8 +5,8 @@
     python -m benchmarks.record_files resume
     python -m benchmarks.record_files speed --kind=small --cold=false
 
-`make` writes a million records of 1 kB in 64 TFRecord files and an ArrayRecord file, and JPEGs of about 100 kB. The other
-commands print one JSON object a line.
+`make` writes a million records of 1 kB in 64 TFRecord files and an ArrayRecord file, and JPEGs of about 100 kB. The
+other commands print one JSON object a line.
 """
 
 import hashlib
