@@ -304,5 +304,3 @@ def test_files_of_no_known_format_are_a_sentence(tmp_path):
         context().records(f"{tmp_path}/train-*")
     with pytest.raises(looplib.UsageError, match="the format of .* is 'zip'; expected one of tfrecord, array_record"):
         looplib.open_records(f"{tmp_path}/train-*", "zip")
-    with pytest.raises(looplib.UsageError, match="reads files by Python, which workers of a parameter server"):
-        context(numbers=tf.data.Dataset.range(3)).records([b"a"])

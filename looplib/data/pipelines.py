@@ -72,6 +72,12 @@ def distribute(
 
     dataset = make()
     cardinalities, context = pipelines.cardinalities, pipelines.contexts[0]
+    if remote and context.by_python:
+        raise UsageError(
+            f"{pipelines.who}.dataset uses context.records, which reads by Python, and the workers of a parameter "
+            "server strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or "
+            "another strategy"
+        )
     if workers.count > 1:
         cardinalities = workers.gather(np.int64(cardinalities)).ravel().tolist()
     if start_step == 0 and not any(cardinalities):

@@ -67,7 +67,7 @@ class InputContext:
         self.numbers = numbers
         self.bad_records = bad_records
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
-        self.positioned = False
+        self.positioned = self.by_python = False
         self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays: Any = None
         self.examples: int | None = None
@@ -173,11 +173,6 @@ class InputContext:
         Raises:
           UsageError: if no file matches, a file is damaged, or there is no record.
         """
-        if self.numbers is not None:
-            raise UsageError(
-                "context.records reads files by Python, which workers of a parameter server strategy have not; use "
-                "context.indices on data in memory, or another strategy"
-            )
         source = sources.opened(source)
         if self.training and shuffle:
             block = self._block(source) if block is None else whole_number("block of context.records", block)
@@ -210,6 +205,7 @@ class InputContext:
         positions = self._positions(len(source), whole_epochs, "records", most)
         picked = positions.map(picks, **_PARALLEL)
         self.ids = picked.map(lambda found, *_: found.ids).unbatch()
+        self.by_python = True
         by_pieces = not isinstance(order, RecordOrder)
         return reading.read(source, picked, by_pieces=by_pieces, may_lack=may_lack).unbatch()
 
