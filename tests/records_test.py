@@ -156,8 +156,8 @@ def test_each_worker_reads_its_own_part(tmp_path):
     for block in (1, 16):
         before = read_by_the_kernel()
         dataset = context(100, 2, 1, 2).records(source, block=block)
-        assert sum(len(batch) for batch in dataset.take(200)) == 10_000  # half an epoch, by this one of two workers
-        assert read_by_the_kernel() - before < 1.1 * size / 2
+        assert sum(len(batch) for batch in dataset.take(3000)) == 150_000  # half of 15 epochs, and some read ahead
+        assert read_by_the_kernel() - before < 1.1 * 15 * size / 2
 
 
 def test_the_index_is_built_once_and_again_for_other_files(copy, monkeypatch):
@@ -220,7 +220,8 @@ def test_damage_is_named_by_file_record_and_offset(copy):
 def test_a_file_that_changes_during_the_run_ends_it(copy):
     pattern, shard = f"{copy}/data.tfrecord-*", copy / "data.tfrecord-00002-of-00005"
     for change in (lambda: os.utime(shard), lambda: shard.write_bytes(shard.read_bytes()[:-100]), shard.unlink):
-        source = looplib.open_records(pattern)
+        looplib.open_records(pattern)
+        source = looplib.open_records(pattern)  # which reads the index alone, so that no file was looked at just now
         change()
         with pytest.raises(looplib.UsageError, match=f"{shard}.* (was changed while|cannot be found)"):
             source[100]

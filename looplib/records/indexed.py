@@ -1,5 +1,6 @@
 """Files of records read by record number, through an index of where each starts."""
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,7 @@ class IndexedFiles:
     def __init__(self, files: Files, offsets: Sequence[np.ndarray]) -> None:
         self._files = files
         self._offsets = offsets
+        self._taking = threading.Lock()  # threads that run Python at the same time slow each other down
         self._firsts = np.concatenate([[0], np.cumsum([len(ends) - 1 for ends in offsets])])
         self.mean_bytes = sum(files.sizes) / max(1, len(self))
 
@@ -58,7 +60,8 @@ class IndexedFiles:
         tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
         raw = self._files.read(map(Span, file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()))
         ends = np.cumsum(stops - starts)
-        records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
+        with self._taking:
+            records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
         if bad is not None:
             self._files.check(int(file[bad]))
             raise BadRecordError(self._describe(int(numbers[bad]), int(file[bad])), int(numbers[bad]))

@@ -12,7 +12,7 @@ _ROUNDS = 12
 _MOST_LANES = 64
 # What a key is for: the order of an epoch's blocks, and of the records of the piece that starts at a place.
 _BLOCKS, _PIECES = 0, 1
-_HALF_ROUNDS = 6  # of the network that shuffles blocks and pieces
+_HALF_ROUNDS = 8  # of the network that shuffles blocks and pieces
 
 
 class Picks(NamedTuple):

@@ -12,9 +12,11 @@ import tensorflow as tf
 from looplib.errors import UsageError
 from looplib.records.files import THREADS
 from looplib.records.order import Picks
-from looplib.records.sources import Source, items
+from looplib.records.sources import Source, items, mean_bytes
 
-_AHEAD = 4  # chunks of batches whose pieces are read before they are used
+# Records, and their bytes, whose pieces are read before they are used.
+_AHEAD, _AHEAD_BYTES = 8192, 1 << 25
+_Piece = tuple[int, int]  # its first record, and the one after its last
 
 
 def read(
@@ -65,54 +67,63 @@ def read(
         records = element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
         return (records, *others) if others else records
 
+    # One thread at a time runs Python. Where many wait for the disk, they are the source's.
     if pieces is None:
-        return picks.map(fetched, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    return picks.map(announced).prefetch(_AHEAD).map(fetched).prefetch(1)
+        return picks.map(fetched).prefetch(2)
+    chunk = picks.element_spec[0].ids.shape.num_elements() or 1
+    ahead = int(min(_AHEAD, _AHEAD_BYTES / mean_bytes(source)) // chunk)
+    return picks.map(announced).prefetch(max(2, ahead)).map(fetched).prefetch(2)
 
 
 class _Pieces:
     """The pieces of a source that are in use, read by threads before they are needed.
 
     Whatever is asked for is found: a piece that is not there is read. A piece is dropped once each of its records was
-    given, or when many newer ones are there.
+    given. Those that a run entered in the middle never come to that, and are dropped when there are many newer ones.
     """
 
     def __init__(self, source: Source, lanes: int) -> None:
-        self._source = source
-        self._lanes = self._most = lanes
-        self._found: collections.OrderedDict[tuple[int, int], concurrent.futures.Future] = collections.OrderedDict()
-        self._given: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._source, self._spare = source, lanes
+        self._found: dict[_Piece, concurrent.futures.Future] = {}  # the one that was used last comes last
+        self._waiting: collections.Counter[_Piece] = collections.Counter()  # chunks that were announced, of each piece
+        self._given: collections.Counter[_Piece] = collections.Counter()  # records, of each piece
         self._lock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "looplib-records")
 
     def announce(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Starts to read the pieces that are not there."""
         pieces = set(zip(starts.tolist(), stops.tolist()))
-        self._most = max(self._most, self._lanes + (_AHEAD + 2) * len(pieces))
-        for piece in sorted(pieces):
-            self._get(piece)
-
-    def _get(self, piece: tuple[int, int]) -> concurrent.futures.Future:
         with self._lock:
-            if piece not in self._found:
-                self._found[piece] = self._pool.submit(items, self._source, range(*piece))
-                while len(self._found) > self._most:
-                    self._given.pop(self._found.popitem(last=False)[0], None)
-            self._found.move_to_end(piece)
-            return self._found[piece]
+            self._waiting.update(pieces)
+            for piece in pieces:
+                self._get(piece)
+
+    def _get(self, piece: _Piece) -> concurrent.futures.Future:
+        found = self._found.pop(piece, None) or self._pool.submit(items, self._source, range(*piece))
+        self._found[piece] = found
+        return found
 
     def fetch(self, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[Any]:
         """Returns records by number."""
         pieces = list(zip(starts.tolist(), stops.tolist()))
         counts = collections.Counter(pieces)
-        read = {piece: self._get(piece).result() for piece in counts}
         with self._lock:
-            self._given.update(counts)
-            for piece in counts:
+            futures = {piece: self._get(piece) for piece in counts}
+        read = {piece: future.result() for piece, future in futures.items()}
+        with self._lock:
+            for piece, count in counts.items():
+                self._waiting[piece] -= 1
+                self._given[piece] += count
                 if self._given[piece] >= piece[1] - piece[0]:
-                    del self._given[piece]
-                    self._found.pop(piece, None)
+                    self._drop(piece)
+            unused = [piece for piece in self._found if self._waiting[piece] <= 0]
+            for piece in unused[: -self._spare]:
+                self._drop(piece)
         return [read[piece][at] for piece, at in zip(pieces, (ids - starts).tolist())]
+
+    def _drop(self, piece: _Piece) -> None:
+        for of_pieces in (self._found, self._given, self._waiting):
+            of_pieces.pop(piece, None)
 
 
 class _Element:

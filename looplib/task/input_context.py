@@ -11,7 +11,8 @@ from looplib.records.damage import Tolerant
 from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
 
 _CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
-_BLOCK_BYTES = 1 << 19  # of neighbouring records that are read at once
+_ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
+_BLOCK_BYTES = 1 << 18  # of neighbouring records that are read at once
 _LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 
@@ -160,7 +161,7 @@ class InputContext:
             array_record, grain or TFDS.
           block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
             itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
-            shuffled order, in each of which the records are shuffled. The default is about half a megabyte, or less so
+            shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or less so
             that there are many blocks.
           shuffle: see `indices`.
           seeds: see `indices`.
@@ -199,7 +200,8 @@ class InputContext:
             found = [tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found]
             return (Picks(*found), self._seeds(positions)) if seeds else (Picks(*found),)
 
-        most = int(_CHUNK_BYTES / (self.per_replica_batch_size * sources.mean_bytes(source)))
+        size = self.per_replica_batch_size
+        most = int(_CHUNK_BYTES / (size * sources.mean_bytes(source))) if size < _ALONE else 1
         may_lack = self.bad_records > 0 and not self.training
         source = Tolerant(source, self.bad_records, replace=self.training) if self.bad_records else source
         positions = self._positions(len(source), whole_epochs, "records", most)
@@ -207,7 +209,7 @@ class InputContext:
         self.ids = picked.map(lambda found, *_: found.ids).unbatch()
         self.by_python = True
         by_pieces = not isinstance(order, RecordOrder)
-        return reading.read(source, picked, by_pieces=by_pieces, may_lack=may_lack).unbatch()
+        return _batches(reading.read(source, picked, by_pieces=by_pieces, may_lack=may_lack))
 
     def _block(self, source: sources.Source) -> int:
         if isinstance(source, sources.Blocked):
@@ -325,6 +327,19 @@ class InputContext:
         """Returns the position of this pipeline's batch among the batches of all replicas, in step order."""
         step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
         return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica
+
+
+def _batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
+    """Takes chunks `[k, b, ...]` apart into batches `[b, ...]`."""
+    if tf.nest.flatten(chunks.element_spec)[0].shape[0] != 1:
+        return chunks.unbatch()
+
+    @tf.autograph.experimental.do_not_convert
+    def first(*chunk: Any) -> Any:
+        chunk = chunk if type(chunks.element_spec) is tuple else chunk[0]  # tf.data unpacks tuples, and only those
+        return tf.nest.map_structure(lambda leaf: tf.squeeze(leaf, 0), chunk)
+
+    return chunks.map(first)
 
 
 def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
