@@ -1,8 +1,10 @@
 """Files of records, read in ranges of bytes from several threads, and guarded against changes during a run."""
 
 import concurrent.futures
+import contextlib
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -75,9 +77,10 @@ class Files:
         start = time.perf_counter()
         found = [self._read(*span) for span in spans[:_PROBE]]
         rest = spans[_PROBE:]
-        if rest and time.perf_counter() - start > _PROBE * _IN_MEMORY:
+        if rest and time.perf_counter() - start > _PROBE * _IN_MEMORY and sys.platform == "linux":
             for index, first, last in rest:
-                os.posix_fadvise(self._file(index).fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
+                with contextlib.suppress(OSError):  # it is only advice
+                    os.posix_fadvise(self._file(index).fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
         return b"".join(found + [self._read(*span) for span in rest])
 
     def check(self, index: int) -> None:

@@ -161,8 +161,8 @@ class InputContext:
             array_record, grain or TFDS.
           block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
             itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
-            shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or less so
-            that there are many blocks.
+            shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or
+            less so that there are many blocks.
           shuffle: see `indices`.
           seeds: see `indices`.
           whole_epochs: see `indices`.
