@@ -70,7 +70,7 @@ def read(
     # One thread at a time runs Python. Where many wait for the disk, they are the source's.
     if pieces is None:
         return picks.map(fetched).prefetch(2)
-    chunk = picks.element_spec[0].ids.shape.num_elements() or 1
+    chunk = picks.element_spec[0].ids.shape.num_elements() or _AHEAD // 4
     ahead = int(min(_AHEAD, _AHEAD_BYTES / mean_bytes(source)) // chunk)
     return picks.map(announced).prefetch(max(2, ahead)).map(fetched).prefetch(2)
 
