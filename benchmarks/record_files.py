@@ -27,7 +27,7 @@ import looplib
 
 _FOLDER = flags.DEFINE_string("folder", "/tmp/record_files", "Where the files are.")
 _KIND = flags.DEFINE_enum("kind", "small", ["small", "images"], "Records of 1 kB, or JPEGs of 100 kB.")
-_PEER = flags.DEFINE_enum("peer", "tf.data", ["tf.data", "grain"], "What is measured beside looplib.")
+_PEER = flags.DEFINE_enum("peer", "tf.data", ["tf.data", "batched", "grain"], "What is measured beside looplib.")
 _COLD = flags.DEFINE_boolean("cold", False, "Drops the page cache before each round; needs root.")
 _BLOCK = flags.DEFINE_integer("block", None, "Neighbouring records that are read at once; none: the default.")
 _BATCH = flags.DEFINE_integer("batch", 128, "Examples of a batch.")
@@ -173,7 +173,7 @@ def own(folder):
 
 def parse(records):
     """Parses a batch of records of 1 kB."""
-    return tf.io.decode_raw(records, tf.uint8, fixed_length=1024) if records.shape.rank else None
+    return tf.io.decode_raw(records, tf.uint8, fixed_length=1024)
 
 
 def by_tf_data(folder):
@@ -184,6 +184,9 @@ def by_tf_data(folder):
     )
     images = _KIND.value == "images"
     examples = examples.shuffle(500 if images else 10_000, seed=1)
+    if _PEER.value == "batched":  # parsed after batching, as looplib's are
+        batches = examples.batch(_BATCH.value, drop_remainder=True)
+        return batches.map(parse, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
     one = decode if images else lambda record: tf.io.decode_raw(record, tf.uint8, fixed_length=1024)
     examples = examples.map(one, num_parallel_calls=tf.data.AUTOTUNE)
     return examples.batch(_BATCH.value, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
@@ -222,7 +225,7 @@ def rate(make_batches, folder):
 
 def speed(folder):
     """Measures looplib beside a peer, in alternating rounds."""
-    pair = (own, by_tf_data) if _PEER.value == "tf.data" else (own_of_array_record, by_grain)
+    pair = (own_of_array_record, by_grain) if _PEER.value == "grain" else (own, by_tf_data)
     rates = [[rate(one, folder) for one in pair] for _ in range(_ROUNDS.value)]
     own_rate, peer_rate = np.median(rates, axis=0)
     quartiles = np.quantile([first / second for first, second in rates], [0.25, 0.5, 0.75])

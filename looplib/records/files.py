@@ -80,7 +80,8 @@ class Files:
         if rest and time.perf_counter() - start > _PROBE * _IN_MEMORY and sys.platform == "linux":
             for index, first, last in rest:
                 with contextlib.suppress(OSError):  # it is only advice
-                    os.posix_fadvise(self._file(index).fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
+                    file = self._file(index)
+                    os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
         return b"".join(found + [self._read(*span) for span in rest])
 
     def check(self, index: int) -> None:
@@ -110,7 +111,8 @@ class Files:
                     file.seek(start)
                     content = file.read(stop - start)
             else:
-                content = os.pread(self._file(index).fileno(), stop - start, start)
+                file = self._file(index)  # held, so that it is not closed meanwhile
+                content = os.pread(file.fileno(), stop - start, start)
         except (OSError, tf.errors.OpError) as error:
             raise UsageError(
                 f"{self.paths[index]} cannot be read at byte {start} ({gist(error)}); check that it is still there"
