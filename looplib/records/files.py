@@ -1,40 +1,26 @@
 """Files of records, read in ranges of bytes from several threads, and guarded against changes during a run."""
 
 import concurrent.futures
-import contextlib
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import tensorflow as tf
 
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, gist, join_names
 from looplib.files import is_remote
 
 _MOST_OPEN = 256  # files at once
+Span = tuple[int, int, int]  # the number of a file, a first byte, and the byte after the last one
 THREADS = 16  # that wait for files
 # If the first ones of many spans take longer than from memory, the disk gets all others at once, to read in an order of
 # its own: a number of spans, and seconds of each.
 _PROBE, _IN_MEMORY = 16, 2e-5
 _SECONDS = 1.0  # after which it is looked again whether a file was changed
-
-
-class Span(NamedTuple):
-    """A range of bytes of a file.
-
-    Attributes:
-      file: the number of the file.
-      start: its first byte.
-      stop: the byte after its last one.
-    """
-
-    file: int
-    start: int
-    stop: int
 
 
 class Files:
@@ -66,23 +52,44 @@ class Files:
     def read(self, spans: Iterable[Span]) -> bytes:
         """Returns the bytes of spans, one after another.
 
+        Args:
+          spans: of each, the number of the file, its first byte, and the byte after its last one.
+
         Raises:
           UsageError: if a file cannot be read, or was changed since it was found.
         """
         spans = list(spans)
-        for index in {span.file for span in spans}:
+        indices = {span[0] for span in spans}
+        for index in indices:
             self.check(index)
-        if self._remote:
-            return b"".join(self._pool.map(lambda span: self._read(*span), spans))
-        start = time.perf_counter()
-        found = [self._read(*span) for span in spans[:_PROBE]]
+        try:
+            parts = (
+                list(self._pool.map(self._remote_part, spans)) if self._remote else self._local_parts(spans, indices)
+            )
+        except (OSError, tf.errors.OpError) as error:
+            names = join_names([self.paths[index] for index in sorted(indices)])
+            raise UsageError(f"{names} cannot be read ({gist(error)}); check that the disk is well") from error
+        for (index, start, stop), part in zip(spans, parts):
+            if len(part) < stop - start:
+                raise self._changed(index)
+        return b"".join(parts)
+
+    def _remote_part(self, span: Span) -> bytes:
+        index, start, stop = span
+        with tf.io.gfile.GFile(self.paths[index], "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def _local_parts(self, spans: list[Span], indices: Iterable[int]) -> list[bytes]:
+        files = {index: self._file(index) for index in indices}  # held, so that none is closed meanwhile
+        descriptors = {index: file.fileno() for index, file in files.items()}
+        begin, pread = time.perf_counter(), os.pread
+        parts = [pread(descriptors[index], stop - start, start) for index, start, stop in spans[:_PROBE]]
         rest = spans[_PROBE:]
-        if rest and time.perf_counter() - start > _PROBE * _IN_MEMORY and sys.platform == "linux":
-            for index, first, last in rest:
-                with contextlib.suppress(OSError):  # it is only advice
-                    file = self._file(index)
-                    os.posix_fadvise(file.fileno(), first, last - first, os.POSIX_FADV_WILLNEED)
-        return b"".join(found + [self._read(*span) for span in rest])
+        if rest and time.perf_counter() - begin > _PROBE * _IN_MEMORY and sys.platform == "linux":
+            for index, start, stop in rest:
+                os.posix_fadvise(descriptors[index], start, stop - start, os.POSIX_FADV_WILLNEED)
+        return parts + [pread(descriptors[index], stop - start, start) for index, start, stop in rest]
 
     def check(self, index: int) -> None:
         """Refuses a file that was changed since it was found; looks at most once a second.
@@ -103,23 +110,6 @@ class Files:
             "and has another size or time now; a run needs the same data from start to end; restore the file, "
             "or start a new run with the new one"
         )
-
-    def _read(self, index: int, start: int, stop: int) -> bytes:
-        try:
-            if self._remote:
-                with tf.io.gfile.GFile(self.paths[index], "rb") as file:
-                    file.seek(start)
-                    content = file.read(stop - start)
-            else:
-                file = self._file(index)  # held, so that it is not closed meanwhile
-                content = os.pread(file.fileno(), stop - start, start)
-        except (OSError, tf.errors.OpError) as error:
-            raise UsageError(
-                f"{self.paths[index]} cannot be read at byte {start} ({gist(error)}); check that it is still there"
-            ) from error
-        if len(content) < stop - start:
-            raise self._changed(index)
-        return content
 
     def _file(self, index: int) -> BinaryIO:
         if (file := self._open.get(index)) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from looplib.errors import UsageError, whole_number
-from looplib.records.files import Files, Span
+from looplib.records.files import Files
 from looplib.records.index import offsets_of
 from looplib.records.indexed import IndexedFiles
 
@@ -36,7 +36,7 @@ class Lines(IndexedFiles):
 def _scan_lines(files: Files, index: int) -> np.ndarray:
     size, found = files.sizes[index], [np.zeros(1, np.int64)]
     for at in range(0, size, _WINDOW):
-        raw = np.frombuffer(files.read([Span(index, at, min(at + _WINDOW, size))]), np.uint8)
+        raw = np.frombuffer(files.read([(index, at, min(at + _WINDOW, size))]), np.uint8)
         found.append(np.flatnonzero(raw == 10) + (at + 1))
     offsets = np.concatenate(found)
     return offsets if offsets[-1] == size else np.append(offsets, size)  # the last line may have no end

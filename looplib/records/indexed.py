@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from looplib.errors import UsageError
-from looplib.records.files import Files, Span
+from looplib.records.files import Files
 
 
 class BadRecordError(UsageError):
@@ -58,7 +58,7 @@ class IndexedFiles:
         joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
         heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
         tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
-        raw = self._files.read(map(Span, file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()))
+        raw = self._files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()))
         ends = np.cumsum(stops - starts)
         with self._taking:
             records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)

@@ -2,6 +2,7 @@
 
 import bisect
 import itertools
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from looplib.errors import UsageError, join_names
 from looplib.records.formats import FixedLength, Lines, Parquet, array_records
 from looplib.records.tfrecord import TFRecords
 
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _EXTENSION = re.compile(r"\.(tfrecords?|array_?records?|parquet|txt|jsonl|csv|tsv)(?=[.-]|$)")
 
 
@@ -52,7 +54,7 @@ class Blocked(Protocol):
     block: int
 
 
-def open_records(files: str | Sequence[str], format: str | None = None, **options: Any) -> Source:
+def open_records(files: Paths, format: str | None = None, **options: Any) -> Source:
     """Opens files of records for random access.
 
     Args:
@@ -75,9 +77,9 @@ def open_records(files: str | Sequence[str], format: str | None = None, **option
 
 def opened(source: Any) -> Source:
     """Returns a source as it is, or opens files."""
-    if isinstance(source, (str, bytes)) or (
-        isinstance(source, Sequence) and len(source) and all(isinstance(item, str) for item in source)
-    ):
+    path = (str, os.PathLike)
+    listed = isinstance(source, (list, tuple)) and source and all(isinstance(item, path) for item in source)
+    if isinstance(source, path) or listed:
         return open_records(source)
     if not isinstance(source, Source):
         raise UsageError(
@@ -135,11 +137,11 @@ def mean_bytes(source: Source) -> float:
     return max(1.0, sum(sizes) / max(1, len(few)))
 
 
-def _matching(files: str | Sequence[str]) -> list[str]:
+def _matching(files: Paths) -> list[str]:
     """Returns the files that patterns match, each pattern's in the order of their names."""
     paths = []
-    for pattern in [files] if isinstance(files, str) else files:
-        found = sorted(tf.io.gfile.glob(pattern))
+    for pattern in map(os.fspath, [files] if isinstance(files, (str, os.PathLike)) else files):
+        found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
         if not found:
             raise UsageError(f"{pattern!r} matches no file of records; check the path, or the pattern")
         paths += found

@@ -7,7 +7,7 @@ import google_crc32c
 import numpy as np
 
 from looplib.errors import UsageError
-from looplib.records.files import Files, Span
+from looplib.records.files import Files
 from looplib.records.index import offsets_of
 from looplib.records.indexed import IndexedFiles
 
@@ -67,7 +67,7 @@ def scan(files: Files, index: int) -> np.ndarray:
     unpack = _LENGTH.unpack_from
     window = _WINDOW
     while at < size:
-        raw = files.read([Span(index, at, min(at + window, size))])
+        raw = files.read([(index, at, min(at + window, size))])
         place, last, before = 0, len(raw) - _BEFORE, len(starts)
         while place <= last:
             starts.append(at + place)
