@@ -34,7 +34,7 @@ _BATCH = flags.DEFINE_integer("batch", 128, "Examples of a batch.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds of each.")
 _SECONDS = flags.DEFINE_float("seconds", 3.0, "Seconds of a round.")
 _WORKER = flags.DEFINE_list("worker", None, "WORKER,WORKERS,BLOCK of a process of `resume`.")
-_FILES, _RECORDS, _IMAGES, _STEP, _STEPS = 64, 1_000_000, 2000, 10_000, 2000
+_FILES, _RECORDS, _IMAGES, _STEP, _STEPS = 64, 1_000_000, 2000, 10_000, 4000
 
 
 def context(batch, worker=0, workers=1, start=0):
@@ -122,7 +122,7 @@ def resume_worker(folder, worker, workers, block):
         if first is None:
             first = time.perf_counter() - start
         ids += [int.from_bytes(record[:8], "little") for record in records]
-        if step % 200 == 199:
+        if step % 800 == 799:
             resident.append(round(memory()))
     read = [after - there for after, there in zip(io(), before)]
     print(json.dumps({"seconds": first, "read": read, "MB": resident, "ids": ids}))
