@@ -229,7 +229,7 @@ def test_a_file_that_changes_during_the_run_ends_it(copy):
         source = looplib.open_records(pattern)  # which reads the index alone, so that no file was looked at just now
         change()
         with pytest.raises(looplib.UsageError, match=f"{shard}.* (was changed while|cannot be found)"):
-            source[100]
+            source[41]
         shutil.copy(copy / "data.tfrecord-00004-of-00005", shard)
     assert len(looplib.open_records(pattern)) == TOTAL - COUNTS[2] + COUNTS[4]
 
@@ -351,7 +351,7 @@ def test_a_damaged_record_ends_a_run_and_loses_nothing(python, tmp_path):
     assert json.loads((tmp_path / "run/run.json").read_text())["step"] <= 15
     resumed = run([*command, "--bad_records=skip:1"])
     assert resumed.returncode == 0, resumed.stderr
-    assert "left out a damaged record, 1 of at most 1" in resumed.stderr and "resumes after step 1" in resumed.stderr
+    assert "left out a damaged record, 1 of at most 1" in resumed.stderr and "restored step 1" in resumed.stderr
 
 
 @pytest.mark.repetition

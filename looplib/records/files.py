@@ -33,6 +33,7 @@ class Files:
       paths: the files.
       sizes: bytes of each.
       times: nanoseconds at which each was changed last.
+      threads: how many should run Python on what they read; more only pay if they wait for a network.
 
     Raises:
       UsageError: if one cannot be found.
@@ -41,6 +42,7 @@ class Files:
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = list(paths)
         self._remote = any(map(is_remote, self.paths))
+        self.threads = THREADS if self._remote else 2
         self._open: dict[int, BinaryIO] = {}
         self._checked: dict[int, float] = {}
         self._lock = threading.Lock()

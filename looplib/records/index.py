@@ -14,7 +14,7 @@ from absl import logging
 
 from looplib import files as whole_files
 from looplib.files import is_remote
-from looplib.records.files import THREADS, Files
+from looplib.records.files import Files
 
 _MAGIC = b"looplib index of records 1\n"
 
@@ -37,7 +37,7 @@ def offsets_of(files: Files, kind: str, scan: Callable[[Files, int], np.ndarray]
     with _one_process_at_a_time(places):
         if (found := _first(places, head, count)) is not None:
             return found
-        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        with concurrent.futures.ThreadPoolExecutor(files.threads) as pool:
             found = list(pool.map(lambda index: scan(files, index), range(count)))
         _write(places, head, found)
     return found
