@@ -126,7 +126,10 @@ class Files:
 
 def _size_and_time(path: str) -> tuple[int, int]:
     try:
+        if not is_remote(path):
+            found = os.stat(path)
+            return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
         found = tf.io.gfile.stat(path)
-    except tf.errors.OpError as error:
+    except (OSError, tf.errors.OpError) as error:
         raise UsageError(f"the file of records {path} cannot be found ({gist(error)}); check the path") from error
     return found.length, found.mtime_nsec
