@@ -54,6 +54,7 @@ _HOMES = {
     "image": "task.media",
     "last": "task.reductions",
     "mean": "task.reductions",
+    "open_records": "records.sources",
     "text": "task.media",
     "total": "task.reductions",
     "warm_start": "checkpoint.warm_start",

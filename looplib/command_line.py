@@ -44,6 +44,7 @@ FLAGS = (
     ("loop", flags.DEFINE_enum, "graph", "Loop engine; auto selects the fastest; eager is for debugging.", ENGINES),
     ("profile", flags.DEFINE_string, None, "START:STEPS: profiles so many steps after step START; none: no profile."),
     ("overfit_batch", flags.DEFINE_boolean, False, "Trains on the first batch of the data in each step."),
+    ("bad_records", flags.DEFINE_string, None, "skip:N leaves out up to N damaged records of files; none: an error."),
     ("dry_run", flags.DEFINE_boolean, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
@@ -123,6 +124,22 @@ def actions(values: dict[str, Any]) -> list[Action]:
             f"--profile is {values['profile']!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
         )
     return [Profile(int(found[1]), int(found[2]))]
+
+
+def bad_records(values: dict[str, Any]) -> int:
+    """Returns how many damaged records may be left out.
+
+    Args:
+      values: the value of each flag, by name.
+
+    Raises:
+      UsageError: for a value that has another form.
+    """
+    if not values["bad_records"]:
+        return 0
+    if not (found := re.fullmatch(r"skip:(\d{1,9})", values["bad_records"])):
+        raise UsageError(f"--bad_records is {values['bad_records']!r}; expected skip:N, such as skip:10")
+    return int(found[1])
 
 
 def check(values: dict[str, Any], argv: Sequence[str]) -> None:

@@ -63,6 +63,7 @@ class Controller:
       max_time: seconds, a `datetime.timedelta` or text such as "1h30m", after which a call of `train` ends as by a
         signal: after the current step, with a save, by `Preempted`. A binary's time counts from its own start.
       overfit_batch: trains on the first batch of the data in each step, to see whether the model can fit it.
+      bad_records: damaged records of `context.records` that each worker may leave out, at most; one more ends the run.
 
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
@@ -97,13 +98,14 @@ class Controller:
         config: Any = None,
         max_time: float | str | datetime.timedelta | None = None,
         overfit_batch: bool = False,
+        bad_records: int = 0,
     ) -> None:
         strategy = strategy or tf.distribute.get_strategy()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
         if steps_per_loop is None:
             steps_per_loop = (trainer.own_steps_per_loop(global_batch_size) if trainer else None) or 100
-        settings = LoopSettings(strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch)
+        settings = LoopSettings(strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch, bad_records)
         checks.check_together(trainer, evaluators, strategy, loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         self._actions = [*(action for task in tasks for action in task.own_actions), *actions]

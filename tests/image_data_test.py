@@ -114,7 +114,7 @@ def test_tfrecord_files_of_another_kind_are_a_sentence(records, tmp_path):
     (tmp_path / "text.tfrecord").write_text("no records at all")
     good = f"{records}/test-*.tfrecord"
     for changes, message in (
-        (dict(train_files=str(tmp_path / "*.tfrecord")), "the first example of .* cannot be read .*corrupted record"),
+        (dict(train_files=str(tmp_path / "*.tfrecord")), "record 0 of .* has a damaged length"),
         (dict(num_classes=2, train_files=good), "a label is not in 0 to 1; set --config.num_classes"),
         (dict(channels=2, train_files=good), "1 or 3 channels"),
         (dict(image_size=0, train_files=good), "expected a positive size"),

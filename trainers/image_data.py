@@ -1,6 +1,7 @@
 """Images and labels to classify: scikit-learn's digits, numpy files, TFRecord files, tensorflow_datasets."""
 
 import dataclasses
+import functools
 import re
 import socket
 import urllib.request
@@ -11,13 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from looplib import InputContext, UsageError
+from looplib import InputContext, UsageError, open_records
 from looplib.errors import gist, join_names, read
 from trainers import needed
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
 _IN_MEMORY_BYTES = 1 << 30
-_SHUFFLE_BUFFER = 10_000
 _DIGITS_TEST = 360
 
 
@@ -249,19 +249,19 @@ def tfrecords(train_files: str, test_files: str, image_shape: tuple[int, int, in
         with tf.control_dependencies([tf.debugging.Assert((label >= 0) & (label < num_classes), [message, label])]):
             return _resized(image, (height, width)), tf.identity(label)
 
+    sources = []
     for files in splits:
+        source = open_records(files, "tfrecord")
         try:
-            next(iter(tf.data.TFRecordDataset(files).map(decode)), None)
-        except tf.errors.OpError as error:
+            decode(tf.constant(source[0]))
+        except (tf.errors.OpError, IndexError) as error:
             raise UsageError(
                 f"the first example of {files[0]} cannot be read ({gist(error)}); expected TFRecord files of "
                 "tf.train.Examples with image/encoded (JPEG or PNG) and image/class/label (int64 from 0)"
             ) from error
-
-    def source(files: list[str]) -> Callable[[InputContext], tf.data.Dataset]:
-        return lambda context: _pipeline(context, tf.data.TFRecordDataset(files), decode)
-
-    return ImageData("the TFRecord files", image_shape, num_classes, source(splits[0]), source(splits[1]))
+        sources.append(source)
+    train, test = (functools.partial(_pipeline, source=source, decode=decode) for source in sources)
+    return ImageData("the TFRecord files", image_shape, num_classes, train, test)
 
 
 def from_tfds(name: str, data_dir: str, image_size: int, classes: str = "") -> ImageData:
@@ -309,13 +309,16 @@ def from_tfds(name: str, data_dir: str, image_size: int, classes: str = "") -> I
     _refuse_classes(classes, f"the images of {name}")
     target = (shape[0] or image_size, shape[1] or image_size)
 
-    def source(split: str) -> Callable[[InputContext], tf.data.Dataset]:
-        examples = builder.as_dataset(split=split, shuffle_files=False)
-        return lambda context: _pipeline(
-            context, examples, lambda example: (_resized(example["image"], target), example["label"])
-        )
+    def decode(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        example = features.deserialize_example(record)
+        return _resized(example["image"], target), example["label"]
 
-    return ImageData(name, (*target, shape[2] or 3), num_classes, source("train"), source(test_split))
+    kind = builder.info.file_format.value
+    train, test = (
+        functools.partial(_pipeline, source=open_records(splits[split].filepaths, kind), decode=decode)
+        for split in ("train", test_split)
+    )
+    return ImageData(name, (*target, shape[2] or 3), num_classes, train, test)
 
 
 def _download(builder: Any, name: str) -> None:
@@ -342,14 +345,14 @@ def _download(builder: Any, name: str) -> None:
 
 
 def _pipeline(
-    context: InputContext, examples: tf.data.Dataset, decode: Callable[..., tuple[tf.Tensor, tf.Tensor]]
+    context: InputContext, source: Any, decode: Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 ) -> tf.data.Dataset:
-    """Batches examples: shards them, shuffles and repeats training data, and keeps every test example once."""
-    examples = examples.shard(context.num_pipelines, context.pipeline_index)
-    if context.training:
-        examples = examples.shuffle(_SHUFFLE_BUFFER, seed=context.seed).repeat()
-    examples = examples.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
-    batches = examples.batch(context.per_replica_batch_size, drop_remainder=context.training)
+    """Reads records in the order of the run, and decodes each."""
+    like = tf.function(decode).get_concrete_function(tf.TensorSpec([], tf.string)).structured_outputs
+    signature = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), like)
+    batches = context.records(source).map(
+        lambda records: tf.map_fn(decode, records, fn_output_signature=signature), tf.data.AUTOTUNE
+    )
     return batches.prefetch(tf.data.AUTOTUNE)
 
 

@@ -30,6 +30,7 @@ def distribute(
     training: bool,
     start_step: int = 0,
     overfit_batch: bool = False,
+    bad_records: int = 0,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy.
 
@@ -41,6 +42,7 @@ def distribute(
       training: whether this is training data.
       start_step: global batches that the run has consumed.
       overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
+      bad_records: damaged records that may be left out.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
@@ -54,6 +56,7 @@ def distribute(
         seed=seed,
         training=training,
         of_global_batches=_makes_global_batches(task),
+        bad_records=bad_records,
     )
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own
@@ -69,6 +72,12 @@ def distribute(
 
     dataset = make()
     cardinalities, context = pipelines.cardinalities, pipelines.contexts[0]
+    if remote and context.by_python:
+        raise UsageError(
+            f"{pipelines.who}.dataset uses context.records, which reads by Python, and the workers of a parameter "
+            "server strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or "
+            "another strategy"
+        )
     if workers.count > 1:
         cardinalities = workers.gather(np.int64(cardinalities)).ravel().tolist()
     if start_step == 0 and not any(cardinalities):

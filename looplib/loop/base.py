@@ -137,6 +137,7 @@ class Specification:
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
       overfit_batch: whether each step gets the first batch of the data.
+      bad_records: damaged records of the data that may be left out.
     """
 
     split: str
@@ -152,6 +153,7 @@ class Specification:
     non_finite: str = "off"
     chosen: EngineChoice | None = None
     overfit_batch: bool = False
+    bad_records: int = 0
 
     @property
     def training(self) -> bool:

@@ -41,6 +41,7 @@ class LoopSettings:
     steps_per_loop: int
     seed: int
     overfit_batch: bool = False
+    bad_records: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_loop", whole_number("steps_per_loop", self.steps_per_loop))
@@ -48,6 +49,7 @@ class LoopSettings:
             size = whole_number("global_batch_size", self.global_batch_size)
             object.__setattr__(self, "global_batch_size", size)
         object.__setattr__(self, "seed", whole_number("seed", self.seed, least=0))
+        object.__setattr__(self, "bad_records", whole_number("bad_records", self.bad_records, least=0))
         if self.loop not in ENGINES:
             raise UsageError(f"loop is {self.loop!r}; expected one of {', '.join(ENGINES)}")
 
@@ -136,6 +138,7 @@ class Loops:
             engine=settings.loop,
             seed=settings.seed,
             steps_per_loop=settings.steps_per_loop,
+            bad_records=settings.bad_records,
             **others,
         )
 

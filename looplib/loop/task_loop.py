@@ -88,6 +88,7 @@ class TaskLoop(TrainingLoop):
             training=spec.training,
             start_step=self._start_step,
             overfit_batch=spec.overfit_batch,
+            bad_records=spec.bad_records,
         )
 
     def _check_for_a_batch(self) -> None:

@@ -6,11 +6,15 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.errors import UsageError, whole_number
+from looplib.records import reading, sources
+from looplib.records.damage import Tolerant
+from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
 
-# Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by
-# up to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
-_ROUNDS = 12
-_BLOCK, _BLOCK_IDS = 32, 8192  # batches, and ids, that are drawn at once
+_CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
+_ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
+_BLOCK_BYTES = 1 << 18  # of neighbouring records that are read at once
+_LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
+_PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 
 
 class InputContext:
@@ -34,6 +38,7 @@ class InputContext:
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
+      bad_records: damaged records that `records` may leave out, at most.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class InputContext:
         start_step: int,
         of_global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
+        bad_records: int = 0,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -60,8 +66,9 @@ class InputContext:
         self._start_step = start_step
         self.of_global_batches = of_global_batches
         self.numbers = numbers
+        self.bad_records = bad_records
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
-        self.positioned = False
+        self.positioned = self.by_python = False
         self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays: Any = None
         self.examples: int | None = None
@@ -117,28 +124,129 @@ class InputContext:
           UsageError: if there is no example, or for whole epochs in a task of batches per replica.
         """
         num_examples = whole_number("num_examples of context.indices", num_examples, least=0)
+        order = RecordOrder(num_examples, self.seed, shuffle and self.training)
+
+        @tf.autograph.experimental.do_not_convert
+        def ids(positions: tf.Tensor) -> Any:  # a chunk of batches at once, at half the cost
+            flat = tf.reshape(positions, [-1])
+            found = tf.reshape(order.ids(flat), tf.shape(positions))
+            found.set_shape(positions.shape)
+            return (found, self._seeds(positions)) if seeds else found
+
+        self.ids = self._positions(num_examples, whole_epochs, "indices").map(ids, **_PARALLEL).unbatch()
+        return self.ids
+
+    def records(
+        self,
+        source: Any,
+        *,
+        block: int | None = None,
+        shuffle: bool = True,
+        seeds: bool = False,
+        whole_epochs: bool = False,
+    ) -> tf.data.Dataset:
+        """Makes batches of records of files, or of another source, read by number in the order of `indices`.
+
+        All that `indices` promises holds: the order depends on the run's seed alone, entering it at any position costs
+        O(1), each worker reads only its own records, and an evaluation has each record once, in order.
+
+            def dataset(self, context):
+                features = {"x": tf.io.FixedLenFeature([784], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
+                parse = lambda records: tf.io.parse_example(records, features)
+                return context.records("/data/train-*.tfrecord").map(parse, tf.data.AUTOTUNE)
+
+        Args:
+          source: files, as a path, a pattern or a list of these, whose names say their format; or what
+            `looplib.open_records` returns; or any object with `__len__` and `__getitem__`, such as a data source of
+            array_record, grain or TFDS.
+          block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
+            itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
+            shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or
+            less so that there are many blocks.
+          shuffle: see `indices`.
+          seeds: see `indices`.
+          whole_epochs: see `indices`.
+
+        Returns:
+          A `tf.data.Dataset` of records: strings `[b]`, or a structure of arrays `[b, ...]` if the source has those; or
+          of (records, seeds) with int32 seeds `[b, 2]`.
+
+        Raises:
+          UsageError: if no file matches, a file is damaged, or there is no record.
+        """
+        source = sources.opened(source)
+        if self.training and shuffle:
+            block = self._block(source) if block is None else whole_number("block of context.records", block)
+        order = RecordOrder(len(source), self.seed, shuffle and self.training)
+        if self.training and shuffle and block > 1:
+            order = BlockOrder(len(source), self.seed, block, self.global_batch_size)
+        return self.read(source, order, seeds=seeds, whole_epochs=whole_epochs)
+
+    def read(
+        self, source: sources.Source, order: Order, *, seeds: bool = False, whole_epochs: bool = False
+    ) -> tf.data.Dataset:
+        """Makes batches of the records that an order picks; see `records`, which chooses the order.
+
+        Args:
+          source: the records.
+          order: which record is at each position.
+          seeds: see `indices`.
+          whole_epochs: see `indices`.
+        """
+
+        @tf.autograph.experimental.do_not_convert
+        def picks(positions: tf.Tensor) -> Any:
+            found = order.picks(tf.reshape(positions, [-1]))
+            found = [tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found]
+            return (Picks(*found), self._seeds(positions)) if seeds else (Picks(*found),)
+
+        size = self.per_replica_batch_size
+        most = int(_CHUNK_BYTES / (size * sources.mean_bytes(source))) if size < _ALONE else 1
+        may_lack = self.bad_records > 0 and not self.training
+        source = Tolerant(source, self.bad_records, replace=self.training) if self.bad_records else source
+        positions = self._positions(len(source), whole_epochs, "records", most)
+        picked = positions.map(picks, **_PARALLEL)
+        self.ids = picked.map(lambda found, *_: found.ids).unbatch()
+        self.by_python = True
+        by_pieces = not isinstance(order, RecordOrder)
+        return _batches(reading.read(source, picked, by_pieces=by_pieces, may_lack=may_lack))
+
+    def _block(self, source: sources.Source) -> int:
+        if isinstance(source, sources.Blocked):
+            return source.block
+        lanes = BlockOrder(len(source), self.seed, 1, self.global_batch_size).lanes
+        return max(1, min(int(_BLOCK_BYTES / sources.mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
+
+    def _positions(self, num_examples: int, whole_epochs: bool, asked: str, most: int = _CHUNK) -> tf.data.Dataset:
+        """Makes the positions of this pipeline's batches in the run, or in the evaluation.
+
+        Args:
+          num_examples: examples of an epoch.
+          whole_epochs: see `indices`.
+          asked: the method that was called, for messages.
+          most: batches of a chunk, at most.
+
+        Returns:
+          Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        """
         if num_examples == 0:
             raise UsageError(
-                f"the {'training' if self.training else 'evaluation'} data set is empty: context.indices was asked for "
+                f"the {'training' if self.training else 'evaluation'} data set is empty: context.{asked} was asked for "
                 "0 examples; check where the data is read from"
             )
         if whole_epochs and not self.of_global_batches:
             raise UsageError(
-                "context.indices was asked for whole epochs, and the smaller batch at their end may not reach all "
+                f"context.{asked} was asked for whole epochs, and the smaller batch at their end may not reach all "
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
         self.positioned, self.examples = True, num_examples
-        self.ids = self._ids(num_examples, seeds, shuffle, whole_epochs)
-        return self.ids
-
-    def _ids(self, num_examples: int, seeds: bool, shuffle: bool, whole_epochs: bool) -> tf.data.Dataset:
         if not self.training:
-            return self._in_order(num_examples, seeds)
+            return self._in_order(num_examples)
         steps = num_examples / self.global_batch_size
         self.steps_per_epoch = math.ceil(steps) if whole_epochs else steps
         if whole_epochs and not steps.is_integer():
-            return self._in_epochs(num_examples, seeds, shuffle)
-        return self._endless(num_examples, seeds, shuffle)
+            return self._in_epochs(num_examples)
+        return self._endless(most)
 
     def resident(self, arrays: Any, *, shuffle: bool = True, whole_epochs: bool = False) -> tf.data.Dataset:
         """Makes batches of rows of arrays that stay on the device, in the order of `indices`.
@@ -170,47 +278,29 @@ class InputContext:
         self.arrays = arrays
         return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs)
 
-    def _endless(self, num_examples: int, with_seeds: bool, shuffle: bool) -> tf.data.Dataset:
+    def _endless(self, most: int) -> tf.data.Dataset:
         size = self.per_replica_batch_size
-        block = max(1, min(_BLOCK, _BLOCK_IDS // size))
+        count = 1 if self.numbers is not None else max(1, min(_CHUNK, _CHUNK_IDS // size, most))
 
         @tf.autograph.experimental.do_not_convert
-        def ids(first: tf.Tensor, block: int = block) -> Any:  # a block of batches at once, at half the cost
-            batches = self._global_batch_index(first + tf.range(block, dtype=tf.int64))
-            positions = tf.reshape(batches[:, None] * size + tf.range(size, dtype=tf.int64), [-1])
-            found = tf.reshape(self._id_at(positions, num_examples, shuffle), [block, size])
-            return (found, tf.reshape(self._seeds(positions), [block, size, 2])) if with_seeds else found
+        def positions(first: tf.Tensor) -> tf.Tensor:
+            batches = self._global_batch_index(first + tf.range(count, dtype=tf.int64))
+            return batches[:, None] * size + tf.range(size, dtype=tf.int64)
 
-        if self.numbers is not None:
-            return self.numbers.map(lambda number: tf.nest.map_structure(lambda part: part[0], ids(number, block=1)))
         first = self.start_step * self.replicas_per_pipeline
-        blocks = tf.data.Dataset.counter(first, block)
-        return blocks.map(ids, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).unbatch()
+        return (tf.data.Dataset.counter(first, count) if self.numbers is None else self.numbers).map(positions)
 
-    def _in_epochs(self, num_examples: int, with_seeds: bool, shuffle: bool) -> tf.data.Dataset:
+    def _in_epochs(self, num_examples: int) -> tf.data.Dataset:
         size, steps = self.global_batch_size, self.steps_per_epoch
 
         @tf.autograph.experimental.do_not_convert
-        def ids(step: tf.Tensor) -> Any:
+        def positions(step: tf.Tensor) -> tf.Tensor:
             epoch, first = step // steps * num_examples, step % steps * size
-            positions = epoch + tf.range(first, tf.minimum(first + size, num_examples))
-            found = self._id_at(positions, num_examples, shuffle)
-            return (found, self._seeds(positions)) if with_seeds else found
+            return (epoch + tf.range(first, tf.minimum(first + size, num_examples)))[None]
 
-        numbers = tf.data.Dataset.counter(self.start_step) if self.numbers is None else self.numbers
-        return numbers.map(ids, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        return (tf.data.Dataset.counter(self.start_step) if self.numbers is None else self.numbers).map(positions)
 
-    def _id_at(self, positions: tf.Tensor, num_examples: int, shuffle: bool) -> tf.Tensor:
-        """Returns the ids at positions in the training, int64 `[b]`, epoch after epoch."""
-        epoch, position = positions // num_examples, positions % num_examples
-        if not shuffle:
-            return position
-        seeds = tf.stack([tf.fill(tf.shape(epoch), tf.constant(self.seed, tf.int64)), epoch, 0 * epoch], axis=1)
-        return tf.raw_ops.RandomIndexShuffle(
-            index=position, seed=seeds, max_index=tf.constant(num_examples - 1, tf.int64), rounds=_ROUNDS
-        )
-
-    def _in_order(self, num_examples: int, with_seeds: bool) -> tf.data.Dataset:
+    def _in_order(self, num_examples: int) -> tf.data.Dataset:
         batch = self.per_replica_batch_size
         batches = -(-num_examples // batch)
         rounds, rest = divmod(batches, self.num_replicas)
@@ -218,19 +308,20 @@ class InputContext:
         own += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
 
         @tf.autograph.experimental.do_not_convert
-        def ids(element: tf.Tensor) -> Any:
+        def positions(element: tf.Tensor) -> tf.Tensor:
             start = self._global_batch_index(element) * batch
-            positions = tf.range(start, tf.minimum(start + batch, num_examples))
-            return (positions, self._seeds(positions)) if with_seeds else positions
+            return tf.range(start, tf.minimum(start + batch, num_examples))[None]
 
         self.batches = own
         first = self.start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
-        return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(ids)
+        return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(positions)
 
     def _seeds(self, positions: tf.Tensor) -> tf.Tensor:
-        """Returns seeds int32 `[b, 2]` for int64 positions in the run `[b]`, no two alike."""
-        key = _mix(tf.constant((2 * self.seed + self.training) % 2**64, tf.uint64))
-        return tf.bitcast(_mix(tf.bitcast(positions, tf.uint64) + key), tf.int32)
+        """Returns seeds int32 `[k, b, 2]` of positions `[k, b]`."""
+        found = tf.reshape(
+            seeds_at(tf.reshape(positions, [-1]), self.seed, self.training), [*tf.unstack(tf.shape(positions)), 2]
+        )
+        return tf.ensure_shape(found, [*positions.shape, 2])
 
     def _global_batch_index(self, element: tf.Tensor) -> tf.Tensor:
         """Returns the position of this pipeline's batch among the batches of all replicas, in step order."""
@@ -238,12 +329,17 @@ class InputContext:
         return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica
 
 
-def _mix(words: tf.Tensor) -> tf.Tensor:
-    """Scatters uint64 words one to one: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
-        words *= tf.constant(factor, tf.uint64)
-    return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(31, tf.uint64)))
+def _batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
+    """Takes chunks `[k, b, ...]` apart into batches `[b, ...]`."""
+    if tf.nest.flatten(chunks.element_spec)[0].shape[0] != 1:
+        return chunks.unbatch()
+
+    @tf.autograph.experimental.do_not_convert
+    def first(*chunk: Any) -> Any:
+        chunk = chunk if type(chunks.element_spec) is tuple else chunk[0]  # tf.data unpacks tuples, and only those
+        return tf.nest.map_structure(lambda leaf: tf.squeeze(leaf, 0), chunk)
+
+    return chunks.map(first)
 
 
 def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:

@@ -1,0 +1,135 @@
+"""Files of records, read in ranges of bytes from several threads, and guarded against changes during a run."""
+
+import concurrent.futures
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO
+
+import tensorflow as tf
+
+from looplib.errors import UsageError, gist, join_names
+from looplib.files import is_remote
+
+_MOST_OPEN = 256  # files at once
+Span = tuple[int, int, int]  # the number of a file, a first byte, and the byte after the last one
+THREADS = 16  # that wait for files
+# If the first ones of many spans take longer than from memory, the disk gets all others at once, to read in an order of
+# its own: a number of spans, and seconds of each.
+_PROBE, _IN_MEMORY = 16, 2e-5
+_SECONDS = 1.0  # after which it is looked again whether a file was changed
+
+
+class Files:
+    """Files whose sizes and times of change were noted.
+
+    Args:
+      paths: the files.
+
+    Attributes:
+      paths: the files.
+      sizes: bytes of each.
+      times: nanoseconds at which each was changed last.
+      threads: how many should run Python on what they read; more only pay if they wait for a network.
+
+    Raises:
+      UsageError: if one cannot be found.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = list(paths)
+        self._remote = any(map(is_remote, self.paths))
+        self.threads = THREADS if self._remote else 2
+        self._open: dict[int, BinaryIO] = {}
+        self._checked: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "looplib-files")
+        found = list(self._pool.map(_size_and_time, self.paths))
+        self.sizes = [size for size, _ in found]
+        self.times = [time for _, time in found]
+
+    def read(self, spans: Iterable[Span]) -> bytes:
+        """Returns the bytes of spans, one after another.
+
+        Args:
+          spans: of each, the number of the file, its first byte, and the byte after its last one.
+
+        Raises:
+          UsageError: if a file cannot be read, or was changed since it was found.
+        """
+        spans = list(spans)
+        indices = {span[0] for span in spans}
+        for index in indices:
+            self.check(index)
+        try:
+            parts = (
+                list(self._pool.map(self._remote_part, spans)) if self._remote else self._local_parts(spans, indices)
+            )
+        except (OSError, tf.errors.OpError) as error:
+            names = join_names([self.paths[index] for index in sorted(indices)])
+            raise UsageError(f"{names} cannot be read ({gist(error)}); check that the disk is well") from error
+        for (index, start, stop), part in zip(spans, parts):
+            if len(part) < stop - start:
+                raise self._changed(index)
+        return b"".join(parts)
+
+    def _remote_part(self, span: Span) -> bytes:
+        index, start, stop = span
+        with tf.io.gfile.GFile(self.paths[index], "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def _local_parts(self, spans: list[Span], indices: Iterable[int]) -> list[bytes]:
+        files = {index: self._file(index) for index in indices}  # held, so that none is closed meanwhile
+        descriptors = {index: file.fileno() for index, file in files.items()}
+        begin, pread = time.perf_counter(), os.pread
+        parts = [pread(descriptors[index], stop - start, start) for index, start, stop in spans[:_PROBE]]
+        rest = spans[_PROBE:]
+        if rest and time.perf_counter() - begin > _PROBE * _IN_MEMORY and sys.platform == "linux":
+            for index, start, stop in rest:
+                os.posix_fadvise(descriptors[index], start, stop - start, os.POSIX_FADV_WILLNEED)
+        return parts + [pread(descriptors[index], stop - start, start) for index, start, stop in rest]
+
+    def check(self, index: int) -> None:
+        """Refuses a file that was changed since it was found; looks at most once a second.
+
+        Raises:
+          UsageError: if its size or time of change is another, or it is not there any more.
+        """
+        now = time.monotonic()
+        if now - self._checked.get(index, -math.inf) < _SECONDS:
+            return
+        self._checked[index] = now
+        if _size_and_time(self.paths[index]) != (self.sizes[index], self.times[index]):
+            raise self._changed(index)
+
+    def _changed(self, index: int) -> UsageError:
+        return UsageError(
+            f"{self.paths[index]} was changed while it was read: it had {self.sizes[index]} bytes when it was opened, "
+            "and has another size or time now; a run needs the same data from start to end; restore the file, "
+            "or start a new run with the new one"
+        )
+
+    def _file(self, index: int) -> BinaryIO:
+        if (file := self._open.get(index)) is not None:
+            return file
+        file = open(self.paths[index], "rb", buffering=0)
+        with self._lock:
+            while len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open)))  # closed when no thread reads it any more
+            self._open[index] = file
+        return file
+
+
+def _size_and_time(path: str) -> tuple[int, int]:
+    try:
+        if not is_remote(path):
+            found = os.stat(path)
+            return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
+        found = tf.io.gfile.stat(path)
+    except (OSError, tf.errors.OpError) as error:
+        raise UsageError(f"the file of records {path} cannot be found ({gist(error)}); check the path") from error
+    return found.length, found.mtime_nsec

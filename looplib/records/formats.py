@@ -1,0 +1,127 @@
+"""Formats of records besides TFRecord: lines of text, records of fixed length, ArrayRecord, Parquet."""
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from looplib.errors import UsageError, whole_number
+from looplib.records.files import Files
+from looplib.records.index import offsets_of
+from looplib.records.indexed import IndexedFiles
+
+_WINDOW = 1 << 22
+_GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
+
+
+class Lines(IndexedFiles):
+    """The lines of text files, without their ends; an empty line is a record too.
+
+    Args:
+      paths: the files.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        files = Files(paths)
+        super().__init__(files, offsets_of(files, "lines", _scan_lines))
+
+    def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
+        """See `IndexedFiles`."""
+        lines, _ = super()._take(raw, starts, stops)
+        return [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines], None
+
+
+def _scan_lines(files: Files, index: int) -> np.ndarray:
+    size, found = files.sizes[index], [np.zeros(1, np.int64)]
+    for at in range(0, size, _WINDOW):
+        raw = np.frombuffer(files.read([(index, at, min(at + _WINDOW, size))]), np.uint8)
+        found.append(np.flatnonzero(raw == 10) + (at + 1))
+    offsets = np.concatenate(found)
+    return offsets if offsets[-1] == size else np.append(offsets, size)  # the last line may have no end
+
+
+class FixedLength(IndexedFiles):
+    """The records of files in which all have one length.
+
+    Args:
+      paths: the files.
+      record_bytes: bytes of a record.
+      header_bytes: bytes in front of the first one of each file.
+
+    Raises:
+      UsageError: if a file ends in the middle of a record.
+    """
+
+    def __init__(self, paths: Sequence[str], record_bytes: int, header_bytes: int = 0) -> None:
+        record_bytes = whole_number("record_bytes", record_bytes)
+        header_bytes = whole_number("header_bytes", header_bytes, least=0)
+        files = Files(paths)
+        for path, size in zip(files.paths, files.sizes):
+            if size < header_bytes or (size - header_bytes) % record_bytes:
+                raise UsageError(
+                    f"{path} has {size} bytes, which is not {header_bytes} and a multiple of {record_bytes}; it was "
+                    "truncated, or its records have another length"
+                )
+        super().__init__(
+            files, [np.arange(header_bytes, size + 1, record_bytes, dtype=np.int64) for size in files.sizes]
+        )
+
+
+class Parquet:
+    """The rows of Parquet files, each a dict from column to value.
+
+    Row groups are read as a whole, and are the blocks of the data; write them with about a megabyte each.
+
+    Args:
+      paths: the files.
+      columns: the columns to read; None reads all.
+
+    Attributes:
+      mean_bytes: the average size of a row.
+      block: rows of a row group.
+    """
+
+    def __init__(self, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
+        parquet = _imported("pyarrow.parquet", "pyarrow")
+        self._files = [parquet.ParquetFile(path) for path in paths]
+        self._columns = list(columns) if columns is not None else None
+        self._groups = [(file, group) for file in self._files for group in range(file.metadata.num_row_groups)]
+        groups = [file.metadata.row_group(group) for file, group in self._groups]
+        self._firsts = np.concatenate([[0], np.cumsum([group.num_rows for group in groups])])
+        self.mean_bytes = sum(group.total_byte_size for group in groups) / max(1, len(self))
+        self.block = max(1, *(group.num_rows for group in groups)) if groups else 1
+        self._lock = threading.Lock()
+        self._rows = functools.lru_cache(_GROUPS)(self._read)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns rows by number."""
+        numbers = np.asarray(numbers, np.int64)
+        groups = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return [
+            self._rows(group)[row] for group, row in zip(groups.tolist(), (numbers - self._firsts[groups]).tolist())
+        ]
+
+    def _read(self, index: int) -> list[dict[str, Any]]:
+        file, group = self._groups[index]
+        with self._lock:  # a file is read by one thread at a time
+            return file.read_row_group(group, columns=self._columns).to_pylist()
+
+
+def array_records(paths: Sequence[str]) -> Any:
+    """Opens ArrayRecord files by their own library."""
+    return _imported("array_record.python.array_record_data_source", "array_record").ArrayRecordDataSource(paths)
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return __import__(module, fromlist=["_"])
+    except ImportError as error:
+        raise UsageError(f"files of this format are read by {package}; install it: pip install {package}") from error

@@ -1,0 +1,99 @@
+"""Files of records read by record number, through an index of where each starts."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from looplib.errors import UsageError
+from looplib.records.files import Files
+
+
+class BadRecordError(UsageError):
+    """A record is damaged.
+
+    Attributes:
+      number: the record's.
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class IndexedFiles:
+    """The records of files, each of which is a range of bytes. Subclasses take the data out of the bytes.
+
+    Args:
+      files: the files.
+      offsets: for each file, int64 `[records + 1]`: where each record starts, and where the last one ends.
+
+    Attributes:
+      mean_bytes: the average size of a record.
+    """
+
+    def __init__(self, files: Files, offsets: Sequence[np.ndarray]) -> None:
+        self._files = files
+        self._offsets = offsets
+        self._taking = threading.Lock()  # threads that run Python at the same time slow each other down
+        self._firsts = np.concatenate([[0], np.cumsum([len(ends) - 1 for ends in offsets])])
+        self.mean_bytes = sum(files.sizes) / max(1, len(self))
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, number: int) -> bytes:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
+        """Returns records by number, neighbours by one read.
+
+        Raises:
+          BadRecordError: for a damaged one; names file, record and offset.
+          UsageError: if a file was changed, or cannot be read.
+        """
+        numbers = np.asarray(numbers, np.int64)
+        file = np.searchsorted(self._firsts, numbers, side="right") - 1
+        starts, stops = self._bounds(numbers, file)
+        joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
+        heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
+        tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
+        raw = self._files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()))
+        ends = np.cumsum(stops - starts)
+        with self._taking:
+            records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
+        if bad is not None:
+            self._files.check(int(file[bad]))
+            raise BadRecordError(self._describe(int(numbers[bad]), int(file[bad])), int(numbers[bad]))
+        return records
+
+    def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
+        """Takes the data out of records as they are in the files.
+
+        Args:
+          raw: records, one after another.
+          starts: int64 `[n]`, where each starts in `raw`.
+          stops: int64 `[n]`, where each stops.
+
+        Returns:
+          The data of each, and the index of the first damaged one, or None.
+        """
+        return [raw[start:stop] for start, stop in zip(starts.tolist(), stops.tolist())], None
+
+    def _bounds(self, numbers: np.ndarray, file: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where records start and stop in their files."""
+        starts, stops = np.empty_like(numbers), np.empty_like(numbers)
+        order = np.argsort(file, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(file[order])) + 1):
+            index = file[rows[0]]
+            within = numbers[rows] - self._firsts[index]
+            starts[rows], stops[rows] = self._offsets[index][within], self._offsets[index][within + 1]
+        return starts, stops
+
+    def _describe(self, number: int, index: int) -> str:
+        row = number - int(self._firsts[index])
+        return (
+            f"record {row} of {self._files.paths[index]}, at byte {self._offsets[index][row]}, is damaged: its "
+            "checksum does not match its data; restore the file from a copy, or leave out a few such records by "
+            "--bad_records=skip:N"
+        )

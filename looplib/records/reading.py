@@ -1,0 +1,161 @@
+"""Data sets of records: what an order picks, read ahead by threads, in the order of the run."""
+
+import collections
+import concurrent.futures
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from looplib.errors import UsageError
+from looplib.records.files import THREADS
+from looplib.records.order import Picks
+from looplib.records.sources import Source, items, mean_bytes
+
+# Records, and their bytes, whose pieces are read before they are used.
+_AHEAD, _AHEAD_BYTES = 8192, 1 << 25
+_Piece = tuple[int, int]  # its first record, and the one after its last
+
+
+def read(
+    source: Source, picks: tf.data.Dataset, *, by_pieces: bool, lanes: int = 64, may_lack: bool = False
+) -> tf.data.Dataset:
+    """Reads the records that an order picks.
+
+    Args:
+      source: the records.
+      picks: chunks of batches: (`Picks` of int64 `[k, b]`, and anything else, which is passed on).
+      by_pieces: whether neighbouring records are read at once, as the picks say; else each by itself.
+      lanes: how many pieces a batch takes records from, at most.
+      may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
+
+    Returns:
+      A data set of (records, and anything else): strings `[k, b]`, or a structure of arrays `[k, b, ...]`; of records
+      alone if there is nothing else.
+    """
+    element = _Element(source)
+    pieces = _Pieces(source, lanes) if by_pieces else None
+
+    def announce(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        pieces.announce(starts.ravel(), stops.ravel())
+        return starts
+
+    def fetch(ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Any:
+        if pieces is None:
+            found = items(source, ids.ravel())
+        else:
+            found = pieces.fetch(ids.ravel(), starts.ravel(), stops.ravel())
+        if not may_lack:
+            return element.pack(found, ids.shape)
+        there = np.asarray([record is not None for record in found])
+        found = [record for record in found if record is not None]
+        return [*element.pack(found, (1, len(found))), there]
+
+    @tf.autograph.experimental.do_not_convert
+    def announced(picks: Picks, *others: Any) -> tuple[Any, ...]:
+        starts = tf.numpy_function(announce, [picks.starts, picks.stops], tf.int64)
+        return picks._replace(starts=tf.ensure_shape(starts, picks.starts.shape)), *others
+
+    @tf.autograph.experimental.do_not_convert
+    def fetched(picks: Picks, *others: Any) -> Any:
+        leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
+        if may_lack:
+            there = tf.ensure_shape(leaves.pop(), [None])
+            others = tf.nest.map_structure(lambda other: tf.boolean_mask(other, there, axis=1), others)
+        records = element.unpack(leaves, [1, None] if may_lack else picks.ids.shape)
+        return (records, *others) if others else records
+
+    # One thread at a time runs Python. Where many wait for the disk, they are the source's.
+    if pieces is None:
+        return picks.map(fetched).prefetch(2)
+    chunk = picks.element_spec[0].ids.shape.num_elements() or _AHEAD // 4
+    ahead = int(min(_AHEAD, _AHEAD_BYTES / mean_bytes(source)) // chunk)
+    return picks.map(announced).prefetch(max(2, ahead)).map(fetched).prefetch(2)
+
+
+class _Pieces:
+    """The pieces of a source that are in use, read by threads before they are needed.
+
+    Whatever is asked for is found: a piece that is not there is read. A piece is dropped once each of its records was
+    given. Those that a run entered in the middle never come to that, and are dropped when there are many newer ones.
+    """
+
+    def __init__(self, source: Source, lanes: int) -> None:
+        self._source, self._spare = source, lanes
+        self._found: dict[_Piece, concurrent.futures.Future] = {}  # the one that was used last comes last
+        self._waiting: collections.Counter[_Piece] = collections.Counter()  # chunks that were announced, of each piece
+        self._given: collections.Counter[_Piece] = collections.Counter()  # records, of each piece
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(THREADS, "looplib-records")
+
+    def announce(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        """Starts to read the pieces that are not there."""
+        pieces = set(zip(starts.tolist(), stops.tolist()))
+        with self._lock:
+            self._waiting.update(pieces)
+            for piece in pieces:
+                self._get(piece)
+
+    def _get(self, piece: _Piece) -> concurrent.futures.Future:
+        found = self._found.pop(piece, None) or self._pool.submit(items, self._source, range(*piece))
+        self._found[piece] = found
+        return found
+
+    def fetch(self, ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[Any]:
+        """Returns records by number."""
+        pieces = list(zip(starts.tolist(), stops.tolist()))
+        counts = collections.Counter(pieces)
+        with self._lock:
+            futures = {piece: self._get(piece) for piece in counts}
+        read = {piece: future.result() for piece, future in futures.items()}
+        with self._lock:
+            for piece, count in counts.items():
+                self._waiting[piece] -= 1
+                self._given[piece] += count
+                if self._given[piece] >= piece[1] - piece[0]:
+                    self._drop(piece)
+            unused = [piece for piece in self._found if self._waiting[piece] <= 0]
+            for piece in unused[: -self._spare]:
+                self._drop(piece)
+        return [read[piece][at] for piece, at in zip(pieces, (ids - starts).tolist())]
+
+    def _drop(self, piece: _Piece) -> None:
+        for of_pieces in (self._found, self._given, self._waiting):
+            of_pieces.pop(piece, None)
+
+
+class _Element:
+    """How records become tensors."""
+
+    def __init__(self, source: Source) -> None:
+        self._like = next(record for number in range(len(source)) if (record := items(source, [number])[0]) is not None)
+        leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(self._like)]
+        self.dtypes = [tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(leaf.dtype) for leaf in leaves]
+        self._shapes = [list(leaf.shape) for leaf in leaves]
+
+    def pack(self, records: list[Any], shape: tuple[int, ...]) -> list[np.ndarray]:
+        """Returns the leaves of records, each with the leading shape of the picks."""
+        plain = isinstance(self._like, bytes)
+        columns = [records] if plain else zip(*map(tf.nest.flatten, records))
+        return [self._column(*leaf, shape) for leaf in zip(columns, self.dtypes, self._shapes)]
+
+    def _column(self, values: Sequence[Any], dtype: tf.DType, inner: list[int], shape: tuple[int, ...]) -> np.ndarray:
+        if dtype == tf.string and not inner:
+            column = np.empty(len(values), object)
+            column[:] = values
+            return column.reshape(shape)
+        try:
+            return np.stack(values).astype(dtype.as_numpy_dtype, copy=False).reshape(*shape, *inner)
+        except ValueError as error:
+            raise UsageError(
+                "the records have arrays of different shapes, such as "
+                f"{sorted({np.shape(value) for value in values})[:2]}, which make no batch; use a source of serialized "
+                "records, and parse them in dataset.map"
+            ) from error
+
+    def unpack(self, leaves: list[tf.Tensor], shape: Any) -> Any:
+        """Returns the structure of records with the static shapes that are known."""
+        leaves = [tf.ensure_shape(leaf, [*shape, *inner]) for leaf, inner in zip(leaves, self._shapes)]
+        return tf.nest.pack_sequence_as(self._like, leaves)

@@ -1,0 +1,177 @@
+"""Sources of records: files of any format that looplib knows, or any object with a length and items by number."""
+
+import bisect
+import itertools
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tensorflow as tf
+
+from looplib.errors import UsageError, join_names
+from looplib.records.formats import FixedLength, Lines, Parquet, array_records
+from looplib.records.tfrecord import TFRecords
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_EXTENSION = re.compile(r"\.(tfrecords?|array_?records?|parquet|txt|jsonl|csv|tsv)(?=[.-]|$)")
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Records by number. `grain.sources`, `array_record` and TFDS's data sources have these methods too.
+
+    A source may also be a `ReadsMany` and `Measured`. It is read by several threads at once.
+    """
+
+    def __len__(self) -> int:
+        """Returns the number of records."""
+
+    def __getitem__(self, number: int) -> Any:
+        """Returns a record: bytes, or a structure of numpy arrays."""
+
+
+@runtime_checkable
+class ReadsMany(Protocol):
+    """A source that reads several records at once."""
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sequence[Any]:
+        """Returns records by number."""
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A source that knows the average size of its records, in bytes."""
+
+    mean_bytes: float
+
+
+@runtime_checkable
+class Blocked(Protocol):
+    """A source whose records are stored in blocks of so many, each of which is read as a whole."""
+
+    block: int
+
+
+def open_records(files: Paths, format: str | None = None, **options: Any) -> Source:
+    """Opens files of records for random access.
+
+    Args:
+      files: a path or pattern, or a list of these; local, or what `tf.io.gfile` opens.
+      format: one of tfrecord, array_record, lines, binary, parquet; None takes it from the names of the files.
+      **options: of the format: `record_bytes` (and `header_bytes`) of binary, `columns` of parquet.
+
+    Returns:
+      A `Source` whose records are bytes; of parquet, dicts of values.
+
+    Raises:
+      UsageError: if no file matches, or the format is not known; names what is damaged.
+    """
+    paths = _matching(files)
+    format = format or _format_of(paths)
+    if format not in FORMATS:
+        raise UsageError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
+    return FORMATS[format](paths, **options)
+
+
+def opened(source: Any) -> Source:
+    """Returns a source as it is, or opens files."""
+    path = (str, os.PathLike)
+    listed = isinstance(source, (list, tuple)) and source and all(isinstance(item, path) for item in source)
+    if isinstance(source, path) or listed:
+        return open_records(source)
+    if not isinstance(source, Source):
+        raise UsageError(
+            f"context.records was given a {type(source).__name__}; expected files, or an object with __len__ and "
+            "__getitem__"
+        )
+    return source
+
+
+class Chain:
+    """Sources one after another, as one.
+
+    Args:
+      sources: the sources; their records are numbered through.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self.firsts = list(itertools.accumulate(map(len, self.sources), initial=0))
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns records by number."""
+        places: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers):
+            places.setdefault(bisect.bisect_right(self.firsts, number) - 1, []).append(place)
+        found: list[Any] = [None] * len(numbers)
+        for index, there in places.items():
+            first = self.firsts[index]
+            for place, record in zip(there, items(self.sources[index], [numbers[place] - first for place in there])):
+                found[place] = record
+        return found
+
+
+def items(source: Source, numbers: Sequence[int]) -> list[Any]:
+    """Returns records of a source, all at once if it can."""
+    if isinstance(source, ReadsMany):
+        return list(source.__getitems__(numbers))
+    return [source[number] for number in numbers]
+
+
+def mean_bytes(source: Source) -> float:
+    """Returns the average size of a source's records, of a few of them where it does not say; at least 1."""
+    if isinstance(source, Measured):
+        return max(1.0, source.mean_bytes)
+    if isinstance(source, Chain):
+        return sum(mean_bytes(part) * len(part) for part in source.sources) / max(1, len(source))
+    few = items(source, range(0, len(source), max(1, len(source) // 8)))
+    sizes = [len(leaf) if isinstance(leaf, bytes) else np.asarray(leaf).nbytes for leaf in tf.nest.flatten(few)]
+    return max(1.0, sum(sizes) / max(1, len(few)))
+
+
+def _matching(files: Paths) -> list[str]:
+    """Returns the files that patterns match, each pattern's in the order of their names."""
+    paths = []
+    for pattern in map(os.fspath, [files] if isinstance(files, (str, os.PathLike)) else files):
+        found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
+        if not found:
+            raise UsageError(f"{pattern!r} matches no file of records; check the path, or the pattern")
+        paths += found
+    if len(set(paths)) < len(paths):
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        raise UsageError(
+            f"the files of records contain {join_names(twice)} twice; each record would come twice an epoch"
+        )
+    return paths
+
+
+def _format_of(paths: list[str]) -> str:
+    names = {"tfrecords": "tfrecord", "txt": "lines", "jsonl": "lines", "csv": "lines", "tsv": "lines"}
+    found = set()
+    for path in paths:
+        match = _EXTENSION.search(path.rpartition("/")[2])
+        name = match[1] if match else ""
+        found.add("array_record" if name.startswith("array") else names.get(name, name))
+    if len(found) != 1 or "" in found:
+        raise UsageError(
+            f"the names of the files of records, such as {paths[0]}, do not say one format; open them by "
+            f"looplib.open_records(files, format), with one of {', '.join(FORMATS)}"
+        )
+    return found.pop()
+
+
+FORMATS: dict[str, Callable[..., Source]] = {
+    "tfrecord": TFRecords,
+    "array_record": array_records,
+    "lines": Lines,
+    "binary": FixedLength,
+    "parquet": Parquet,
+}
