@@ -149,7 +149,7 @@ def resume(folder):
             print(
                 json.dumps({
                     "block": block, "workers": workers, "ids": digests[workers],
-                    "seconds to the index and to the first batch": [np.round(worker["seconds"], 2).tolist() for worker in found],
+                    "seconds to the index, to a batch": [np.round(worker["seconds"], 2).tolist() for worker in found],
                     "bytes read / (all / workers)": [round(share, 3) for share in shares],
                     "MB": [worker["MB"] for worker in found],
                 }),
