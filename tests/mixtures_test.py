@@ -68,7 +68,7 @@ def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_ste
             np.testing.assert_array_equal(part, expected)
     for part, expected in zip(read(plan, 20, 2, 4, seeds=True, start_step=80), whole, strict=True):
         np.testing.assert_array_equal(part, expected[80:])
-    assert not np.array_equal(read(plan, 100, seed=4)[-1], whole[-2])
+    assert not np.array_equal(read(plan, 100, seed=4)[0], whole[0])
     seeds = whole[-1].reshape(-1, 2)
     assert len({tuple(seed) for seed in seeds}) == len(seeds) == 800
 
