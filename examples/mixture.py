@@ -17,7 +17,7 @@ class Writer(looplib.GradientTrainer):
 
     def dataset(self, context):  # (letters, segments): int [b, 68]
         letters = tf.minimum(tf.strings.unicode_decode(TEXTS, "UTF-8"), 127)
-        chosen = {n: [i for i, name in enumerate(NAMES) if name == n and (i % 8 > 0) == context.training] for n in SHARES}
+        chosen = {n: [i for i, of in enumerate(NAMES) if of == n and (i % 8 > 0) == context.training] for n in SHARES}
         rows = {name: looplib.Packed(letters.row_lengths(), 68, overlap=4, chosen=ids) for name, ids in chosen.items()}
         return context.indices(looplib.Mixture(rows, SHARES)).map(lambda rows, _: (rows.fill(letters), rows.segments))
 
