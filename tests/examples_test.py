@@ -1,5 +1,6 @@
 """The examples: short, and each learns, resumes and does not depend on the number of replicas."""
 
+import collections
 import concurrent.futures
 import json
 import os
@@ -13,7 +14,7 @@ from conftest import more
 from trainers import small_data
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = ("regression", "retrieval", "tagging")
+NAMES = ("mixture", "regression", "retrieval", "tagging")
 
 
 def start(python, *arguments):
@@ -29,7 +30,7 @@ def start(python, *arguments):
 def results(python, tmp_path_factory):
     """The last evaluation of each example, trained on two replicas; two at a time."""
     folder = tmp_path_factory.mktemp("examples")
-    steps = {"regression": 500, "retrieval": 200, "tagging": 100}
+    steps = {"mixture": 300, "regression": 500, "retrieval": 200, "tagging": 100}
 
     def run(name):
         flags = [f"--model_dir={folder / name}", "--num_virtual_devices=2", f"--train_steps={steps[name]}"]
@@ -68,9 +69,19 @@ def test_the_tagger_knows_more_than_the_most_frequent_tag(results):
     assert results["tagging"]["examples"] == 500
 
 
+def test_the_mixture_knows_more_than_how_often_letters_are(results):
+    texts = [
+        " ".join(lines) for name in ("python", "numpy", "sklearn") for lines in small_data.read_documents(name, 600)
+    ]
+    train, test = ("".join(text for i, text in enumerate(texts) if (i % 8 == 0) == part) for part in (False, True))
+    counts = collections.Counter(train)
+    of_counts = np.mean([-np.log((1 + counts[letter]) / (len(train) + 128)) for letter in test])
+    assert results["mixture"]["nats"] < 0.8 * of_counts
+
+
 @pytest.mark.repetition
 @pytest.mark.parametrize("check, name", [("resume", "tagging"), ("replicas", "retrieval"), *more(
-    [("resume", "regression"), ("resume", "retrieval"), ("replicas", "regression"), ("replicas", "tagging")])])  # fmt: skip
+    [("resume", "regression"), ("resume", "retrieval"), ("replicas", "regression"), ("replicas", "tagging"), ("resume", "mixture"), ("replicas", "mixture")])])  # fmt: skip
 def test_an_example_resumes_exactly_and_trains_alike_on_any_number_of_replicas(check, name, python, tmp_path):
     options = ["--kills=1"] if check == "resume" else ["--counts=1,2"]
     flags = ["--train_steps=40", "--eval_interval=20", "--checkpoint_interval=10", "--steps_per_loop=10"]

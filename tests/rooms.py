@@ -30,6 +30,7 @@ TESTS = {
         "gradient_trainer",
         "inputs",
         "keras_trainer",
+        "mixtures",
         "plateau",
         "profile",
         "trainer",

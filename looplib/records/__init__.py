@@ -6,8 +6,9 @@ Names that other rooms may use, by file:
     formats: none
     index: none
     indexed: none
-    order: BlockOrder, Order, Picks, RecordOrder, seeds_at
+    measured: measure
+    order: BlockOrder, Order, Picks, RecordOrder, key_of, seeds_at, shuffled
     reading: read
-    sources: Blocked, Source, mean_bytes, open_records, opened
+    sources: Blocked, Chain, Source, mean_bytes, open_records, opened
     tfrecord: none
 """

@@ -108,7 +108,7 @@ class BlockOrder:
         piece_start = tf.maximum(number * self.block, start)
         piece_stop = tf.minimum(tf.minimum((number + 1) * self.block, stop), n)
         size = piece_stop - piece_start
-        offset = _shuffled(place - piece_start, size, _key(self.seed, epoch, _PIECES + piece_start))
+        offset = shuffled(place - piece_start, size, key_of(self.seed, epoch, _PIECES + piece_start))
         first_id = self._block_at(epoch, number) * self.block + piece_start - number * self.block
         return Picks(first_id + offset, first_id, first_id + size)
 
@@ -120,18 +120,18 @@ class BlockOrder:
         """Returns the blocks at numbers in the order of epochs, int64 `[p]`; a short last one stays the last."""
         whole = self.num_examples // self.block
         size = tf.fill(tf.shape(number), tf.constant(max(1, whole), tf.int64))
-        shuffled = _shuffled(tf.minimum(number, size - 1), size, _key(self.seed, epoch, _BLOCKS))
-        return tf.where(number < whole, shuffled, number)
+        found = shuffled(tf.minimum(number, size - 1), size, key_of(self.seed, epoch, _BLOCKS))
+        return tf.where(number < whole, found, number)
 
 
-def _key(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
+def key_of(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
     """Returns keys uint64 `[p]` of a permutation of an epoch, int64 `[p]`; `use` is what it is for, int64."""
     first = _mix(tf.fill(tf.shape(epoch), tf.constant(seed % 2**64, tf.uint64)))
     return _mix(_mix(first + tf.bitcast(epoch, tf.uint64)) + tf.bitcast(0 * epoch + use, tf.uint64))
 
 
 @tf.autograph.experimental.do_not_convert
-def _shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
+def shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     """Returns where keyed permutations take indices: a Feistel network over a rectangle of about `size` places.
 
     `tf.random.experimental.index_shuffle` takes 2**16 / size times as long for small sizes. An index that comes out

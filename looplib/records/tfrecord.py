@@ -14,6 +14,7 @@ from looplib.records.indexed import IndexedFiles
 # A record of a TFRecord file: its length (8 bytes), a checksum of that (4), the data, a checksum of the data (4).
 _BEFORE, _AFTER = 12, 4
 _WINDOW = 1 << 22  # bytes that are read at once to find the records
+_LARGE = 1 << 18  # bytes of a large record
 _LENGTH = struct.Struct("<Q")
 _MASK = 0xA282EAD8  # that TensorFlow adds to rotated checksums
 
@@ -62,7 +63,7 @@ def scan(files: Files, index: int) -> np.ndarray:
       UsageError: if the file is compressed, truncated, or a length is damaged.
     """
     size, path = files.sizes[index], files.paths[index]
-    starts, heads = [], []
+    starts: list[int] = []
     at = 0
     unpack = _LENGTH.unpack_from
     window = _WINDOW
@@ -75,10 +76,9 @@ def scan(files: Files, index: int) -> np.ndarray:
         if len(starts) == before:
             raise _truncated(path, len(starts), at, size)
         here = np.asarray(starts[before:]) - at
-        heads.append(np.frombuffer(raw, np.uint8)[here[:, None] + np.arange(_BEFORE)])
-        _check_lengths(path, heads[-1], starts, before)
+        _check_lengths(path, np.frombuffer(raw, np.uint8)[here[:, None] + np.arange(_BEFORE)], starts, before)
         # Large records are passed over, and only the pages of their lengths are read.
-        window = _BEFORE if place > 64 * _WINDOW // 1024 * (len(starts) - before) else _WINDOW
+        window = _BEFORE if place > _LARGE * (len(starts) - before) else _WINDOW
         at += place
     if at > size:
         raise _truncated(path, len(starts) - 1, starts[-1], size)

@@ -3,6 +3,7 @@
 Names that other rooms may use, by file:
     actions: Action, ActionStates, Event, attending, stops_of, tell_saves
     averages: WeightAverages
+    buckets: Buckets
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     evaluator: Evaluator
     exported: Exported
@@ -17,12 +18,15 @@ Names that other rooms may use, by file:
     loss_scale: none
     media: Media, histogram, image, text
     micro_batches: none
+    mixture: Mixture
     model_table: note, variables
     monitored: mode_of
     op_times: none
     own_loop: OwnLoop
+    packed: Packed, PackedRows
     parts: none
     perturbation: VARIABLE, nudge, requested
+    plans: Kept
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     profiling: Profile
     record: EngineChoice, RunRecord, RunState, RunningTotals

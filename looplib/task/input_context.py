@@ -1,6 +1,7 @@
 """The input context: what a `dataset` function learns about its pipeline, batch sizes, and the keyed permutation."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -9,6 +10,7 @@ from looplib.errors import UsageError, whole_number
 from looplib.records import reading, sources
 from looplib.records.damage import Tolerant
 from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
+from looplib.task.plans import Ids, Plan, Run, beside, plan_of
 
 _CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
 _ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
@@ -72,7 +74,7 @@ class InputContext:
         self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays: Any = None
         self.examples: int | None = None
-        self.ids: tf.data.Dataset | None = None  # what `indices` returned last
+        self.ids: tf.data.Dataset | None = None  # what `indices` returned last, if an example has one
         self.steps_per_epoch: float | None = None
 
     @property
@@ -88,7 +90,7 @@ class InputContext:
         return self._start_step
 
     def indices(
-        self, num_examples: int, seeds: bool = False, *, shuffle: bool = True, whole_epochs: bool = False
+        self, num_examples: int | Plan, seeds: bool = False, *, shuffle: bool = True, whole_epochs: bool = False
     ) -> tf.data.Dataset:
         """Makes batches of example ids, in an order that the run's seed alone decides.
 
@@ -110,7 +112,8 @@ class InputContext:
             return context.indices(len(x), seeds=True).map(augment, tf.data.AUTOTUNE)
 
         Args:
-          num_examples: how many examples there are; ids are 0 to num_examples - 1.
+          num_examples: how many examples there are; ids are 0 to num_examples - 1. Or a plan, `Kept`, `Mixture`,
+            `Packed` or `Buckets`, whose examples stand for the ids in what is returned.
           seeds: whether to give seeds too.
           shuffle: whether each epoch of a training has an order of its own; else all have the order of the ids.
           whole_epochs: whether each epoch of a training ends with a batch of its own, which may be smaller, as in
@@ -121,20 +124,20 @@ class InputContext:
           per_replica_batch_size, or in the last batch of an evaluation less.
 
         Raises:
-          UsageError: if there is no example, or for whole epochs in a task of batches per replica.
+          UsageError: if there is no example, or for whole epochs in a task of batches per replica or of a plan that has
+            none.
         """
-        num_examples = whole_number("num_examples of context.indices", num_examples, least=0)
-        order = RecordOrder(num_examples, self.seed, shuffle and self.training)
+        plan = plan_of(num_examples, "indices", shuffle, whole_epochs)
+        found = plan.located(Run(self.seed, self.global_batch_size) if self.training else None)
 
         @tf.autograph.experimental.do_not_convert
-        def ids(positions: tf.Tensor) -> Any:  # a chunk of batches at once, at half the cost
-            flat = tf.reshape(positions, [-1])
-            found = tf.reshape(order.ids(flat), tf.shape(positions))
-            found.set_shape(positions.shape)
-            return (found, self._seeds(positions)) if seeds else found
+        def examples(positions: tf.Tensor) -> Any:  # a chunk of batches at once, at half the cost
+            return beside(found(positions), self._seeds(positions)) if seeds else found(positions)
 
-        self.ids = self._positions(num_examples, whole_epochs, "indices").map(ids, **_PARALLEL).unbatch()
-        return self.ids
+        most = max(1, _CHUNK_IDS // (self.per_replica_batch_size * plan.width))
+        batches = self._positions(plan, whole_epochs, "indices", most).map(examples, **_PARALLEL).unbatch()
+        self.ids = batches if plan.width == 1 else None
+        return batches
 
     def records(
         self,
@@ -158,7 +161,7 @@ class InputContext:
         Args:
           source: files, as a path, a pattern or a list of these, whose names say their format; or what
             `looplib.open_records` returns; or any object with `__len__` and `__getitem__`, such as a data source of
-            array_record, grain or TFDS.
+            array_record, grain or TFDS; or a plan of records: `Mixture`, `Kept` or `Buckets`.
           block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
             itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
             shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or
@@ -174,6 +177,13 @@ class InputContext:
         Raises:
           UsageError: if no file matches, a file is damaged, or there is no record.
         """
+        if isinstance(source, Plan):
+            if source.source is None or block not in (None, 1):
+                raise UsageError(
+                    f"context.records was given looplib.{type(source).__name__} and block={block}; expected a plan "
+                    "that has records, each of which is read by itself: give it their source, and leave out block"
+                )
+            return self._planned(plan_of(source, "records", shuffle, whole_epochs), seeds, whole_epochs)
         source = sources.opened(source)
         if self.training and shuffle:
             block = self._block(source) if block is None else whole_number("block of context.records", block)
@@ -181,6 +191,16 @@ class InputContext:
         if self.training and shuffle and block > 1:
             order = BlockOrder(len(source), self.seed, block, self.global_batch_size)
         return self.read(source, order, seeds=seeds, whole_epochs=whole_epochs)
+
+    def _planned(self, plan: Plan, seeds: bool, whole_epochs: bool) -> tf.data.Dataset:
+        found = plan.located(Run(self.seed, self.global_batch_size) if self.training else None)
+
+        @tf.autograph.experimental.do_not_convert
+        def picks(positions: tf.Tensor) -> Any:
+            ids, *known = plan.to_read(found(positions))
+            return Picks(ids, ids, ids + 1), *known, *([self._seeds(positions)] if seeds else [])
+
+        return self._read(plan, picks, whole_epochs, by_pieces=False)
 
     def read(
         self, source: sources.Source, order: Order, *, seeds: bool = False, whole_epochs: bool = False
@@ -200,15 +220,20 @@ class InputContext:
             found = [tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found]
             return (Picks(*found), self._seeds(positions)) if seeds else (Picks(*found),)
 
-        size = self.per_replica_batch_size
-        most = int(_CHUNK_BYTES / (size * sources.mean_bytes(source))) if size < _ALONE else 1
+        by_pieces = not isinstance(order, RecordOrder)
+        return self._read(Ids(len(source), source=source), picks, whole_epochs, by_pieces)
+
+    def _read(
+        self, plan: Plan, picks: Callable[[tf.Tensor], Any], whole_epochs: bool, by_pieces: bool
+    ) -> tf.data.Dataset:
+        source = plan.source
+        batch = self.per_replica_batch_size
+        most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
         may_lack = self.bad_records > 0 and not self.training
         source = Tolerant(source, self.bad_records, replace=self.training) if self.bad_records else source
-        positions = self._positions(len(source), whole_epochs, "records", most)
-        picked = positions.map(picks, **_PARALLEL)
+        picked = self._positions(plan, whole_epochs, "records", most).map(picks, **_PARALLEL)
         self.ids = picked.map(lambda found, *_: found.ids).unbatch()
         self.by_python = True
-        by_pieces = not isinstance(order, RecordOrder)
         return _batches(reading.read(source, picked, by_pieces=by_pieces, may_lack=may_lack))
 
     def _block(self, source: sources.Source) -> int:
@@ -217,11 +242,11 @@ class InputContext:
         lanes = BlockOrder(len(source), self.seed, 1, self.global_batch_size).lanes
         return max(1, min(int(_BLOCK_BYTES / sources.mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
 
-    def _positions(self, num_examples: int, whole_epochs: bool, asked: str, most: int = _CHUNK) -> tf.data.Dataset:
+    def _positions(self, plan: Plan, whole_epochs: bool, asked: str, most: int) -> tf.data.Dataset:
         """Makes the positions of this pipeline's batches in the run, or in the evaluation.
 
         Args:
-          num_examples: examples of an epoch.
+          plan: what stands there.
           whole_epochs: see `indices`.
           asked: the method that was called, for messages.
           most: batches of a chunk, at most.
@@ -229,6 +254,7 @@ class InputContext:
         Returns:
           Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
         """
+        num_examples = plan.size
         if num_examples == 0:
             raise UsageError(
                 f"the {'training' if self.training else 'evaluation'} data set is empty: context.{asked} was asked for "
@@ -243,7 +269,8 @@ class InputContext:
         if not self.training:
             return self._in_order(num_examples)
         steps = num_examples / self.global_batch_size
-        self.steps_per_epoch = math.ceil(steps) if whole_epochs else steps
+        if plan.comes_in_epochs:
+            self.steps_per_epoch = math.ceil(steps) if whole_epochs else steps
         if whole_epochs and not steps.is_integer():
             return self._in_epochs(num_examples)
         return self._endless(most)

@@ -26,7 +26,8 @@ X = (_random.randn(NUM_EXAMPLES, SIDE, SIDE, 1) + Y[:, None, None, None]).astype
 @dataclasses.dataclass
 class Config:
     keras: str = "keras"  # or tf_keras
-    data: str = "indices"  # or pipeline, unsharded, uneven (the last worker has more), ragged (in the evaluation)
+    # or pipeline, unsharded, uneven (the last worker has more), ragged (in the evaluation), mixture, packed, buckets
+    data: str = "indices"
     noisy: bool = True  # dropout, augmentation and noise, of which each replica has its own
     normalized: bool = False  # by batch, each replica on its own
     nan_at: int = 0  # the step in which the last worker gets a NaN
@@ -87,6 +88,26 @@ class Noted(tf.train.experimental.PythonState):
         self._notes.note("restore", self._config.slow_restore)
 
 
+def ordered(context, kind):
+    """Examples in the order of a mixture of three sources, packed rows of documents, or buckets by length."""
+    if kind == "mixture":
+        ids = np.arange(NUM_EXAMPLES)
+        sources = {"a": looplib.Kept(ids < 60), "b": looplib.Kept(ids % 36 > 24), "c": looplib.Kept(ids[85:])}
+        order = looplib.Mixture(sources, {"a": 0.5, "b": 0.2, "c": 0.3}, {9: {"a": 1, "b": 1, "c": 0}})
+        return context.indices(order).map(lambda ids, source: (tf.gather(X, ids), tf.gather(Y, ids)))
+    lengths = 1 + np.arange(NUM_EXAMPLES) % 7
+    if kind == "buckets":
+        data = context.indices(looplib.Buckets(lengths, [2, 4, 7]))
+        return data.map(lambda ids, longest: (tf.gather(X, ids) + float(longest[0]), tf.gather(Y, ids)))
+    tokens = tf.ragged.range(lengths)  # rows get the sum of the images of their tokens, weighted by place
+
+    def images(rows):
+        weights = tf.cast(1 + rows.fill(tokens, -1), X.dtype) / 12
+        return tf.einsum("bt,btxyc->bxyc", weights, tf.gather(X, rows.documents)), tf.gather(Y, rows.documents[:, 0])
+
+    return context.indices(looplib.Packed(lengths, 12)).map(images)
+
+
 class Faulty(looplib.Trainer):
     def __init__(self, config, notes):
         keras = importlib.import_module(config.keras)
@@ -116,6 +137,8 @@ class Faulty(looplib.Trainer):
         if self.config.data in ("indices", "ragged"):
             data = context.indices(NUM_EXAMPLES).map(lambda i: (tf.gather(X, i), tf.gather(Y, i)))
             return data.map(self._failing(context)) if self.config.fail_at or self.config.nan_at else data
+        if self.config.data in ("mixture", "packed", "buckets"):
+            return ordered(context, self.config.data)
         data = tf.data.Dataset.from_tensor_slices((X, Y))
         if self.config.data in ("pipeline", "uneven"):
             data = data.shard(context.num_pipelines, context.pipeline_index)

@@ -233,7 +233,7 @@ class Player:
         batch, ids = stream.get_value(optional), None
         if stream.ids is not None:
             parts = self.loop.step.strategy.num_replicas_in_sync if stream.start_step == moment.data_step else 0
-            found = [element[0] if isinstance(element, tuple) else element for element in stream.ids.take(parts)]
+            found = [tf.nest.flatten(element)[0] for element in stream.ids.take(parts)]  # without seeds and the like
             ids = tf.concat(found, axis=0) if found else None
         stream.end(iterator)
         return batch, ids

@@ -1,0 +1,368 @@
+"""Plans (mixtures, packed rows, buckets, filters): exact, entered at any step, and one order on any number of replicas."""
+
+import collections
+import functools
+import itertools
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import more
+
+import looplib
+from looplib.extras.tools.compare import compare
+from looplib.report.records import read_jsonl
+
+BATCH = 8
+RANDOM = np.random.default_rng(0)
+LENGTHS = RANDOM.integers(0, 40, 300)
+TOKENS = tf.RaggedTensor.from_row_lengths(np.arange(LENGTHS.sum()), LENGTHS)  # each token is one of its own
+SIZES = {"web": 50, "code": 7, "books": 31}
+WEIGHTS = {"web": 0.7, "code": 0.2, "books": 0.1}
+LATER = {"web": 1, "code": 0, "books": 3}
+BOUNDARIES = [10, 20, 40]
+PLANS = {
+    "kept": lambda: looplib.Kept(LENGTHS > 25),
+    "mixture": lambda: looplib.Mixture(SIZES, WEIGHTS, {40: LATER}),
+    "packed": lambda: looplib.Packed(LENGTHS, 32),
+    "mixture of packed": lambda: looplib.Mixture(
+        {"a": looplib.Packed(LENGTHS, 32), "b": looplib.Packed(LENGTHS[:50], 32)}, {"a": 2, "b": 1}
+    ),
+    "buckets": lambda: looplib.Buckets(LENGTHS, BOUNDARIES),
+}
+
+
+def context(**changes):
+    settings = dict(
+        global_batch_size=BATCH, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True, start_step=0
+    )
+    return looplib.InputContext(**{**settings, **changes})
+
+
+def read(plan, steps, workers=1, replicas=1, seeds=False, **changes):
+    """The elements of each step, put together from all pipelines and replicas: arrays `[steps, global batch, ...]`."""
+    local, parts = replicas // workers, []
+    for worker in range(workers):
+        c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, **changes)
+        batches = [tf.nest.flatten(batch) for batch in c.indices(plan, seeds).take(steps * local).as_numpy_iterator()]
+        parts.append([np.stack(part).reshape(steps, -1, *part[0].shape[1:]) for part in zip(*batches)])
+    return [np.concatenate(columns, axis=1) for columns in zip(*parts)]
+
+
+def once(plan, workers=1, replicas=1):
+    """The elements of an evaluation, each of which is a list of arrays `[n, ...]`."""
+    found = []
+    for worker in range(workers):
+        c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, training=False)
+        found += [tf.nest.flatten(batch) for batch in c.indices(plan).as_numpy_iterator()]
+    return [np.concatenate(part) for part in zip(*found)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
+    plan = PLANS[name]()
+    whole = read(plan, 100, seeds=True)
+    for workers, replicas in ((1, 4), (2, 2)):
+        for part, expected in zip(read(plan, 100, workers, replicas, seeds=True), whole, strict=True):
+            np.testing.assert_array_equal(part, expected)
+    for part, expected in zip(read(plan, 20, 2, 4, seeds=True, start_step=80), whole, strict=True):
+        np.testing.assert_array_equal(part, expected[80:])
+    assert not np.array_equal(read(plan, 100, seed=4)[0], whole[0])
+    seeds = whole[-1].reshape(-1, 2)
+    assert len({tuple(seed) for seed in seeds}) == len(seeds) == 800
+
+
+SHARES = [
+    {"a": 1},
+    {"a": 3, "b": 1},
+    {"a": 0.7, "b": 0.2, "c": 0.1},
+    dict(zip("abcde", (1, 1, 1, 1, 1))),
+    {"a": 1_281_167, "b": 50_000, "c": 700},
+    dict(zip("abcdefghijk", 10 ** np.random.default_rng(1).uniform(-2, 2, 11))),
+]
+
+
+@pytest.mark.parametrize("weights", SHARES, ids=str)
+def test_every_prefix_of_a_mixture_has_of_each_source_its_share(weights):
+    order = looplib.Mixture(dict.fromkeys(weights, 1000), weights)
+    sources = read(order, 5000)[1].ravel()
+    counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    shares = np.array(list(weights.values())) / sum(weights.values())
+    expected = np.arange(1, len(sources) + 1)[:, None] * shares
+    # Weights without a common denominator of up to 65,536 are rounded to that.
+    assert np.abs(counts - expected).max() < 1 + len(sources) / 2**16
+
+
+def test_each_source_of_a_mixture_has_epochs_and_an_order_of_its_own():
+    ids, sources = (part.ravel() for part in read(looplib.Mixture(SIZES, WEIGHTS, {40: LATER}), 200))
+    for number, size in enumerate(SIZES.values()):
+        own = ids[sources == number]
+        epochs = own[: len(own) // size * size].reshape(-1, size)  # which continue where the weights change
+        assert (np.sort(epochs, axis=1) == np.arange(size)).all()
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs) >= 2
+    web, books = (ids[sources == number][:31] for number in (0, 2))
+    assert not np.array_equal(np.argsort(web), np.argsort(books))
+
+
+def test_a_schedule_changes_the_shares_at_its_step():
+    sources = read(looplib.Mixture(SIZES, WEIGHTS, {40: LATER, 60: WEIGHTS}), 100)[1]
+    for first, last, weights in ((0, 40, WEIGHTS), (40, 60, LATER), (60, 100, WEIGHTS)):
+        part = sources[first:last].ravel()
+        counts = np.cumsum(part[:, None] == np.arange(3), axis=0)
+        shares = np.array(list(weights.values())) / sum(weights.values())
+        assert np.abs(counts - np.arange(1, len(part) + 1)[:, None] * shares).max() < 1
+
+
+def test_a_filter_keeps_what_it_chose():
+    chosen = np.flatnonzero(LENGTHS > 25)
+    ids = read(looplib.Kept(LENGTHS > 25), 200)[0].ravel()
+    epochs = ids[: len(ids) // len(chosen) * len(chosen)].reshape(-1, len(chosen))
+    assert len(epochs) > 10 and (np.sort(epochs, axis=1) == chosen).all()
+    np.testing.assert_array_equal(read(looplib.Kept(chosen[::-1]), 3)[0].shape, [3, 8])
+
+
+def test_an_evaluation_has_each_example_once():
+    for workers, replicas in ((1, 1), (2, 4)):
+        assert sorted(once(PLANS["kept"](), workers, replicas)[0]) == list(np.flatnonzero(LENGTHS > 25))
+        pairs = zip(*once(PLANS["mixture"](), workers, replicas))
+        assert sorted(pairs) == sorted((n, i) for i, size in enumerate(SIZES.values()) for n in range(size))
+        ids, longest = once(PLANS["buckets"](), workers, replicas)
+        assert sorted(ids) == list(range(len(LENGTHS))) and (LENGTHS[ids] <= longest).all()
+        rows = looplib.PackedRows(*once(PLANS["packed"](), workers, replicas))
+        assert sorted(rows.fill(TOKENS)[rows.segments > 0]) == list(range(LENGTHS.sum()))
+
+
+def check_rows(rows, lengths, row_length):
+    """Reads rows token by token, and returns the tokens as [(document, place)]."""
+    found = []
+    for documents, places, segments, positions in zip(*rows):
+        pieces = [list(piece) for _, piece in itertools.groupby(range(row_length), key=lambda i: segments[i])]
+        assert [segments[piece[0]] for piece in pieces if segments[piece[0]]] == list(range(1, segments.max() + 1))
+        for piece in pieces:
+            if segments[piece[0]] == 0:
+                assert piece[-1] == row_length - 1  # padding comes last
+                assert not documents[piece].any() and not places[piece].any() and not positions[piece].any()
+                continue
+            (document,) = set(documents[piece])
+            assert list(positions[piece]) == list(range(len(piece)))
+            assert list(places[piece]) == list(range(places[piece[0]], places[piece[0]] + len(piece)))
+            # A piece goes on to the end of its document, or fills its row.
+            assert places[piece[-1]] == lengths[document] - 1 or len(piece) == row_length
+            found += [(document, place) for place in places[piece]]
+    return found
+
+
+def first_fit(lengths, row_length):
+    """The number of rows of plain first-fit, in the order of the lengths."""
+    rooms = []
+    for length in lengths:
+        row = next((row for row, room in enumerate(rooms) if room >= length), None)
+        if row is None:
+            rooms.append(row_length - length)
+        else:
+            rooms[row] -= length
+    return len(rooms)
+
+
+@pytest.mark.parametrize("row_length", [32, 64, 39, 1])
+def test_each_epoch_of_packed_rows_has_each_token_once_in_rows_that_are_full(row_length):
+    order = looplib.Packed(LENGTHS, row_length)
+    steps = -(-3 * order.size // BATCH)
+    rows = [part.reshape(-1, row_length)[: 3 * order.size] for part in read(order, steps)]
+    expected = sorted((document, place) for document, length in enumerate(LENGTHS) for place in range(length))
+    epochs = [[part[epoch * order.size : (epoch + 1) * order.size] for part in rows] for epoch in range(3)]
+    for epoch in epochs:
+        assert sorted(check_rows(epoch, LENGTHS, row_length)) == expected
+    neighbours = [{frozenset(set(row)) for row in epoch[0]} for epoch in epochs]
+    assert row_length < 32 or len(neighbours[0] & neighbours[1]) < 0.6 * order.size  # other documents share a row
+    pieces = [min(row_length, length - start) for length in LENGTHS for start in range(0, length, row_length)]
+    assert order.tokens == LENGTHS.sum()
+    assert -(-order.tokens // row_length) <= order.size <= first_fit(pieces, row_length)
+
+
+def test_pieces_of_a_document_overlap_where_each_token_is_to_be_predicted():
+    order = looplib.Packed(LENGTHS, 16, overlap=1)
+    rows = once(order)
+    predicted = [(d, p) for row in zip(*rows) for d, p, _, position in zip(*row) if position > 0]
+    assert sorted(predicted) == sorted((d, p) for d, length in enumerate(LENGTHS) for p in range(1, length))
+    assert order.tokens == (rows[2] > 0).sum()
+
+
+def test_only_chosen_documents_are_packed():
+    rows = looplib.PackedRows(*once(looplib.Packed(LENGTHS, 32, chosen=LENGTHS % 2 == 0)))
+    expected = [token for length, text in zip(LENGTHS, TOKENS.to_list()) if length % 2 == 0 for token in text]
+    assert sorted(rows.fill(TOKENS)[rows.segments > 0]) == expected
+
+
+def test_tokens_of_packed_rows_may_be_read_for_them():
+    rows = looplib.PackedRows(*(part[0] for part in read(looplib.Packed(LENGTHS, 32), 1)))
+    asked = []
+
+    def documents(ids):
+        asked.extend(ids.numpy())
+        return tf.gather(TOKENS, ids)
+
+    np.testing.assert_array_equal(rows.read(documents, -1), rows.fill(TOKENS, -1))
+    assert len(set(asked)) == len(asked)
+    expected = [[TOKENS[d][p] if s else -1 for d, p, s in zip(*row)] for row in zip(*rows[:3])]
+    np.testing.assert_array_equal(rows.fill(TOKENS, -1), expected)
+
+
+@pytest.mark.parametrize("batch, sizes", [(8, (60, 35, 205)), (8, (3, 2, 1)), (64, (30, 5, 70))])
+def test_each_global_batch_is_of_one_bucket_and_what_is_left_comes_in_the_next_epoch(batch, sizes):
+    lengths = np.repeat([5, 20, 33], sizes)[np.random.default_rng(2).permutation(sum(sizes))]
+    order, epochs = looplib.Buckets(lengths, [8, 15, 20, 40]), 20
+    batches = [sum(epoch * size // batch for size in sizes) for epoch in range(epochs + 1)]
+    ids, longest = read(order, batches[-1], global_batch_size=batch)
+    assert (longest == longest[:, :1]).all()
+    bucket = longest[:, 0]
+    np.testing.assert_array_equal(lengths[ids], np.select([longest == 8, longest == 20, longest == 40], [5, 20, 33]))
+    streams = collections.defaultdict(list)
+    for epoch, (first, last) in enumerate(itertools.pairwise(batches), 1):
+        for number in range(first, last):
+            streams[bucket[number]].extend(ids[number])
+        for length, size in zip((8, 20, 40), sizes):
+            came = epoch * size // batch * batch
+            times = np.bincount(streams[length], minlength=len(lengths))[lengths == {8: 5, 20: 20, 40: 33}[length]]
+            assert len(streams[length]) == came == times.sum()
+            assert set(times) <= {came // size, -(-came // size)}
+    if batch == 8 and min(sizes) > 8:
+        turns = [tuple(bucket[first:last]) for first, last in itertools.pairwise(batches)]
+        assert len(set(turns)) == epochs
+
+
+def test_epochs_are_known_where_there_are_any():
+    c = context()
+    for name, steps in (("kept", (LENGTHS > 25).sum() / 8), ("buckets", 300 / 8), ("mixture", None)):
+        c.indices(PLANS[name]())
+        assert c.steps_per_epoch == steps
+        c = context()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: looplib.Mixture(SIZES, {"web": 1}), "weights of a mixture are of web; expected one for each source"),
+        (lambda: looplib.Mixture(SIZES, {**WEIGHTS, "web": -1}), "expected numbers of at least 0, not all 0"),
+        (lambda: looplib.Mixture(SIZES, {**WEIGHTS, "web": float("nan")}), "expected numbers of at least 0, not all 0"),
+        (lambda: looplib.Mixture(SIZES, {**WEIGHTS, "web": 1e9}), "weight of code, books is less than 1/65536"),
+        (lambda: looplib.Mixture({}, {}), "expected one for each source: there is none"),
+        (lambda: looplib.Mixture({"a": 0}, {"a": 1}), "source 'a' of a mixture is 0; expected a whole number"),
+        (lambda: looplib.Mixture({"a": 4}, {"a": 1}, {0: {"a": 1}}), "has step 0; pass the first weights as"),
+        (lambda: looplib.Mixture({"a": 4}, {"a": 1}, {2.5: {"a": 1}}), "step of a mixture's schedule is 2.5"),
+        (lambda: looplib.Mixture({"a": looplib.Buckets([1], [2])}, {"a": 1}), "expected one of single examples"),
+        (lambda: looplib.Kept(LENGTHS > 99), "keep are bool .300., 0 ids; expected bool"),
+        (lambda: looplib.Packed([3, 4], 8, chosen=[0, 2]), "go up to id 2, and there are 2; expected smaller ids"),
+        (lambda: looplib.Kept(np.ones(3)), "float64 .3., 3 ids; expected bool"),
+        (lambda: looplib.Packed([3, -1], 8), r"int64 \[2\], the smallest -1; expected whole numbers of at least 0"),
+        (lambda: looplib.Packed([0, 0], 8), "2 documents without a token"),
+        (lambda: looplib.Packed([3], 8, overlap=8), "overlap of looplib.Packed is 8; expected a whole number from 0 to 7"),
+        (lambda: looplib.Buckets([3, 9], [4, 8]), "and the longest length is 9; expected ascending boundaries"),
+        (lambda: looplib.Buckets([3, 9], [16, 8]), "expected ascending boundaries"),
+        (lambda: context().indices(looplib.Kept([1, 2]), shuffle=False), "looplib.Kept and shuffle=False"),
+        (
+            lambda: context(of_global_batches=True).indices(looplib.Mixture(SIZES, WEIGHTS), whole_epochs=True),
+            "whole epochs of looplib.Mixture, whose epochs do not end with a batch",
+        ),
+        (
+            lambda: context().indices(looplib.Mixture({"a": 4, "b": looplib.Packed([3], 8)}, {"a": 1, "b": 1})),
+            "the sources a, b of a mixture have examples of different kinds",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_plan_is_a_sentence(make, message):
+    with pytest.raises(looplib.UsageError, match=message):
+        make()
+
+
+STEPS = ["--train_steps=20", "--checkpoint_interval=5", "--eval_interval=10", "--config.state_mb=0.01"]
+
+
+@pytest.mark.parametrize("data, keras", [("mixture", "keras"), ("packed", "tf_keras"), *more(
+    [("buckets", "keras"), ("mixture", "tf_keras"), ("packed", "keras"), ("buckets", "tf_keras")])])  # fmt: skip
+def test_a_killed_run_and_one_on_two_workers_see_the_same_examples(data, keras, nursery, tmp_path):
+    flags = [*STEPS, "--config.noisy=False", f"--config.data={data}", f"--config.keras={keras}"]
+    start = functools.partial(nursery.life, tmp_path / "killed", *flags, "--config.slow_step=0.02")
+    lives = [nursery.life(tmp_path / "whole", *flags), *nursery.workers(2, tmp_path / "workers", *flags)]
+    killed = start()
+    while not killed.ended(0.01) and not list((tmp_path / "killed").glob("checkpoints/ckpt-1*.commit")):
+        pass
+    killed.kill()
+    for life in (*lives, again := start()):
+        assert life.code(300) == 0, life.output()
+    assert "restored step 1" in again.output()
+    result = compare(tmp_path / "whole", tmp_path / "killed")
+    assert result.differences == [] and result.examples
+    checksums = [
+        [record["examples_checksum"] for record in read_jsonl(str(folder / "metrics.jsonl")) if record["split"] == "train"]
+        for folder in (tmp_path / "whole", tmp_path / "workers")
+    ]  # fmt: skip
+    assert checksums[0] == checksums[1] and len(set(checksums[0])) == 4
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two TFRecord files of texts, "<name> <number> ..." of different lengths."""
+    folder = tmp_path_factory.mktemp("records")
+    texts = {name: [f"{name} {i} {'x' * (i % 9)}" for i in range(size)] for name, size in (("web", 50), ("code", 21))}
+    for name, lines in texts.items():
+        with tf.io.TFRecordWriter(str(folder / f"{name}.tfrecord")) as writer:
+            for line in lines:
+                writer.write(line.encode())
+    return {name: str(folder / f"{name}.tfrecord") for name in texts}, texts
+
+
+def records(plan, steps, workers=1, replicas=1, **changes):
+    """The elements of `context.records`, put together as by `read`."""
+    parts, local = [], replicas // workers
+    for worker in range(workers):
+        c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, **changes)
+        batches = [tf.nest.flatten(batch) for batch in c.records(plan).take(steps * local).as_numpy_iterator()]
+        parts.append([np.stack(part).reshape(steps, -1) for part in zip(*batches)])
+    return [np.concatenate(columns, axis=1) for columns in zip(*parts)]
+
+
+def test_records_of_files_are_mixed_filtered_and_put_into_buckets_like_examples_in_memory(files):
+    names, texts = files
+    weights, keep = {"web": 3, "code": 1}, np.arange(21) % 3 > 0
+    lengths = looplib.measure(names["web"], tf.strings.length)
+    assert list(lengths) == [len(text) for text in texts["web"]]
+    filtered = looplib.Kept(keep, names["code"])
+    found, source = records(looplib.Mixture({"web": names["web"], "code": filtered}, weights), 30, 2, 4)
+    expected = read(looplib.Mixture({"web": 50, "code": looplib.Kept(keep)}, weights), 30)
+    np.testing.assert_array_equal(source, expected[1])
+    lines = [texts[("web", "code")[s]][i].encode() for i, s in zip(*(part.ravel() for part in expected))]
+    assert found.ravel().tolist() == lines
+    found, longest = records(looplib.Buckets(lengths, [8, 16], names["web"]), 12, 1, 2, start_step=3)
+    expected = [part[3:] for part in read(looplib.Buckets(lengths, [8, 16]), 15)]
+    assert found.ravel().tolist() == [texts["web"][i].encode() for i in expected[0].ravel()]
+    np.testing.assert_array_equal(longest, expected[1])
+    with pytest.raises(looplib.UsageError, match="looplib.Kept and block=None; expected a plan that has records"):
+        context().records(looplib.Kept(keep))
+    with pytest.raises(looplib.UsageError, match="numbers of 21 examples and a source of 50 records"):
+        looplib.Kept(keep, names["web"])
+
+
+def test_what_is_measured_is_kept_until_the_function_or_the_records_change(files, tmp_path, caplog):
+    caplog.set_level("WARNING", logger="absl")
+    names, texts = files
+    calls, cache = [], str(tmp_path / "lengths.npy")
+
+    def length(record):
+        tf.py_function(lambda r: calls.append(len(r)), [record], [])
+        return tf.strings.length(record)
+
+    source = looplib.open_records(names["web"])
+    first = looplib.measure(source, length, cache=cache)
+    assert sum(calls) == 50 and list(first) == [len(text) for text in texts["web"]] and not caplog.records
+    np.testing.assert_array_equal(np.load(cache), first)
+    np.save(cache, np.where(np.arange(50) == 7, 99, first))
+    longer = looplib.measure(source, lambda record: tf.strings.length(record) + 1, cache=cache)
+    np.testing.assert_array_equal(longer, first + 1)
+    assert "are of other records, or of another function" in caplog.text
+    np.testing.assert_array_equal(looplib.measure(names["code"], length, cache=cache), [len(t) for t in texts["code"]])
+    pathlib.Path(cache).write_bytes(b"\x93NUMPY damaged")
+    np.testing.assert_array_equal(looplib.measure(source, length, cache=cache), first)
+    with pytest.raises(looplib.UsageError, match="expected one number for each record"):
+        looplib.measure(source, lambda record: tf.stack([record, record]))
