@@ -290,6 +290,7 @@ def _make_controller(
         config=config,
         max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],
+        distribute=values["distribute"],
     )
     controller.report.flags = values
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed

@@ -137,6 +137,7 @@ class Specification:
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
       overfit_batch: whether each step gets the first batch of the data.
+      distribute: what carries batches to the replicas, one of `devices.DISTRIBUTES`.
     """
 
     split: str
@@ -152,6 +153,7 @@ class Specification:
     non_finite: str = "off"
     chosen: EngineChoice | None = None
     overfit_batch: bool = False
+    distribute: str = "auto"
 
     @property
     def training(self) -> bool:
@@ -262,6 +264,13 @@ class TrainingLoop(Loop):
     @abc.abstractmethod
     def left_whole(self, error: BaseException) -> bool:
         """Returns whether an error of the last `run` came between two steps, so that none has updated only a part."""
+
+    def foresee_end(self, target: int) -> None:
+        """Warns of data that a training to a step leaves out, where that is known before it.
+
+        Args:
+          target: the step that is requested; -1 for the end of the data.
+        """
 
     @abc.abstractmethod
     def note_end(self, step: int, target: int) -> None:

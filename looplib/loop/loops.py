@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.data.devices import DISTRIBUTES
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
@@ -41,6 +42,7 @@ class LoopSettings:
     steps_per_loop: int
     seed: int
     overfit_batch: bool = False
+    distribute: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_loop", whole_number("steps_per_loop", self.steps_per_loop))
@@ -50,6 +52,13 @@ class LoopSettings:
         object.__setattr__(self, "seed", whole_number("seed", self.seed, least=0))
         if self.loop not in ENGINES:
             raise UsageError(f"loop is {self.loop!r}; expected one of {', '.join(ENGINES)}")
+        if self.distribute not in DISTRIBUTES:
+            raise UsageError(f"distribute is {self.distribute!r}; expected one of {', '.join(DISTRIBUTES)}")
+        if self.distribute == "tf" and isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
+            raise UsageError(
+                "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
+                "another strategy"
+            )
 
     @property
     def recorded(self) -> dict[str, int | str | None]:
@@ -59,7 +68,8 @@ class LoopSettings:
     @property
     def flags(self) -> dict[str, int | str | None]:
         """The settings that a binary takes as flags, by the names of these."""
-        return {**self.recorded, "steps_per_loop": self.steps_per_loop, "overfit_batch": self.overfit_batch}
+        others = {name: getattr(self, name) for name in ("steps_per_loop", "overfit_batch", "distribute")}
+        return {**self.recorded, **others}
 
 
 class Loops:
@@ -136,6 +146,7 @@ class Loops:
             engine=settings.loop,
             seed=settings.seed,
             steps_per_loop=settings.steps_per_loop,
+            distribute=settings.distribute,
             **others,
         )
 
@@ -222,6 +233,7 @@ class Loops:
                 f"{self.training.who}.dataset never ends, so training to its end would not either; give a number of "
                 "steps"
             )
+        self.training.foresee_end(end)
         return None if end == -1 else end
 
     def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
