@@ -9,6 +9,7 @@ from absl import flags
 
 from looplib import runtime
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.data.devices import DISTRIBUTES
 from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards
@@ -43,6 +44,7 @@ FLAGS = (
     ("steps_per_loop", flags.DEFINE_integer, 100, "Steps per call to the device, and per report."),
     ("loop", flags.DEFINE_enum, "graph", "Loop engine; auto selects the fastest; eager is for debugging.", ENGINES),
     ("profile", flags.DEFINE_string, None, "START:STEPS: profiles so many steps after step START; none: no profile."),
+    ("distribute", flags.DEFINE_enum, "auto", "What hands out batches; tf: tf.distribute's iterators.", DISTRIBUTES),
     ("overfit_batch", flags.DEFINE_boolean, False, "Trains on the first batch of the data in each step."),
     ("bad_records", flags.DEFINE_string, None, "skip:N leaves out up to N damaged records of files; none: an error."),
     ("dry_run", flags.DEFINE_boolean, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),

@@ -64,6 +64,8 @@ class Controller:
         signal: after the current step, with a save, by `Preempted`. A binary's time counts from its own start.
       overfit_batch: trains on the first batch of the data in each step, to see whether the model can fit it.
       bad_records: damaged records of `context.records` that each worker may leave out, at most; one more ends the run.
+      distribute: what carries batches to the replicas: "auto" takes a plain iterator per process on CPUs and GPUs, "tf"
+        the iterators of tf.distribute everywhere.
 
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
@@ -99,13 +101,16 @@ class Controller:
         max_time: float | str | datetime.timedelta | None = None,
         overfit_batch: bool = False,
         bad_records: int = 0,
+        distribute: str = "auto",
     ) -> None:
         strategy = strategy or tf.distribute.get_strategy()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
         if steps_per_loop is None:
             steps_per_loop = (trainer.own_steps_per_loop(global_batch_size) if trainer else None) or 100
-        settings = LoopSettings(strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch, bad_records)
+        settings = LoopSettings(
+            strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch, bad_records, distribute
+        )
         checks.check_together(trainer, evaluators, strategy, loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         self._actions = [*(action for task in tasks for action in task.own_actions), *actions]

@@ -291,6 +291,7 @@ def _make_controller(
         max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],
         bad_records=command_line.bad_records(values),
+        distribute=values["distribute"],
     )
     controller.report.flags = values
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed

@@ -7,7 +7,6 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib.data import host_stream
 
 GLOBAL_BATCH = 8
 X = np.random.RandomState(0).randn(96, 4).astype("float32")
@@ -53,16 +52,11 @@ LARGE = lambda n: ids(960).repeat().batch(2 * n)
 SMALL = lambda n: ids(960).repeat().batch(n - 1)
 
 
-@pytest.fixture(params=[False, True], ids=["host", "tf.distribute"])
-def distributed(request, monkeypatch):
-    if request.param:
-        monkeypatch.setattr(host_stream, "runs_on_host", lambda strategy: False)
-
-
 @pytest.mark.pairs
 @pytest.mark.parametrize("found", ["larger", "smaller"])
 @pytest.mark.parametrize("name", ["default", "one_device", "mirrored_x2"])
-def test_on_every_strategy(name, found, distributed):
+@pytest.mark.parametrize("distribute", ["auto", "tf"])
+def test_on_every_strategy(distribute, name, found):
     make = LARGE if found == "larger" else SMALL
     strategy = make_strategy(name)
     with strategy.scope():
@@ -73,7 +67,7 @@ def test_on_every_strategy(name, found, distributed):
     expected = rf"Line.dataset made {found} batches than context.per_replica_batch_size, which is {size}: the first "
     expected += rf"{3 * replicas} have {average} examples on average"
     with pytest.raises(looplib.UsageError, match=expected):
-        train(trainer, strategy)
+        train(trainer, strategy, distribute=distribute)
 
 
 @pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
@@ -111,13 +105,14 @@ def test_it_is_noticed_before_a_save(tmp_path):
     lambda n: ids(3).batch(n),  # the only one
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
-def test_the_last_batch_of_the_data_or_of_an_epoch_may_be_smaller(name, make, distributed):
+@pytest.mark.parametrize("distribute", ["auto", "tf"])
+def test_the_last_batch_of_the_data_or_of_an_epoch_may_be_smaller(distribute, name, make):
     strategy = make_strategy(name)
     with strategy.scope():
         trainer = Line(make)
     if name == "mirrored_x2" and make(4).cardinality() == 1:
         pytest.skip("a step needs a batch for each replica")
-    assert "batch_sizes" not in train(trainer, strategy, steps=12, steps_per_loop=1)
+    assert "batch_sizes" not in train(trainer, strategy, steps=12, steps_per_loop=1, distribute=distribute)
 
 
 def test_epochs_smaller_than_a_batch_are_noticed():

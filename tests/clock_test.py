@@ -71,10 +71,22 @@ def test_saves_that_evaluations_ask_for_are_distinguished_from_those_of_the_inte
     assert verdict_of_saves(forced=2, others=8) == start + "save less often"
 
 
+def test_where_training_waits_for_its_input_the_slowest_stage_is_in_the_verdict():
+    time = Time()
+    clock = Clock(now=time)
+    for phase, seconds in (("train", 1), ("input", 3)):
+        with clock.phase(phase):
+            time.now += seconds
+    start = "input-bound: training waits for its data 75% of the time"
+    assert clock.waits_for_input and clock.summary()[1].startswith(f"{start}; try map")
+    clock.of_input = lambda: ("most of it is read", "read less")
+    assert clock.summary()[1] == f"{start}, and most of it is read; read less"
+
+
 @pytest.mark.alone
 def test_a_run_that_evaluates_often_and_saves_seldom_is_advised_to_evaluate_less_often(tmp_path, monkeypatch):
     commit = commits.commit
-    monkeypatch.setattr(commits, "commit", lambda path, step: (sleep(0.3), commit(path, step))[1])  # a slow disk
+    monkeypatch.setattr(commits, "commit", lambda *args: (sleep(0.3), commit(*args))[1])  # a slow disk
     trainer, evaluator = toy.build(make_strategy("default"))
     policy = looplib.CheckpointPolicy(every_steps=1000)
     clocked = toy.controller(make_strategy("default"), trainer, evaluator, model_dir=tmp_path, checkpoints=policy)

@@ -12,7 +12,7 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import host_stream, iterator_state, pipelines
+from looplib.data import iterator_state, pipelines
 from looplib.data.stream import Stream
 from looplib.loop import task_loop
 from looplib.loop.base import Request, Specification
@@ -77,13 +77,13 @@ def random(context, files=None):
     return data.batch(context.per_replica_batch_size, drop_remainder=True)
 
 
-def stream(strategy, make, start_step=0, training=True):
+def stream(strategy, make, start_step=0, training=True, how="auto"):
     task = type(
         "Data",
         (),
         {"dataset": lambda self, context: make(context), "batch_size_varies": False, "batches": "per_replica"},
     )()
-    settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step)
+    settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step, how=how)
     return pipelines.distribute(strategy, task, **settings)
 
 
@@ -313,23 +313,18 @@ def test_a_training_rewinds_to_a_position(strategy):
     np.testing.assert_array_equal(order(other, 5), whole[7:])
 
 
-# What GPUs, TPUs and several workers get, on CPUs.
+# What TPUs get, on CPUs: the iterators of tf.distribute.
 
 
-@pytest.fixture
-def distributed(monkeypatch):
-    monkeypatch.setattr(host_stream, "runs_on_host", lambda strategy: False)
-
-
-def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog):
+def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     caplog.set_level(logging.INFO, logger="absl")
-    loop = loop_of(strategy, shuffled)
+    loop = loop_of(strategy, shuffled, distribute="tf")
     assert type(loop._stream) is Stream
     whole = order(loop, 12)
     assert loop.position() is None and loop.traces == 1
     make = lambda context: shuffled(context)
     np.testing.assert_array_equal(whole, np.array(expected(strategy, make, 12)).reshape(12, GLOBAL_BATCH))
-    late = loop_of(strategy, shuffled, start_step=7)
+    late = loop_of(strategy, shuffled, start_step=7, distribute="tf")
     late.rewind(7, b"a position saved on other devices")
     np.testing.assert_array_equal(order(late, 5), whole[7:])
     assert "resumes after step 7 by skipping" in caplog.text
@@ -337,15 +332,46 @@ def test_tf_distribute_hands_out_the_same_batches(strategy, distributed, caplog)
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("n, training, steps", [(37, True, 5), (37, False, 5), (33, False, 5), (32, True, 4)])
-def test_tf_distribute_hands_out_the_last_batches_alike(strategy, distributed, n, training, steps):
+def test_tf_distribute_hands_out_the_last_batches_alike(strategy, n, training, steps):
     if (n, strategy.num_replicas_in_sync) == (37, 4) and training:
         steps = 4  # the last step would have had no example for one of the four
     make = lambda context: tf.data.Dataset.range(n).batch(context.per_replica_batch_size)
-    data = stream(strategy, make, training=training)
+    data = stream(strategy, make, training=training, how="tf")
     taken = read(data, data.iterate(), 100)
     assert len(taken) == steps
     ids = [i for step in taken for replica in step for i in replica[0]]
     assert ids == list(range(n if steps == 5 else 32))
+
+
+def ending(context):
+    return tf.data.Dataset.range(32).batch(context.per_replica_batch_size)
+
+
+@pytest.mark.parametrize("name, make", [
+    ("mirrored_x2", shuffled),
+    *more([("mirrored_x2", ending), ("default", shuffled), ("one_device", ending), ("mirrored_x4", shuffled)]),
+])  # fmt: skip
+def test_a_run_with_either_iterators_has_the_same_examples_and_weights_also_where_one_continues_the_other(
+    name, make, tmp_path
+):
+    strategy = make_strategy(name)
+
+    def train(folder, *parts):
+        found = []
+        for steps, distribute in parts:
+            with strategy.scope():
+                trainer = toy.Regression()
+            trainer.dataset = lambda context: make(context).map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+            with toy.controller(strategy, trainer, model_dir=folder, distribute=distribute) as controller:
+                controller.train(steps)
+            found += trainer.order
+        return np.stack(found), trainer.weights()
+
+    ids, weights = train(tmp_path / "auto", (4, "auto"))
+    found = train(tmp_path / "mixed", (1, "auto"), (2, "tf"), (3, "tf"), (4, "auto"))
+    np.testing.assert_array_equal(found[0], ids)
+    for ours, expected in zip(found[1], weights):
+        np.testing.assert_array_equal(ours, expected)
 
 
 class Unseeded(toy.Regression):

@@ -8,7 +8,6 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import host_stream
 
 pytestmark = pytest.mark.any_engine
 
@@ -86,14 +85,12 @@ def test_a_keras_metric_counts_only_real_examples():
 
 
 @pytest.mark.parametrize("first", [5, *more([1, 2, 3, 4, 6, 7, 8])])  # an epoch has 4 steps
-@pytest.mark.parametrize("on_host", [True, False])
-def test_a_resumed_run_continues_with_the_next_global_batch(on_host, first, tmp_path, monkeypatch):
-    if not on_host:  # as on GPUs and TPUs
-        monkeypatch.setattr(host_stream, "runs_on_host", lambda strategy: False)
+@pytest.mark.parametrize("distribute", ["auto", "tf"])
+def test_a_resumed_run_continues_with_the_next_global_batch(distribute, first, tmp_path):
     whole, _, _ = trained("mirrored_x2", 12, 9)
-    policy = looplib.CheckpointPolicy(every_steps=5)
-    trained("mirrored_x2", 12, first, model_dir=tmp_path, checkpoints=policy)
-    resumed, _, _ = trained("mirrored_x2", 12, 9, model_dir=tmp_path, checkpoints=policy)
+    settings = dict(model_dir=tmp_path, checkpoints=looplib.CheckpointPolicy(every_steps=5), distribute=distribute)
+    trained("mirrored_x2", 12, first, **settings)
+    resumed, _, _ = trained("mirrored_x2", 12, 9, **settings)
     for ours, expected in zip(resumed.order, whole.order[first:], strict=True):
         np.testing.assert_array_equal(ours, expected)
     for ours, expected in zip(resumed.weights(), whole.weights()):

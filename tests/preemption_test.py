@@ -157,10 +157,10 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
 def test_during_a_save_the_save_is_finished_first(tmp_path, monkeypatch):
     write, writing = commits.commit, threading.Event()
 
-    def slowly(path, step):
+    def slowly(*arguments):
         writing.set()
         time.sleep(0.5)
-        return write(path, step)
+        return write(*arguments)
 
     monkeypatch.setattr(commits, "commit", slowly)
     trainer = Quiet(0.02)

@@ -424,9 +424,9 @@ def test_a_marker_of_a_newer_format_is_refused_by_name_and_nothing_is_moved(tmp_
     folder = tmp_path / "checkpoints"
     marker = json.loads((folder / "ckpt-2.commit").read_text())
     del marker["sha256"]
-    write_marker(folder / "ckpt-2.commit", {**marker, "format": 2, "versions": {"looplib": "9.9"}})
+    write_marker(folder / "ckpt-2.commit", {**marker, "format": 3, "versions": {"looplib": "9.9"}})
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    message = "ckpt-2.commit has the format 2, written by looplib 9.9, and looplib .* reads formats up to 1"
+    message = "ckpt-2.commit has the format 3, written by looplib 9.9, and looplib .* reads formats up to 2"
     with pytest.raises(UsageError, match=message):
         toy.controller(make_strategy("default"), toy.Regression(), model_dir=tmp_path)
     evaluator = toy.RegressionEvaluator(toy.Regression().model)
@@ -435,7 +435,7 @@ def test_a_marker_of_a_newer_format_is_refused_by_name_and_nothing_is_moved(tmp_
     with pytest.raises(UsageError, match=message):
         looplib.checkpoints(tmp_path)
     assert cli(["inspect", str(tmp_path)]) == 2
-    assert "has the format 2" in capsys.readouterr().err
+    assert "has the format 3" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 

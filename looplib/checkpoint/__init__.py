@@ -12,4 +12,5 @@ Names that other rooms may use, by file:
     snapshot: none
     store: Rollback, Store
     warm_start: warm_start
+    worker_positions: none
 """

@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 
 import tensorflow as tf
 from absl import logging
@@ -29,7 +30,9 @@ from looplib.errors import UsageError, gist
 SET_ASIDE = "set_aside"
 UNFINISHED = ".unfinished"
 _OWN = r"\.(?:commit|unfinished)(?:\.new)?"  # of names that looplib alone gives
-_NAME = re.compile(rf"(ckpt-(\d+))(?:({_OWN})|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp)/?$")
+_NAME = re.compile(
+    rf"(ckpt-(\d+))(?:({_OWN})|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp|\.position-\d+-of-\d+(?:\.new)?)/?$"
+)
 _BLOCK = 1 << 22
 
 
@@ -59,12 +62,13 @@ def path_of(directory: str, step: int) -> str:
     return os.path.join(directory, f"ckpt-{step}")
 
 
-def commit(path: str, step: int) -> Commit:
+def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Commit:
     """Commits the files that TensorFlow has written: reads them, makes them durable, writes the marker last.
 
     Args:
       path: the checkpoint's path.
       step: its global step.
+      positions: what `worker_positions.write` returned. A file that does not read as it was written is left out.
 
     Returns:
       A `Commit`.
@@ -79,13 +83,29 @@ def commit(path: str, step: int) -> Commit:
         raise OSError(f"only {', '.join(sorted(names)) or 'nothing'} of the files of {prefix} was written")
     tf.train.list_variables(path)  # a checkpoint that TensorFlow cannot open is not committed
     measured = {name: _measure(os.path.join(directory, name)) for name in sorted(names)}
-    for name in names:
+    measured |= {name: file for name, file in positions.items() if _is_there(os.path.join(directory, name), file)}
+    for name in measured:
         files.make_durable(os.path.join(directory, name))
     versions = {"looplib": marker.version(), "tensorflow": tf.__version__, "python": sys.version.split()[0]}
     done = Commit(path, step, time.time(), measured, {}, versions)
     marker.write(done)
     _remove_if_there(path + UNFINISHED)
     return done
+
+
+def _is_there(path: str, expected: Measured) -> bool:
+    """Returns whether this process reads what another worker has written; warns if not."""
+    try:
+        reason = _compare(path, expected, thorough=True)
+    except CannotReadError as error:
+        reason = str(error)
+    if reason:
+        logging.warning(
+            "the chief does not see a position in the data that another worker saved (%s), so that a resumed run will "
+            "skip the data already used; use a model_dir on a file system that all workers share",
+            reason,
+        )
+    return not reason
 
 
 def begin(path: str) -> None:

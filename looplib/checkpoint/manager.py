@@ -13,10 +13,12 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import _tf, files
-from looplib.checkpoint import commits, marker
+from looplib.checkpoint import commits, marker, worker_positions
+from looplib.checkpoint.marker import Measured
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.snapshot import Snapshots, host_device
 from looplib.checkpoint.warm_start import describe_differences, take_what_fits
+from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
 from looplib.task.record import RunRecord
 
@@ -34,6 +36,8 @@ class RestoreMode(enum.Enum):
 class Checkpoints:
     """The checkpoints of one run directory, written by one process: where several workers train, by the chief.
 
+    Only the positions in the data of several workers are written by each of them.
+
     A save takes a snapshot of the state and hands it to a thread that writes, commits and tidies; there is one save at
     a time. The first save of a process, from which the keys are learned, and every save of state that only TensorFlow
     can write (a lookup table, say), let the caller wait.
@@ -42,8 +46,8 @@ class Checkpoints:
       directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
       objects: dict from name to trackable object: the complete state.
       policy: `CheckpointPolicy`.
-      writes: False for a worker that is not the chief. It writes nothing, but has to read all values together with
-        the chief, because some are summed over workers.
+      workers: the workers. One that is not the chief has to read all values together with the chief, because some are
+        summed over workers.
       check: raises `UsageError` if the directory is not this process's any more; called before files are written and
         before they are committed.
       sync: puts on the disk what the checkpoint calls reported; called before the commit.
@@ -57,12 +61,13 @@ class Checkpoints:
         directory: str,
         objects: Mapping[str, Any],
         policy: CheckpointPolicy = CheckpointPolicy(),
-        writes: bool = True,
+        workers: Workers | None = None,
         check: Callable[[], None] = lambda: None,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = directory
-        self._writes = writes
+        self._workers = workers or Workers(tf.distribute.get_strategy())
+        self._writes = self._workers.is_chief
         self._check = check
         self._sync = sync
         self._policy = policy
@@ -75,12 +80,13 @@ class Checkpoints:
         self._error: UsageError | None = None
         self.committed: list[str] = []
 
-    def save(self, step: int, wait: bool) -> str:
+    def save(self, step: int, wait: bool, position: bytes = b"") -> str:
         """Saves the state as `ckpt-<step>`.
 
         Args:
           step: the global step.
           wait: returns only when it is committed.
+          position: this worker's in its data, for a file of its own; where there is one worker, the state has it.
 
         Returns:
           The path of the checkpoint.
@@ -91,25 +97,29 @@ class Checkpoints:
         self.wait()
         path = commits.path_of(self.directory, step)
         try:
-            self._save(path, step)
+            self._save(path, step, position)
         except (OSError, tf.errors.OpError) as error:
             raise self._failure(path, error) from error
         if wait:
             self.wait()
         return path
 
-    def _save(self, path: str, step: int) -> None:
+    def _save(self, path: str, step: int, position: bytes) -> None:
+        if self._writes:
+            self._check()
+            tf.io.gfile.makedirs(self.directory)
+            self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
+            commits.make_way(self.directory, step)
+            if self._workers.count > 1:
+                commits.begin(path)  # before any worker writes
+        positions = worker_positions.write(path, position, self._workers)
         if not self._writes:
             self._read_along()
             return
-        self._check()
-        tf.io.gfile.makedirs(self.directory)
-        self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
-        commits.make_way(self.directory, step)
         if not self._policy.in_background or self._snapshots is None:
             commits.begin(path)
             self._checkpoint.write(path, self._options)
-            self._commit(path, step)
+            self._commit(path, step, positions)
             self._learn_from(path)
             return
         snapshot = self._snapshots.take()
@@ -119,7 +129,7 @@ class Checkpoints:
                 commits.begin(path)
                 self._snapshots.write(path, snapshot)
                 snapshot.clear()
-                self._commit(path, step)
+                self._commit(path, step, positions)
             except Exception as error:  # of any kind; it is raised where the run waits for this save
                 self._error = self._failure(path, error)
 
@@ -154,10 +164,10 @@ class Checkpoints:
         with tempfile.TemporaryDirectory() as folder:
             self._learn_from(self._checkpoint.write(os.path.join(folder, "ckpt")))
 
-    def _commit(self, path: str, step: int) -> None:
+    def _commit(self, path: str, step: int, positions: Mapping[str, Measured]) -> None:
         self._sync()
         self._check()
-        commits.commit(path, step)
+        commits.commit(path, step, positions)
         self.committed.append(path)
         self._prune()
         if commits.list_is_foreign(self.directory):

@@ -1,9 +1,9 @@
 """The marker of a checkpoint, which lists the committed files and the checksums that prove them.
 
-A marker, `ckpt-<step>.commit`, is one JSON object: `format` (1), `step`, `time`, `files` (with sizes and SHA-256
+A marker, `ckpt-<step>.commit`, is one JSON object: `format`, `step`, `time`, `files` (with sizes and SHA-256
 checksums), `scores`, `versions`, and `sha256`, the checksum of all the others. Fields that are not known here are kept
-and ignored; a higher `format` is refused by name. A marker may come from somebody else, so it may name only files of
-its own checkpoint.
+and ignored; a higher `format` is refused by name; 2 is that of a checkpoint with files of several workers. A marker may
+come from somebody else, so it may name only files of its own checkpoint.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 from looplib import files
 from looplib.errors import UsageError
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Measured(TypedDict):
@@ -58,6 +58,11 @@ def files_of(prefix: str) -> re.Pattern[str]:
     return re.compile(re.escape(prefix) + r"\.(index|data-\d+-of-\d+)")
 
 
+def positions_of(prefix: str) -> re.Pattern[str]:
+    """Returns the pattern of the names of the files that hold the positions of workers, see `worker_positions`."""
+    return re.compile(re.escape(prefix) + r"\.position-(\d+)-of-(\d+)")
+
+
 def write(done: Commit) -> None:
     """Writes the marker of a new checkpoint.
 
@@ -65,7 +70,7 @@ def write(done: Commit) -> None:
       OSError, tf.errors.OpError: if it cannot be written.
     """
     fields = {key: value for key, value in dataclasses.asdict(done).items() if key != "path"}
-    _write(done.path, {"format": FORMAT, **fields})
+    _write(done.path, {"format": _format(done), **fields})
 
 
 def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
@@ -80,7 +85,7 @@ def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
     """
     fields = _load(done.path)
     finite = {name: score if math.isfinite(score) else None for name, score in scores.items()}
-    _write(done.path, {**fields, "format": FORMAT, "scores": {**fields["scores"], **finite}})
+    _write(done.path, {**fields, "format": _format(done), "scores": {**fields["scores"], **finite}})
     return read(done.path)
 
 
@@ -111,15 +116,21 @@ def _check(done: Commit) -> None:
         raise ValueError(f"its step is {done.step!r:.50}")
     if type(done.time) not in (int, float) or not isinstance(done.versions, dict):
         raise ValueError("its time or its versions are of another type")
-    own = files_of(prefix)
+    own, positions = files_of(prefix), positions_of(prefix)
     for name, file in done.files.items():
-        if not own.fullmatch(name):
+        if not own.fullmatch(name) and not positions.fullmatch(name):
             raise ValueError(f"it lists {name!r:.100}, which is not a file of this checkpoint")
         if type(file["bytes"]) is not int or file["bytes"] < 0 or not isinstance(file["sha256"], str):
             raise ValueError(f"the size or checksum of {name} is of another type")
     for name, score in done.scores.items():
         if score is not None and type(score) not in (int, float):
             raise ValueError(f"the score {name!r:.100} is {score!r:.50}")
+
+
+def _format(done: Commit) -> int:
+    """Returns the lowest format that has all that a marker says, so that older versions of looplib can read it."""
+    positions = positions_of(os.path.basename(done.path))
+    return FORMAT if any(positions.fullmatch(name) for name in done.files) else 1
 
 
 def _write(path: str, fields: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.checkpoint import worker_positions
 from looplib.checkpoint.manager import Checkpoints, RestoreMode, peek
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import RunDirectory
@@ -80,7 +81,7 @@ class Store:
                 directory.checkpoints,
                 {**objects, **own},
                 policy,
-                writes=workers.is_chief,
+                workers,
                 check=directory.check_lock,
                 sync=sync,
             )
@@ -112,7 +113,10 @@ class Store:
         """
         if self.saved_step != step:
             fill_in(self.record)
-            self._checkpoints.save(step, wait)
+            own = b""
+            if self._workers.count > 1:
+                own, self.input_state.position = self.input_state.position, b""
+            self._checkpoints.save(step, wait, own)
             self.saved_step = step
         elif wait:
             self._checkpoints.wait()
@@ -192,10 +196,28 @@ class Store:
         self._checkpoints.restore(path, RestoreMode.INTERSECTION if partial else mode)
         if self._replica_state:
             self._replica_state.apply()
+        if writes:
+            self._read_position(path)
         if rollback:
             self.record.rollbacks, self.record.input_offset = rollback.rollbacks, rollback.input_offset
         self.saved_step = step if os.path.dirname(path) == self._directory.checkpoints else None
         return path, step
+
+    def _read_position(self, path: str) -> None:
+        """Sets the position in the data: this worker's, if as many workers have saved theirs."""
+        own, count = worker_positions.read(path, self._workers)
+        count = 1 if self.input_state.position else count
+        if self._workers.count > 1 or count > 1:
+            self.input_state.position = own
+        if count not in (0, self._workers.count):
+            logging.info(
+                "the positions in the data of %s were saved by %d worker%s, and this run has %d: no saved state of an "
+                "iterator is used",
+                path,
+                count,
+                "s" if count > 1 else "",
+                self._workers.count,
+            )
 
     def check_optimizers(self, path: str, names: list[str]) -> None:
         """Raises `UsageError` if the restored checkpoint was made with other optimizers, of which slots may fit."""

@@ -51,7 +51,8 @@ class Workers:
         if self.count == 1:
             return value[None]
         content = value.tobytes()
-        words = np.frombuffer(content.ljust(-(-len(content) // 4) * 4, b"\0"), np.int32)  # what every collective takes
+        room = max(64, 1 << (len(content) - 1).bit_length())  # few sizes, because the sum is traced once for each
+        words = np.frombuffer(content.ljust(room, b"\0"), np.int32)  # what every collective takes
         rows = np.zeros([self.count, len(words)], np.int32)
         rows[self.index] = words
         summed = _summing(self._strategy)(tf.constant(rows)).numpy()
@@ -71,8 +72,7 @@ class Workers:
             return rows
         content = tf.io.serialize_tensor([[tf.io.serialize_tensor(leaf) for leaf in row] for row in rows]).numpy()
         lengths = self.gather(np.int64(len(content)))
-        room = 1 << int(lengths.max()).bit_length()  # the sum is traced once for each size
-        words = np.frombuffer(content.ljust(room, b"\0"), np.int32)
+        words = np.frombuffer(content.ljust(lengths.max(), b"\0"), np.uint8)
         parsed = [
             tf.io.parse_tensor(part.tobytes()[:length], tf.string) for part, length in zip(self.gather(words), lengths)
         ]

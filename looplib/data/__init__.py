@@ -1,9 +1,12 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
+    bottleneck: of
+    devices: DISTRIBUTES, runs_on_host
     global_batches: none
-    host_stream: HostStream, runs_on_host
+    host_stream: HostStream
     iterator_state: none
+    lengths: none
     pipelines: distribute
     remote_stream: Place, RemoteStream
     stream: Stream

@@ -8,8 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import global_batches, host_stream
+from looplib.data import devices, global_batches
 from looplib.data.host_stream import HostStream
+from looplib.data.lengths import Lengths
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
@@ -31,6 +32,7 @@ def distribute(
     start_step: int = 0,
     overfit_batch: bool = False,
     bad_records: int = 0,
+    how: str = "auto",
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy.
 
@@ -43,13 +45,15 @@ def distribute(
       start_step: global batches that the run has consumed.
       overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
       bad_records: damaged records that may be left out.
+      how: one of `devices.DISTRIBUTES`.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    on_host = remote or host_stream.runs_on_host(strategy)
+    local = devices.local_devices(strategy) if how == "auto" else None
+    on_host = remote or local is not None
     settings = dict(
         global_batch_size=global_batch_size,
         num_replicas=replicas,
@@ -66,8 +70,8 @@ def distribute(
         if remote:  # each worker builds its own; the coordinator looks at one
             return pipelines.build(tf.distribute.InputContext())
         distributed = strategy.distribute_datasets_from_function(pipelines.build)
-        # The default strategy hands back the pipeline itself. Of the others, CPUs read the one pipeline that the call
-        # has built for this process by a plain iterator: see `HostStream`.
+        # The default strategy hands back the pipeline itself. Of the others, CPUs and GPUs read the one pipeline that
+        # the call has built for this process by a plain iterator: see `HostStream`.
         return pipelines.newest if on_host else distributed
 
     dataset = make()
@@ -78,16 +82,27 @@ def distribute(
             "server strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or "
             "another strategy"
         )
+    shares = [pipelines.shares[0]]
     if workers.count > 1:
         cardinalities = workers.gather(np.int64(cardinalities)).ravel().tolist()
+        shares = workers.gather(np.int64(shares)).ravel().tolist()
     if start_step == 0 and not any(cardinalities):
         raise UsageError(
             f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
             f"or not one for each of {replicas} replicas; check where the data is read from, and that drop_remainder "
             "does not drop the only batch"
         )
+    lengths = Lengths(shares, 1 if whole else max(1, replicas // workers.count)) if training and not remote else None
+    if lengths is not None and start_step == 0 and lengths.steps == 0:
+        raise UsageError(
+            f"the training data has no batch for the first step of all workers: the shares of {pipelines.who}.dataset "
+            f"have {', '.join(map(str, shares))} batches, in the order of the workers; divide the data evenly, such as "
+            "by dataset.shard before batch, or repeat() it"
+        )
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    kind: Callable[..., Stream] = HostStream if on_host else Stream
+    kind: Callable[..., Stream] = Stream
+    if on_host and not remote:
+        kind = functools.partial(HostStream, devices=() if devices.runs_on_host(strategy) else local)
     if remote:
         by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
         kind = functools.partial(
@@ -111,6 +126,7 @@ def distribute(
         steps_per_epoch=context.steps_per_epoch,
         examples=context.examples,
         ids=context.ids,
+        lengths=lengths,
     )
 
 
@@ -137,6 +153,7 @@ class _Pipelines:
       newest: the pipeline that was built last.
       contexts: the `InputContext` of each that was built.
       cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
+      shares: the batches of each from the beginning of the data, as tf.data says it.
       sure: steps that each is certain to have.
       sized: whether the size of its batches need not be checked in each step.
       fixed: whether all its batches have the size that was requested.
@@ -160,6 +177,7 @@ class _Pipelines:
         self.newest: tf.data.Dataset | None = None
         self.contexts: list[InputContext] = []
         self.cardinalities: list[int] = []
+        self.shares: list[int] = []
         self.sure: list[int] = []
         self.sized, self.fixed = True, False
 
@@ -179,6 +197,9 @@ class _Pipelines:
         if training and not self._task.batch_size_varies:
             self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
         _check_resident(self.who, context, dataset)
+        self.shares.append(int(dataset.cardinality()))
+        if training and not self._on_host and self._workers.count > 1:
+            dataset = self._ended_together(dataset)
         skip = 0 if context.positioned else self._start_step * replicas
         if skip and not self._on_host:
             dataset = dataset.skip(skip)
@@ -199,6 +220,17 @@ class _Pipelines:
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
         self.newest = dataset
         return dataset
+
+    def _ended_together(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Ends this worker's share where the shortest one ends; tf.distribute would go on with empty batches."""
+        shares = self._workers.gather(np.int64(self.shares[-1]))
+        if (shares == tf.data.UNKNOWN_CARDINALITY).any():
+            raise UsageError(
+                f"the length of {self.who}.dataset is not known, and tf.distribute trains on empty batches where a "
+                "worker's share ends before the others; repeat() the data, give it a length with "
+                'tf.data.experimental.assert_cardinality, or leave out distribute="tf"'
+            )
+        return dataset.take(shares[shares >= 0].min()) if (shares >= 0).any() else dataset
 
     def _build(self, tf_context: tf.distribute.InputContext, start_step: int) -> tuple[InputContext, tf.data.Dataset]:
         # A pipeline of global batches is one for all workers and replicas, so that it needs to know of none.

@@ -7,10 +7,12 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.data.lengths import Lengths
+
 
 @dataclasses.dataclass(kw_only=True)
 class Stream:
-    """The batches of a task, step by step: as tf.distribute hands them out, prefetched to GPUs and TPUs.
+    """The batches of a task, step by step: as tf.distribute's own iterators hand them out.
 
     Attributes:
       strategy: the strategy of the replicas.
@@ -30,6 +32,7 @@ class Stream:
       steps_per_epoch: steps in which the data comes once; None where that is not known.
       examples: how many examples there are; None where that is not known.
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
+      lengths: how long the workers' shares of a training are; None where each reads by itself.
     """
 
     strategy: tf.distribute.Strategy
@@ -49,7 +52,13 @@ class Stream:
     steps_per_epoch: float | None = None
     examples: int | None = None
     ids: tf.data.Dataset | None = None
+    lengths: Lengths | None = None
     _iterated: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a loop should call `next_as_optional` before the step that comes before it, which hides a copy."""
+        return False
 
     @property
     def element_spec(self) -> Any:
@@ -90,6 +99,10 @@ class Stream:
 
     def end(self, iterator: Any) -> None:
         """Releases an iterator that is no longer read."""
+
+    def copy_seconds(self) -> float:
+        """Measures a copy of a batch to the device of its replica; 0 where none is made, or it is not known."""
+        return 0.0
 
     def next(self, iterator: Any) -> Any:
         """Returns the next step's batches of all replicas, for `strategy.run`; in a `tf.function` or not."""

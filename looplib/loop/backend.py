@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.data import host_stream
+from looplib.data import devices
 from looplib.data.stream import Stream
 from looplib.loop import engines
 from looplib.loop.base import InnerLoop, Specification
@@ -63,7 +63,7 @@ class LocalReplicas(Backend):
     def tables(self, arrays: Any) -> Any:
         """See `Backend`."""
         strategy = self._spec.strategy
-        if host_stream.runs_on_host(strategy):
+        if devices.runs_on_host(strategy):
             return tf.nest.map_structure(tf.constant, arrays)
         with strategy.scope():
             return tf.nest.map_structure(lambda array: tf.Variable(array, trainable=False), arrays)

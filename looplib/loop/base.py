@@ -138,6 +138,7 @@ class Specification:
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
       overfit_batch: whether each step gets the first batch of the data.
       bad_records: damaged records of the data that may be left out.
+      distribute: what carries batches to the replicas, one of `devices.DISTRIBUTES`.
     """
 
     split: str
@@ -154,6 +155,7 @@ class Specification:
     chosen: EngineChoice | None = None
     overfit_batch: bool = False
     bad_records: int = 0
+    distribute: str = "auto"
 
     @property
     def training(self) -> bool:
@@ -264,6 +266,13 @@ class TrainingLoop(Loop):
     @abc.abstractmethod
     def left_whole(self, error: BaseException) -> bool:
         """Returns whether an error of the last `run` came between two steps, so that none has updated only a part."""
+
+    def foresee_end(self, target: int) -> None:
+        """Warns of data that a training to a step leaves out, where that is known before it.
+
+        Args:
+          target: the step that is requested; -1 for the end of the data.
+        """
 
     @abc.abstractmethod
     def note_end(self, step: int, target: int) -> None:

@@ -95,6 +95,7 @@ class GraphLoop(InnerLoop):
         self.step = step
         self._reducer = step.reducer
         self._stream = step.stream
+        self._fetches_in_step = step.stream.infinite and not step.stream.ahead
         self._stop = notice.flag
         self._workers = Workers(step.strategy)
         self._spec = None
@@ -119,7 +120,7 @@ class GraphLoop(InnerLoop):
             stride_of_chunks = -(-stride // self.round_size)
             rounds, waited, status = self._repeat(self.chunk.run, iterator, chunks, stride_of_chunks, status)
             done = rounds * self.round_size
-        if self._stream.infinite:
+        if self._fetches_in_step:
             more, seconds, status = self._repeat(self._do_step, iterator, steps - done, stride, status)
         else:
             more, seconds, status, ended = self._repeat_to_the_end(iterator, steps - done, stride, status)
@@ -152,7 +153,7 @@ class GraphLoop(InnerLoop):
     def _repeat_to_the_end(
         self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: _Status
     ) -> tuple[tf.Tensor, tf.Tensor, _Status, tf.Tensor]:
-        """The inner loop over data that ends."""
+        """The inner loop over data that ends, or is fetched a step ahead."""
         # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
         done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
@@ -205,7 +206,7 @@ class GraphLoop(InnerLoop):
         """See `InnerLoop`."""
         steps = _TO_THE_END if request.steps < 0 else request.steps
         request = dataclasses.replace(request, steps=steps)
-        first = self.round_size if self._stream.infinite or self.chunk is None else self.round_size + 1
+        first = self.round_size if self._fetches_in_step or self.chunk is None else self.round_size + 1
         if self._ran or steps < first or (self.chunk is not None and request.sure < self.round_size):
             return self._run_for(iterator, request)
         # TensorFlow optimizes and compiles a loop in its first run; this time is not training.
@@ -222,7 +223,7 @@ class GraphLoop(InnerLoop):
         steps, chunks = request.steps, 0
         if self.chunk is not None:
             # Where the data ends, one step at least is left to the part of the loop that checks for it.
-            chunks = min(steps if self._stream.infinite else steps - 1, request.sure) // self.round_size
+            chunks = min(steps if self._fetches_in_step else steps - 1, request.sure) // self.round_size
         alone = self._workers.count == 1
         stride_seconds = _STRIDE_SECONDS if alone else _STRIDE_SECONDS_OF_WORKERS
         stride = max(1, min(_LONGEST_STRIDE, int(stride_seconds / self.seconds_per_step)))

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.data.devices import DISTRIBUTES
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
@@ -42,6 +43,7 @@ class LoopSettings:
     seed: int
     overfit_batch: bool = False
     bad_records: int = 0
+    distribute: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps_per_loop", whole_number("steps_per_loop", self.steps_per_loop))
@@ -52,6 +54,13 @@ class LoopSettings:
         object.__setattr__(self, "bad_records", whole_number("bad_records", self.bad_records, least=0))
         if self.loop not in ENGINES:
             raise UsageError(f"loop is {self.loop!r}; expected one of {', '.join(ENGINES)}")
+        if self.distribute not in DISTRIBUTES:
+            raise UsageError(f"distribute is {self.distribute!r}; expected one of {', '.join(DISTRIBUTES)}")
+        if self.distribute == "tf" and isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
+            raise UsageError(
+                "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
+                "another strategy"
+            )
 
     @property
     def recorded(self) -> dict[str, int | str | None]:
@@ -61,7 +70,8 @@ class LoopSettings:
     @property
     def flags(self) -> dict[str, int | str | None]:
         """The settings that a binary takes as flags, by the names of these."""
-        return {**self.recorded, "steps_per_loop": self.steps_per_loop, "overfit_batch": self.overfit_batch}
+        others = {name: getattr(self, name) for name in ("steps_per_loop", "overfit_batch", "distribute")}
+        return {**self.recorded, **others}
 
 
 class Loops:
@@ -139,6 +149,7 @@ class Loops:
             seed=settings.seed,
             steps_per_loop=settings.steps_per_loop,
             bad_records=settings.bad_records,
+            distribute=settings.distribute,
             **others,
         )
 
@@ -225,6 +236,7 @@ class Loops:
                 f"{self.training.who}.dataset never ends, so training to its end would not either; give a number of "
                 "steps"
             )
+        self.training.foresee_end(end)
         return None if end == -1 else end
 
     def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:

@@ -13,7 +13,7 @@ from absl import logging
 
 from looplib import _tf, runtime, source_locations
 from looplib.cluster.collectives import Workers
-from looplib.data import pipelines
+from looplib.data import bottleneck, pipelines
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.health.preemption import notice
@@ -62,6 +62,9 @@ class TaskLoop(TrainingLoop):
         self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
         self._tables = None if self._stream.arrays is None else backend.tables(self._stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
+        self._slowest: tuple[str, str] | None = None
+        if spec.training:
+            spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
 
@@ -89,6 +92,7 @@ class TaskLoop(TrainingLoop):
             start_step=self._start_step,
             overfit_batch=spec.overfit_batch,
             bad_records=spec.bad_records,
+            how=spec.distribute,
         )
 
     def _check_for_a_batch(self) -> None:
@@ -212,9 +216,18 @@ class TaskLoop(TrainingLoop):
 
     def close(self) -> None:
         """See `Loop`; restores the optimizers' original methods."""
+        if self._spec.training and self._clock.waits_for_input:
+            self._slowest = self._of_input()
         self._end_data()
         if self._optimizers is not None:
             self._optimizers.close()
+
+    def _of_input(self) -> tuple[str, str] | None:
+        """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
+        if self._iterator is None:
+            return self._slowest
+        found = bottleneck.of(self._iterator, self._stream.copy_seconds())
+        return (str(found), found.advice) if found else None
 
     def _end_data(self) -> None:
         if self._iterator is not None:
@@ -236,16 +249,30 @@ class TaskLoop(TrainingLoop):
             return self._inner.ends_steps
         return isinstance(error, UsageError) or _tf.is_of_the_input(error)
 
+    def foresee_end(self, target: int) -> None:
+        """See `TrainingLoop`."""
+        lengths = self._stream.lengths
+        ends = lengths is not None and lengths.steps is not None and (target == -1 or target > lengths.steps)
+        if ends and (left_out := lengths.left_out()) and Workers(self._strategy).is_chief:
+            logging.warning(
+                "%s.dataset lasts for %d steps: it has %s; give each replica as many batches, or repeat() them",
+                self.who,
+                lengths.steps,
+                left_out,
+            )
+
     def note_end(self, step: int, target: int) -> None:
         """See `TrainingLoop`; waits for the other workers."""
-        if left_out := self._first_stream.left_out(self._stream.sure - self._sure):
-            if Workers(self._strategy).is_chief:  # once is enough
-                logging.warning(
-                    "the training data ended at step %d on some workers only: %s; give each as many batches, or "
-                    "repeat() them",
-                    step,
-                    left_out,
-                )
+        lengths = self._stream.lengths
+        foreseen = lengths is not None and lengths.steps is not None
+        left_out = "" if foreseen else self._first_stream.left_out(self._stream.sure - self._sure)
+        if left_out and Workers(self._strategy).is_chief:  # once is enough
+            logging.warning(
+                "the training data ended at step %d on some workers only: %s; give each as many batches, or "
+                "repeat() them",
+                step,
+                left_out,
+            )
         if not step:
             raise UsageError(
                 f"the training data set is empty: {self.who}.dataset has no batch, or not one for each "

@@ -26,6 +26,7 @@ class Clock:
 
     Attributes:
       of_process: whether it counts from the start of the process.
+      of_input: returns (a clause about the stage of the input that takes most of its time, what to change), or None.
 
     Example:
         clock = Clock()
@@ -44,6 +45,7 @@ class Clock:
         self._before_evaluations = 0.0
         self._entered = 0
         self.of_process = False
+        self.of_input: Callable[[], tuple[str, str] | None] = lambda: None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -119,11 +121,19 @@ class Clock:
             return f"overhead-bound: {overhead:.0%} of the time is overhead, most of it {most}; {advice}"
         if evaluated > training:
             return f"evaluation-bound: {evaluated / wall:.0%} of the time is evaluation; {_AGAINST['evaluate']}"
-        if waited > 0.2 * training:
-            return f"input-bound: training waits for its data {waited / training:.0%} of the time; {_AGAINST['input']}"
+        if self.waits_for_input:
+            what, advice = self.of_input() or ("", _AGAINST["input"])
+            clause = f", and {what}" * bool(what)
+            return f"input-bound: training waits for its data {waited / training:.0%} of the time{clause}; {advice}"
         if calls and train / calls < _SHORT_CALL:
             return f"overhead-bound: a call of the loop takes {1e3 * train / calls:.1f} ms; {_AGAINST['report']}"
         return f"compute-bound: the device computes {train / wall:.0%} of the time; {_AGAINST['train']}"
+
+    @property
+    def waits_for_input(self) -> bool:
+        """Whether training spends a considerable part of its time waiting for its data."""
+        waited = self.of("input")
+        return waited > 0.2 * (self.of("train") + waited)
 
     def left_of(self, limit: float | None) -> float | None:
         """Returns the seconds left of a limit that counts from the start of the process, or else from now."""

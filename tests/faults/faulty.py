@@ -26,7 +26,8 @@ X = (_random.randn(NUM_EXAMPLES, SIDE, SIDE, 1) + Y[:, None, None, None]).astype
 @dataclasses.dataclass
 class Config:
     keras: str = "keras"  # or tf_keras
-    # or pipeline, unsharded, uneven (the last worker has more), ragged (in the evaluation), mixture, packed, buckets
+    # Or pipeline, interleaved, unsharded, uneven (the last worker has more), ragged (in the evaluation), mixture, packed,
+    # buckets.
     data: str = "indices"
     noisy: bool = True  # dropout, augmentation and noise, of which each replica has its own
     normalized: bool = False  # by batch, each replica on its own
@@ -139,6 +140,9 @@ class Faulty(looplib.Trainer):
             return data.map(self._failing(context)) if self.config.fail_at or self.config.nan_at else data
         if self.config.data in ("mixture", "packed", "buckets"):
             return ordered(context, self.config.data)
+        if self.config.data == "interleaved":
+            data = self._interleaved(context)
+            return data.map(self._failing(context)) if self.config.fail_at or self.config.nan_at else data
         data = tf.data.Dataset.from_tensor_slices((X, Y))
         if self.config.data in ("pipeline", "uneven"):
             data = data.shard(context.num_pipelines, context.pipeline_index)
@@ -147,12 +151,23 @@ class Faulty(looplib.Trainer):
             return data.take(40 if last else 24).batch(context.per_replica_batch_size)
         return data.shuffle(NUM_EXAMPLES, seed=context.seed).repeat().batch(context.per_replica_batch_size)
 
+    def _interleaved(self, context):
+        """What an ordinary program writes: files of a worker interleaved, shuffled, parsed in parallel, prefetched."""
+        files, rows = 8, NUM_EXAMPLES // 8
+        data = tf.data.Dataset.range(files).shard(context.num_pipelines, context.pipeline_index)
+        data = data.shuffle(files, seed=context.seed).interleave(
+            lambda file: tf.data.Dataset.range(file * rows, (file + 1) * rows), 3, 2, num_parallel_calls=2
+        )
+        data = data.shuffle(20, seed=context.seed + 1).repeat()
+        data = data.map(lambda i: (tf.gather(X, i), tf.gather(Y, i)), tf.data.AUTOTUNE)
+        return data.batch(context.per_replica_batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
+
     def _failing(self, context):
         batches = iter(range(1, 10**6))
         last = context.pipeline_index == context.num_pipelines - 1
 
         def fail(x):
-            number = next(batches) + context.start_step if last else 0
+            number = next(batches) + (context.start_step if context.positioned else 0) if last else 0
             if last and number == self.config.fail_at:
                 raise RuntimeError("this example is broken")
             return x * np.nan if last and number == self.config.nan_at else x

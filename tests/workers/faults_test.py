@@ -12,8 +12,12 @@ from conftest import more
 from looplib.checkpoint import commits
 from looplib.extras.tools.compare import compare
 
-# Long enough to strike in the middle; a step is a collective op of both.
-ARGUMENTS = ["--mode=train", "--config.slow_step=0.01", "--train_steps=120", "--config.state_mb=0.01"]
+# Long enough to strike in the middle; a step is a collective op of both. Each worker has a pipeline of its own, whose
+# iterator's state is saved.
+ARGUMENTS = [
+    "--mode=train", "--config.slow_step=0.01", "--train_steps=120", "--config.state_mb=0.01", "--config.data=interleaved",
+    "--verbosity=0"
+]  # fmt: skip
 LIMIT = 60.0  # seconds
 
 
@@ -32,9 +36,13 @@ def struck(tmp_path_factory):
 
 
 def finish(nursery, folders):
-    """Runs two workers in each directory to the end, all at once."""
-    for process in [process for folder in folders for process in nursery.workers(2, folder, *ARGUMENTS)]:
-        assert process.code(300) == 0, process.output()
+    """Runs two workers in each directory to the end, all at once; those of a run that has begun from their states."""
+    begun = [saved_step(folder) for folder in folders]
+    runs = [nursery.workers(2, folder, *ARGUMENTS) for folder in folders]
+    for step, processes in zip(begun, runs):
+        for process in processes:
+            assert process.code(300) == 0, process.output()
+            assert not step or f"resumes after step {step} from its saved state" in process.output()
 
 
 def saved_step(folder):

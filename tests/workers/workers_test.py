@@ -1,12 +1,14 @@
 """Several workers on loopback: the same run as on one device, resumed exactly, on another number of workers too."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import more
 
+from looplib.checkpoint import commits
 from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
 
@@ -82,26 +84,59 @@ def test_every_strategy_sees_the_same_examples_and_comes_to_the_same_weights(nam
         assert f"step {STEPS}" not in process.output()
 
 
-REPEATED = [
-    pytest.param(*case, marks=pytest.mark.repetition) for case in [("keras", "pipeline"), ("tf_keras", "indices")]
-]
-
-
 # With normalization each replica has state of its own; tests/workers/faults_test.py resumes Keras 3 on indices without.
-@pytest.mark.parametrize("keras, data", [("tf_keras", "pipeline"), *REPEATED])
-def test_two_workers_that_stop_and_start_again_resume_exactly(keras, data, nursery, tmp_path):
+@pytest.mark.parametrize("keras, data, distribute", [
+    ("keras", "interleaved", "auto"),
+    *more([("tf_keras", "pipeline", "auto"), ("tf_keras", "indices", "auto"), ("keras", "interleaved", "tf")]),
+])  # fmt: skip
+def test_two_workers_that_stop_and_start_again_resume_exactly(keras, data, distribute, nursery, tmp_path):
     arguments = [
         f"--config.keras={keras}",
         f"--config.data={data}",
+        f"--distribute={distribute}",
         "--config.normalized=True",
         "--config.clipped=True",
+        "--verbosity=0",  # on the other worker too
         *SHORT,
     ]
     run(nursery, tmp_path / "whole", 2, *arguments)
     run(nursery, tmp_path / "parts", 2, *arguments, "--train_steps=13")  # in the third epoch
-    run(nursery, tmp_path / "parts", 2, *arguments)
+    workers = run(nursery, tmp_path / "parts", 2, *arguments)
     result = compare(tmp_path / "whole", tmp_path / "parts")
     assert result.differences == [] and result.examples
+    if data == "indices":
+        return
+    how = "from its saved state" if distribute == "auto" else "by skipping 13 batches"
+    for worker in workers:
+        assert f"Faulty.dataset resumes after step 13 {how}" in worker.output()
+    if distribute == "tf":
+        return
+    check_damaged_positions(tmp_path / "parts" / "checkpoints", tmp_path / "copies")
+    (alone,) = run(nursery, tmp_path / "parts", 0, *arguments, "--train_steps=22", "--mode=train")
+    assert (
+        "ckpt-20 were saved by 2 workers, and this run has 1: no saved state of an iterator is used" in alone.output()
+    )
+    assert "Faulty.dataset resumes after step 20 by skipping 20 batches" in alone.output()
+
+
+def check_damaged_positions(checkpoints, copies):
+    """A checkpoint of which one worker's position is not as it was written is not restored."""
+    for number, damage in enumerate([
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+        lambda path: path.unlink(),
+    ]):  # fmt: skip
+        folder = shutil.copytree(checkpoints, copies / str(number))
+        assert sorted(path.name for path in folder.glob("ckpt-20.position-*")) == [
+            "ckpt-20.position-0-of-2",
+            "ckpt-20.position-1-of-2",
+        ]
+        assert commits.newest_intact(str(folder), tidy=False).step == 20
+        damage(folder / "ckpt-20.position-1-of-2")
+        assert commits.newest_intact(str(folder), tidy=True).step == 15
+        assert not list(folder.glob("ckpt-20.*"))  # all of it is set aside
+        commits.remove(commits.newest(str(folder)))
+        assert not list(folder.glob("ckpt-15.*"))
 
 
 def test_a_run_resumes_with_more_and_with_fewer_workers(nursery, reference, tmp_path):
@@ -138,8 +173,8 @@ def test_what_workers_cannot_share_is_refused_when_the_controller_is_built(flag,
 def test_what_a_share_that_ends_early_leaves_out_of_the_others_is_said_once(nursery, tmp_path):
     processes = run(nursery, tmp_path / "run", 2, *QUIET, "--config.data=uneven", "--mode=train", "--train_steps=-1")
     sentence = (
-        "the training data ended at step 3 on some workers only: the share of worker 0 has ended, and batches of "
-        "others are left out: 2 of worker 1"
+        "Faulty.dataset lasts for 3 steps: it has shares of 3, 5 batches, in the order of the workers, and 2 of worker 1 "
+        "are left out"
     )
     assert [process.output().count(sentence) for process in processes] == [1, 0]
     assert "done at step 3" in processes[0].output()

@@ -1,0 +1,132 @@
+"""A run that waits for its data names the stage that takes the time and what to change, and the change helps."""
+
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+import looplib
+from looplib.data import bottleneck
+
+Data = tf.data.Dataset
+
+
+class Slow:
+    """A function of numbers that takes 4 ms a call, whatever it is called with; counts the calls at once."""
+
+    def __init__(self):
+        self.now = self.most = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, value):
+        def work(value):
+            with self._lock:
+                self.now += 1
+                self.most = max(self.most, self.now)
+            time.sleep(0.004)
+            with self._lock:
+                self.now -= 1
+            return value
+
+        return tf.ensure_shape(tf.numpy_function(work, [value], tf.int64), value.shape)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Four compressed files of 150 records of 200 kB."""
+    folder = tmp_path_factory.mktemp("records")
+    for number in range(4):
+        with tf.io.TFRecordWriter(str(folder / f"{number}.tfr"), "GZIP") as writer:
+            for _ in range(150):
+                writer.write(bytes([number]) * 200_000)
+    return [str(path) for path in sorted(folder.glob("*"))]
+
+
+def generated():
+    while True:
+        time.sleep(0.002)
+        yield 1
+
+
+def slowest(data, elements):
+    iterator = iter(data)
+    for _ in range(elements):
+        next(iterator)
+    return bottleneck.of(iterator)
+
+
+def test_the_stage_that_takes_the_time_is_named(records):
+    zipped = lambda path: tf.data.TFRecordDataset(path, "GZIP")
+    numbers = Data.range(10**6)
+    big = Data.from_tensors(tf.zeros([2**18])).repeat()
+    cases = {
+        "map": numbers.shuffle(50, seed=1).map(Slow()).batch(4).prefetch(1),
+        "read": zipped(records).prefetch(2),
+        "batch": big.batch(32).prefetch(2),
+        "generator": Data.from_generator(generated, output_signature=tf.TensorSpec([], tf.int64)).map(abs).batch(4),
+    }
+    for kind, data in cases.items():
+        found = slowest(data, 60)
+        assert (found.kind, found.parallel) == (kind, 1), found
+        assert found.share > 0.5 and found.advice, found
+    # Most of the files are read to their end, of which tf.data keeps no statistics.
+    data = Data.from_tensor_slices(records).repeat().interleave(zipped, 2, num_parallel_calls=2)
+    found = slowest(data.map(tf.strings.length), 400)
+    assert found.kind == "read" and found.share > 0.5, found
+
+
+def test_a_copy_to_a_device_that_takes_longer_is_named():
+    iterator = iter(Data.range(100).map(Slow()).batch(4))
+    for _ in range(10):
+        next(iterator)
+    assert bottleneck.of(iterator, copy=0.001).kind == "map"  # 16 ms for a batch
+    assert str(bottleneck.of(iterator, copy=1.0)).endswith(
+        "is copy (to the device: 1e+03 ms for an element, 1 at once)"
+    )
+
+
+def test_iterators_without_statistics_have_no_slowest_stage():
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    assert slowest(Data.range(100).map(Slow()).with_options(options), 5) is None
+    assert bottleneck.of(object()) is None
+
+
+class Waiting(looplib.Trainer):
+    def __init__(self, make):
+        self.make, self.weight = make, tf.Variable(0.0)
+
+    def dataset(self, context):
+        return self.make(Data.counter(), context.per_replica_batch_size)
+
+    def step_fn(self, inputs):
+        self.weight.assign_add(1.0)
+        return {"loss": tf.cast(inputs, tf.float32)}
+
+
+def train(make):
+    """(what is said about the input after 40 steps of 8 examples, the seconds that these waited)."""
+    with looplib.Controller(trainer=Waiting(make), global_batch_size=8, steps_per_loop=10, writers=[]) as controller:
+        controller.train(10)  # compiles
+        before = controller.clock.of("input")
+        controller.train(50)
+        waited = controller.clock.of("input") - before
+        assert controller.clock.waits_for_input
+    return *controller.clock.of_input(), waited  # also of a closed controller
+
+
+def test_the_slowest_stage_is_named_and_the_advice_helps():
+    """A map that is slow for each call: first alone, then in parallel, as advised, then on whole batches, as advised."""
+    alone, together = Slow(), Slow()
+    what, advice, serial = train(lambda data, n: data.map(alone).batch(n))
+    assert "of the pipeline's time is map (Map" in what and "1 at once)" in what and alone.most == 1, what
+    assert advice == "give that map num_parallel_calls=tf.data.AUTOTUNE"
+
+    what, advice, parallel = train(lambda data, n: data.map(together, num_parallel_calls=4).batch(n))
+    assert together.most > 1 and parallel < 0.7 * serial, (parallel, serial)
+    assert "of the pipeline's time is map" in what and "4 at once)" in what, what
+    assert "batch before it so that it works on whole batches" in advice
+
+    *_, batched = train(lambda data, n: data.batch(n).map(Slow(), num_parallel_calls=4))
+    assert batched < 0.5 * parallel, (batched, parallel)
