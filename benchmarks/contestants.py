@@ -186,6 +186,13 @@ class _Stopwatch(keras.callbacks.Callback):
     on_epoch_end = on_test_end = _stop
 
 
+def program_loop(task):
+    """Builds one XLA program, written by hand."""
+    from benchmarks import program_peer
+
+    return program_peer.program_loop(task)
+
+
 def jax_loop(task):
     """Builds a scan of JAX."""
     from benchmarks import jax_peer
@@ -203,6 +210,7 @@ def lightning_loop(task):
 _OPTIONAL = {"jax": "jax", "lightning": "lightning"}  # contestant -> package
 TOLERANCES = {  # relative differences that count as the same, where they are larger than the workload's
     "looplib, own input": 0.1,  # it trains on the same examples in another order
+    "one program": 0.1,  # likewise
     "jax": 0.1,  # likewise
     "lightning": 5e-3,  # PyTorch's Adam adds epsilon after the correction of the second moment's bias, not before
 }
@@ -219,6 +227,7 @@ CONTESTANTS = {
     "keras": keras_loop,
     "keras, XLA": functools.partial(keras_loop, jit_compile=True),
     "step a call": functools.partial(by_hand, in_graph=False),
+    "one program": program_loop,
     "jax": jax_loop,
     "lightning": lightning_loop,
 }
