@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.data import global_batches, host_stream
+from looplib.data.block_stream import IDS_BLOCK, BlockStream, KeyedStream, block_of
 from looplib.data.host_stream import HostStream
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
@@ -30,6 +31,7 @@ def distribute(
     training: bool,
     start_step: int = 0,
     overfit_batch: bool = False,
+    in_blocks: bool = False,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy.
 
@@ -41,6 +43,7 @@ def distribute(
       training: whether this is training data.
       start_step: global batches that the run has consumed.
       overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
+      in_blocks: whether batches of a training that are small are read many at once, see `BlockStream`.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
@@ -79,6 +82,11 @@ def distribute(
         )
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
     kind: Callable[..., Stream] = HostStream if on_host else Stream
+    block = block_of(dataset.element_spec, replicas) if in_blocks and on_host and training and workers.count == 1 else 1
+    if block > 1 and not remote:
+        kind = functools.partial(BlockStream, block=block)
+        if dataset is context.ids and context.draw is not None:
+            kind = functools.partial(KeyedStream, block=IDS_BLOCK, draw=context.draw)
     if remote:
         by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
         kind = functools.partial(

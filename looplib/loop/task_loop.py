@@ -88,6 +88,7 @@ class TaskLoop(TrainingLoop):
             training=spec.training,
             start_step=self._start_step,
             overfit_batch=spec.overfit_batch,
+            in_blocks=spec.engine in ("auto", "xla"),
         )
 
     def _check_for_a_batch(self) -> None:
@@ -203,6 +204,7 @@ class TaskLoop(TrainingLoop):
         if start_step != self._start_step:
             self._start_step = start_step
             self._stream = self._distribute()
+            self._stream.share(self._first_stream)
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""

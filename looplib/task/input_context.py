@@ -1,11 +1,13 @@
 """The input context: what a `dataset` function learns about its pipeline, batch sizes, and the keyed permutation."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from looplib.errors import UsageError, whole_number
+from looplib.task import index_shuffle
 
 # Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by
 # up to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
@@ -28,6 +30,9 @@ class InputContext:
       start_step: global batches that were consumed before this pipeline starts; 0 in a new run.
       arrays: the argument of `resident`, or None.
       examples: how many examples `indices` was asked for; None if it was not.
+      draw: makes the ids that `indices` was asked for last, in ops that XLA compiles: a function from the number of
+        batches of this pipeline before (int64 scalar tensor) and how many to make, to int64 `[batches, b]`; None for
+        other data.
       steps_per_epoch: steps in which the data comes once, for `epochs` and reports; `indices` sets it, and a `dataset`
         that repeats other data may. None where it is not known.
       of_global_batches: whether the task makes global batches, see `Trainer.batches`.
@@ -66,6 +71,7 @@ class InputContext:
         self.arrays: Any = None
         self.examples: int | None = None
         self.ids: tf.data.Dataset | None = None  # what `indices` returned last
+        self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.steps_per_epoch: float | None = None
 
     @property
@@ -174,13 +180,26 @@ class InputContext:
         size = self.per_replica_batch_size
         block = max(1, min(_BLOCK, _BLOCK_IDS // size))
 
+        def positions_of(first: tf.Tensor, block: int) -> tf.Tensor:
+            batches = self._global_batch_index(first + tf.range(block, dtype=tf.int64))
+            return tf.reshape(batches[:, None] * size + tf.range(size, dtype=tf.int64), [-1])
+
+        @tf.autograph.experimental.do_not_convert
+        def draw(first: tf.Tensor, block: int) -> tf.Tensor:
+            positions = positions_of(first, block)
+            found = positions % num_examples
+            if shuffle:
+                key = self.seed, positions // num_examples
+                found = index_shuffle.index_shuffle(found, key, num_examples - 1, _ROUNDS)
+            return tf.reshape(found, [block, size])
+
         @tf.autograph.experimental.do_not_convert
         def ids(first: tf.Tensor, block: int = block) -> Any:  # a block of batches at once, at half the cost
-            batches = self._global_batch_index(first + tf.range(block, dtype=tf.int64))
-            positions = tf.reshape(batches[:, None] * size + tf.range(size, dtype=tf.int64), [-1])
+            positions = positions_of(first, block)
             found = tf.reshape(self._id_at(positions, num_examples, shuffle), [block, size])
             return (found, tf.reshape(self._seeds(positions), [block, size, 2])) if with_seeds else found
 
+        self.draw = None if with_seeds else draw
         if self.numbers is not None:
             return self.numbers.map(lambda number: tf.nest.map_structure(lambda part: part[0], ids(number, block=1)))
         first = self.start_step * self.replicas_per_pipeline
