@@ -153,6 +153,13 @@ class _Stopwatch(keras.callbacks.Callback):
     on_epoch_end = on_test_end = _stop
 
 
+def program_loop(task):
+    """Builds one XLA program, written by hand."""
+    from benchmarks import program_peer
+
+    return program_peer.program_loop(task)
+
+
 def jax_loop(task):
     """Builds a scan of JAX."""
     from benchmarks import jax_peer
@@ -172,6 +179,7 @@ _OPTIONAL = {"jax": ("jax", "jax"), "lightning": ("lightning", "lightning"), "or
 _OPTIONAL["orbit, to the end"] = _OPTIONAL["orbit"]
 TOLERANCES = {  # relative differences that count as the same, where they are larger than the workload's
     "looplib, own input": 0.1,  # it trains on the same examples in another order
+    "one program": 0.1,  # likewise
     "jax": 0.1,  # likewise
     "lightning": 5e-3,  # PyTorch's Adam adds epsilon after the correction of the second moment's bias, not before
 }
@@ -188,6 +196,7 @@ CONTESTANTS = {
     "keras": keras_loop,
     "keras, XLA": functools.partial(keras_loop, jit_compile=True),
     "step a call": functools.partial(by_hand, in_graph=False),
+    "one program": program_loop,
     "jax": jax_loop,
     "lightning": lightning_loop,
 }

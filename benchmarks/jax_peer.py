@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.workloads import means, timed
+from benchmarks.workloads import means, shuffled_ids, timed
 
 _BETA_1, _BETA_2, _EPSILON, _RATE = 0.9, 0.999, 1e-7, 1e-3  # those of Keras
 
@@ -14,7 +13,7 @@ def scan_loop(task):
     x, y = (jnp.asarray(array.numpy()) for array in task.arrays)
     parameters = [jnp.array(weight.numpy()) for weight in task.model.trainable_variables]
     state = [parameters, *([jnp.zeros_like(p) for p in parameters] for _ in range(2)), jnp.zeros((), jnp.int32)]
-    ids = _shuffled(task.examples)
+    ids = shuffled_ids(task.examples)
 
     def run(steps):
         for _ in range(steps // task.steps_per_loop):
@@ -59,17 +58,3 @@ def _loop(state, x, y, batches):
 
 
 _loop = jax.jit(_loop, donate_argnums=0)
-
-
-def _shuffled(examples):
-    """Returns a function from n to the next n ids, each epoch in another order."""
-    rng, left = np.random.default_rng(0), np.zeros(0, np.int32)
-
-    def ids(number):
-        nonlocal left
-        while len(left) < number:
-            left = np.concatenate([left, rng.permutation(examples).astype(np.int32)])
-        taken, left = left[:number], left[number:]
-        return taken
-
-    return ids

@@ -122,6 +122,7 @@ def sentences(examples=2000, length=32, vocabulary=1000):
 
 _PEERS = ("bare", "orbit", "keras", "keras, XLA", "step a call")
 _ALL = ("looplib", "looplib, graph", "looplib, own input", "looplib, unguarded", *_PEERS)
+_LIMITS = ("one program", "jax", "lightning")
 _FEW = ("looplib", "looplib, graph", "bare", "orbit", "keras", "keras, XLA")
 _COMPILED = ("looplib, KerasTrainer", "looplib, KerasTrainer, graph", "bare", "keras", "keras, XLA")
 _SMALL = dict(model=mlp(64, 64, 10), arrays=classified(10_000, 64), batch=32)
@@ -129,9 +130,9 @@ _SMALL = dict(model=mlp(64, 64, 10), arrays=classified(10_000, 64), batch=32)
 WORKLOADS = {
     "W1": Workload(
         "trains an MLP of 784-128-128-10, batch 128",
-        mlp(784, 128, 128, 10), classified(10_000, 784), 128, 100, (*_ALL, "jax", "lightning"),
+        mlp(784, 128, 128, 10), classified(10_000, 784), 128, 100, (*_ALL, *_LIMITS),
     ),
-    "W2": Workload("trains an MLP of 64-64-10, batch 32", loop=100, contestants=(*_ALL, "jax", "lightning"), **_SMALL),
+    "W2": Workload("trains an MLP of 64-64-10, batch 32", loop=100, contestants=(*_ALL, *_LIMITS), **_SMALL),
     "W3": Workload("trains a CNN of 16 channels, batch 64", cnn, classified(4000, 28, 28, 1), 64, 100, _ALL),
     "W4": Workload("trains a transformer of 2 blocks, batch 16", transformer, sentences, 16, 100, _ALL),
     "W5": Workload(
@@ -254,3 +255,17 @@ def means(sums):
     """Returns the metrics of what `Task.sums` added up to."""
     loss, right, examples = np.asarray(sums)
     return {"loss": float(loss / examples), "accuracy": float(right / examples)}
+
+
+def shuffled_ids(examples):
+    """Returns a function from n to the next n ids, each epoch in another order."""
+    rng, left = np.random.default_rng(0), np.zeros(0, np.int32)
+
+    def ids(number):
+        nonlocal left
+        while len(left) < number:
+            left = np.concatenate([left, rng.permutation(examples).astype(np.int32)])
+        taken, left = left[:number], left[number:]
+        return taken
+
+    return ids

@@ -230,6 +230,54 @@ def test_an_interrupted_run_of_chunks_resumes_bit_by_bit(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+class Shuffled(Images):
+    """Batches of a pipeline whose position is its iterator's state, and which are read many at once."""
+
+    def __init__(self, repeats=None):
+        super().__init__()
+        self.repeats = repeats
+
+    def dataset(self, context):
+        data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(20, seed=1).repeat(self.repeats)
+        return data.batch(context.per_replica_batch_size, drop_remainder=True)
+
+
+class Kept(Shuffled):
+    """The same behind a cache of random numbers, whose state cannot be saved."""
+
+    def dataset(self, context):
+        return super().dataset(context).map(lambda x, y: (tf.numpy_function(np.copy, [x], tf.float32), y)).map(fixed)
+
+
+def fixed(x, y):
+    return tf.ensure_shape(x, [8, 8, 8, 1]), y
+
+
+@pytest.mark.parametrize("make", [Shuffled, Resident, *more([Kept])])
+def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(make, tmp_path):
+    whole = make()
+    settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
+    with looplib.Controller(trainer=whole, model_dir=tmp_path / "whole", **settings) as controller:
+        controller.train(33)  # within the batches that were read together
+        shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+        controller.train(70)
+        weights = whole.model.get_weights()
+        controller.restore_checkpoint(tmp_path / "stopped" / "checkpoints" / "ckpt-33")
+        controller.train(70)
+    resumed = train("xla", 70, make(), model_dir=tmp_path / "stopped")[1]
+    for trained in (whole, resumed):
+        for a, b in zip(weights, trained.model.get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(whole.losses[:3], graph_losses(make, 30), rtol=2e-4)
+
+
+@pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
+def test_data_that_is_read_many_batches_at_once_is_trained_to_its_last_step(loop, fast_trials):
+    controller, trainer = train(loop, -1, Shuffled(11))
+    assert controller.global_step == 11 * 50 // 8
+    np.testing.assert_allclose(trainer.losses, graph_losses(Shuffled, -1, 11), rtol=2e-4)
+
+
 def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, fast_trials, monkeypatch):
     controller, _ = train("auto", 200, model_dir=tmp_path)
     chosen = controller.engines["train"]
@@ -347,7 +395,7 @@ def test_the_time_that_steps_wait_for_their_data_is_reported():
     class Slow(Images):
         def dataset(self, context):
             def late(i):
-                i.set_shape([8])
+                i.set_shape([None])  # of a static shape, many batches would be read ahead
                 return tf.gather(IMAGES, i), tf.gather(LABELS, i)
 
             def wait(i):

@@ -53,6 +53,14 @@ def test_the_seed_decides_the_order():
     np.testing.assert_array_equal(global_order(37, 4, seed=1), global_order(37, 4, seed=1))
 
 
+@pytest.mark.parametrize("n", [1, 10_000, *more([3, 257, 1797, 65_537, 1_281_167, 2**40])])
+def test_ids_that_xla_draws_are_those_of_the_pipeline(n):
+    c = context(seed=2**31 + 5, num_replicas=2, start_step=n // 3)
+    expected = np.stack(list(c.indices(n).take(6).as_numpy_iterator()))
+    drawn = tf.function(lambda first: c.draw(first, 6), jit_compile=True, autograph=False)
+    np.testing.assert_array_equal(drawn(tf.constant(2 * (n // 3), tf.int64)), expected)
+
+
 def test_a_permutation_of_imagenet_size_is_one():
     n = 1_281_167
     c = context(global_batch_size=n)

@@ -1,6 +1,7 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
+    block_stream: none
     bottleneck: of
     devices: DISTRIBUTES, runs_on_host
     global_batches: none

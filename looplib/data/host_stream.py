@@ -68,9 +68,8 @@ class HostStream(Stream):
         start = time.perf_counter()
         iterator = self._iter()
         if self._savable:
-            kind = (self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality()))
             try:
-                self._digest, self._shuffles = iterator_state.at_start(iterator, *kind)
+                self._digest, self._shuffles = iterator_state.at_start(iterator, *self._kind())
             except iterator_state.UnsavableError as error:
                 self._give_up(str(error))
         if position is not None and self._savable:
@@ -88,6 +87,9 @@ class HostStream(Stream):
         elif self.start_step:
             self._note(f"resumes after step {self.start_step} from its position")
         return iterator
+
+    def _kind(self) -> tuple:
+        return self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality())
 
     def end(self, iterator: tf.data.Iterator) -> None:
         """See `Stream`; returns at once.
@@ -109,13 +111,16 @@ class HostStream(Stream):
 
     def _skip(self, iterator: tf.data.Iterator) -> None:
         # Reads the batches, because `Dataset.skip` would be part of the pipeline whose state is saved.
+        self._read_on(iterator, self.skipped)
+
+    def _read_on(self, iterator: tf.data.Iterator, count: int) -> None:
         @tf.function
         def skip(iterator: tf.data.Iterator, count: tf.Tensor) -> None:
             for _ in tf.range(count):
                 next(iterator)
 
         try:
-            skip(iterator, tf.constant(self.skipped, tf.int64))
+            skip(iterator, tf.constant(count, tf.int64))
         except tf.errors.OutOfRangeError:
             pass  # the data ends before; so does the training
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.data import devices, global_batches
+from looplib.data.block_stream import IDS_BLOCK, BlockStream, KeyedStream, block_of
 from looplib.data.host_stream import HostStream
 from looplib.data.lengths import Lengths
 from looplib.data.remote_stream import RemoteStream
@@ -33,6 +34,7 @@ def distribute(
     overfit_batch: bool = False,
     bad_records: int = 0,
     how: str = "auto",
+    in_blocks: bool = False,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy.
 
@@ -46,6 +48,7 @@ def distribute(
       overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
       bad_records: damaged records that may be left out.
       how: one of `devices.DISTRIBUTES`.
+      in_blocks: whether batches of a training that are small are read many at once, see `BlockStream`.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
@@ -102,7 +105,14 @@ def distribute(
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
     kind: Callable[..., Stream] = Stream
     if on_host and not remote:
-        kind = functools.partial(HostStream, devices=() if devices.runs_on_host(strategy) else local)
+        on_cpus = devices.runs_on_host(strategy)
+        kind = functools.partial(HostStream, devices=() if on_cpus else local)
+        in_blocks = in_blocks and on_cpus and training and workers.count == 1
+        block = block_of(dataset.element_spec, replicas) if in_blocks else 1
+        if block > 1:
+            kind = functools.partial(BlockStream, block=block)
+            if dataset is context.ids and context.draw is not None:
+                kind = functools.partial(KeyedStream, block=IDS_BLOCK, draw=context.draw)
     if remote:
         by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
         kind = functools.partial(

@@ -33,6 +33,7 @@ class Stream:
       examples: how many examples there are; None where that is not known.
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
+      block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
     """
 
     strategy: tf.distribute.Strategy
@@ -53,6 +54,7 @@ class Stream:
     examples: int | None = None
     ids: tf.data.Dataset | None = None
     lengths: Lengths | None = None
+    block: int = 1
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property
@@ -92,10 +94,13 @@ class Stream:
         return self._iter()
 
     def _iter(self) -> Any:
+        return iter(self._renewed())
+
+    def _renewed(self) -> Any:
         if self._iterated and self.renew:
             self.dataset = self.renew()  # a second iterator of one data set would shuffle as in a next epoch
         self._iterated = True
-        return iter(self.dataset)
+        return self.dataset
 
     def end(self, iterator: Any) -> None:
         """Releases an iterator that is no longer read."""
@@ -107,6 +112,16 @@ class Stream:
     def next(self, iterator: Any) -> Any:
         """Returns the next step's batches of all replicas, for `strategy.run`; in a `tf.function` or not."""
         return next(iterator)
+
+    def next_steps(self, iterator: Any, steps: int) -> Any:
+        """Returns the batches of some steps on one replica, tensors `[steps, ...]`; in a `tf.function` or not.
+
+        Only a stream that reads in blocks does; where the data ends, `steps` is at most `block`.
+        """
+        raise NotImplementedError
+
+    def share(self, stream: "Stream") -> None:
+        """Lets a loop that was traced to read another stream, of the same task, read this one's iterators."""
 
     @tf.autograph.experimental.do_not_convert
     def next_as_optional(self, iterator: Any) -> Any:

@@ -10,7 +10,7 @@ from looplib.loop.step import Step
 from looplib.loop.timing import timed
 
 # An XLA program's call costs as much as a small step, so that longer chunks hardly help; nothing stops one under way.
-LONGEST, _BYTES = 50, 8 * 2**20
+LONGEST, _BYTES, _COPIED = 100, 8 * 2**20, 2**20
 
 
 class Chunk(abc.ABC):
@@ -38,6 +38,12 @@ class Unrolled(Chunk):
 
     def run(self, iterator: Iterator) -> tf.Tensor:
         """See `Chunk`."""
+        stream = self._step.stream
+        if stream.block >= self.size and self._step.strategy.num_replicas_in_sync == 1:
+            batches, seconds = timed(lambda: stream.next_steps(iterator, self.size))
+            for i in range(self.size):
+                self._step(_at(batches, i))
+            return seconds
         # Not by adding one to the next: TensorFlow makes temporary variables of that, which clash in nested loops.
         return tf.reduce_sum(tf.stack([do_step(self._step, iterator) for _ in range(self.size)]))
 
@@ -52,14 +58,26 @@ class XlaProgram(Chunk):
     def prepare(self) -> None:
         """Compiles the program; raises one of XLA's errors if the step has an op that XLA lacks."""
         stream = self._step.stream
+        batches: Any = [stream.element_spec] * self.size
+        full: Any = [stream.full_spec] * self.size
+        if stream.block > 1:
+            batches = full = tf.nest.map_structure(self._stacked, stream.element_spec)
         program = tf.function(self._steps_of, jit_compile=True)
-        self._program = program.get_concrete_function([stream.element_spec] * self.size)
-        batch = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), stream.full_spec)
-        program.experimental_get_compiler_ir([batch] * self.size)(stage="hlo")
+        self._program = program.get_concrete_function(batches)
+        zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), full)
+        program.experimental_get_compiler_ir(zeros)(stage="hlo")
+
+    def _stacked(self, spec: tf.TensorSpec) -> tf.TensorSpec:
+        return tf.TensorSpec([self.size, *spec.shape], spec.dtype)
 
     def run(self, iterator: Iterator) -> tf.Tensor:
         """See `Chunk`."""
-        batches, seconds = timed(lambda: [self._step.stream.next(iterator) for _ in range(self.size)])
+        stream = self._step.stream
+        if stream.block > 1:
+            batches, seconds = timed(lambda: stream.next_steps(iterator, self.size))
+            self._program(batches)
+            return seconds
+        batches, seconds = timed(lambda: [stream.next(iterator) for _ in range(self.size)])
         alike = _alike(batches)
         if alike is None:
             self._program(batches)
@@ -76,11 +94,17 @@ class XlaProgram(Chunk):
             self._step(tf.switch_case(i, [lambda batch=batch: batch for batch in batches]))
         return 0
 
-    def _steps_of(self, batches: list) -> None:
+    def _steps_of(self, batches: Any) -> None:
         """The program: a loop over all batches of the chunk."""
-        stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *batches)
+        stacked = batches
+        if self._step.stream.block == 1:
+            stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *batches)
         for i in tf.range(self.size):
-            self._step(tf.nest.map_structure(lambda part, i=i: part[i], stacked))
+            self._step(_at(stacked, i))
+
+
+def _at(batches: Any, i: int | tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda part: part[i], batches)
 
 
 def do_step(step: Step, iterator: Iterator) -> tf.Tensor:
@@ -93,7 +117,10 @@ def do_step(step: Step, iterator: Iterator) -> tf.Tensor:
 def size_of_chunk(longest: int, step: Step, steps_per_loop: int) -> int:
     """Returns the number of steps for an XLA program: at most `longest`, and leaving few steps of a call over."""
     size = sum(spec.shape.num_elements() * spec.dtype.size for spec in tf.nest.flatten(step.stream.full_spec))
-    longest = max(1, min(longest, LONGEST, steps_per_loop, _BYTES // max(1, size)))
+    # More than an element costs a copy, and where the data ends it is not sure that they are there.
+    in_one = 1 < step.stream.block and (not step.stream.infinite or size * step.stream.block > _COPIED)
+    most = step.stream.block if in_one else _BYTES // max(1, size)
+    longest = max(1, min(longest, LONGEST, steps_per_loop, most))
     return min(range(longest, longest // 2, -1), key=lambda chunk: steps_per_loop % chunk)
 
 

@@ -13,10 +13,11 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.health.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
-from looplib.loop.chunks import Chunk, do_step
+from looplib.loop.chunks import Chunk, XlaProgram, do_step
 from looplib.loop.step import Step
 from looplib.loop.timing import now, timed
 
+_FEW = 3  # chunks that are called one by one
 _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
 # Seconds that the device may run without reading the stop flag: a read after each of many small steps costs 3%, and
 # several workers have to ask each other.
@@ -101,9 +102,9 @@ class GraphLoop(InnerLoop):
         self._spec = None
         self._taken: tf.Tensor | None = None  # the totals that the last call has read
         self._ran = False
-        self._loop = tf.function(self._run)
+        self._loop, self._one_chunk = tf.function(self._run), tf.function(self._run_chunk)
         self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
-        self._bound: tuple[Iterator, Callable[[], _Outcome]] | None = None
+        self._bound: tuple[Iterator, list[Callable[[], _Outcome]]] | None = None  # the loop, and one chunk
         self._numbers_now: _Numbers | None = None
         self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
         self._read = tf.function(step.reducer.read)
@@ -126,11 +127,24 @@ class GraphLoop(InnerLoop):
             more, seconds, status, ended = self._repeat_to_the_end(iterator, steps - done, stride, status)
         done += more
         take = (read > 0) & status.go & (ended | (done >= steps))
+        return self._outcome(done, status, waited + seconds, started, take)
+
+    def _run_chunk(self, iterator: Iterator, numbers: tf.Tensor) -> _Outcome:
+        """One chunk, without the loops around it, which cost a call about a millisecond."""
+        started = now()
+        waited = self.chunk.run(iterator)
+        status = self._look()
+        done = tf.constant(self.round_size, tf.int64)
+        return self._outcome(done, status, waited, started, (numbers[3] > 0) & status.go)
+
+    def _outcome(
+        self, done: tf.Tensor, status: _Status, waited: tf.Tensor, started: tf.Tensor, take: tf.Tensor
+    ) -> _Outcome:
         if self._reducer.has_keras_metrics:
             take = tf.constant(False)
-        with tf.control_dependencies([done]):
+        with tf.control_dependencies([done, status.finite]):
             passed = self._workers.mean(now() - started)
-        return _Outcome(done, status, waited + seconds, passed, take, self._reducer.take(take))
+        return _Outcome(done, status, waited, passed, take, self._reducer.take(take))
 
     def _repeat(
         self, do: Callable[[Iterator], tf.Tensor], iterator: Iterator, rounds: tf.Tensor, stride: tf.Tensor,
@@ -228,8 +242,26 @@ class GraphLoop(InnerLoop):
         stride_seconds = _STRIDE_SECONDS if alone else _STRIDE_SECONDS_OF_WORKERS
         stride = max(1, min(_LONGEST_STRIDE, int(stride_seconds / self.seconds_per_step)))
         stride = 1 << stride.bit_length() - 1  # so that it is often the same as in the last call
+        if self._binds and isinstance(self.chunk, XlaProgram) and 0 < chunks <= _FEW:
+            return self._run_chunks(iterator, request, chunks)
+        return self._run_once(iterator, _Numbers(steps, chunks, stride, int(request.read)))
+
+    def _run_chunks(self, iterator: Iterator, request: Request, chunks: int) -> Ran:
+        """Calls a few chunks one by one, then the loop for what is left."""
+        ran = Ran(0, True)
+        for _ in range(chunks):
+            if notice.requested:
+                return dataclasses.replace(ran, stopped=True)
+            read = int(request.read and ran.done + self.round_size == request.steps)
+            ran = ran.then(self._run_once(iterator, _Numbers(self.round_size, 1, 1, read), one_chunk=True))
+            if not ran.finite:
+                return ran
+        return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done)))
+
+    def _run_once(self, iterator: Iterator, numbers: _Numbers, one_chunk: bool = False) -> Ran:
+        alone = self._workers.count == 1
         started = time.perf_counter()
-        outcome = self._call(iterator, _Numbers(steps, chunks, stride, int(request.read)))
+        outcome = self._call(iterator, numbers, one_chunk)
         done, self._taken = int(outcome.done), outcome.totals if outcome.taken else None
         if done:
             # What decides when workers ask each other has to be the same on all of them.
@@ -238,7 +270,7 @@ class GraphLoop(InnerLoop):
         stopped = bool(notice.requested if alone else outcome.status.stopped)
         return Ran(done, bool(outcome.status.finite), stopped, waited=float(outcome.waited))
 
-    def _call(self, iterator: Iterator, numbers: _Numbers) -> _Outcome:
+    def _call(self, iterator: Iterator, numbers: _Numbers, one_chunk: bool) -> _Outcome:
         if not self._binds:
             return self._loop(iterator, tf.constant(numbers, tf.int64))
         if self._bound is None or self._bound[0] is not iterator:
@@ -246,12 +278,16 @@ class GraphLoop(InnerLoop):
         if numbers != self._numbers_now:
             self._numbers.assign(numbers)
             self._numbers_now = numbers
-        return self._bound[1]()
+        return self._bound[1][one_chunk]()
 
     def _bind(self, iterator: Iterator) -> None:
-        """Makes a function without arguments, which takes a third of the time to call."""
-        bound = tf.function(lambda: self._loop(iterator, self._numbers.read_value()))
-        self._bound, self._ran = (iterator, bound.get_concrete_function()), False
+        """Makes functions without arguments, which take a third of the time to call."""
+
+        def bind(run: Callable) -> Callable[[], _Outcome]:
+            return tf.function(lambda: run(iterator, self._numbers.read_value())).get_concrete_function()
+
+        runs = [self._loop, self._one_chunk] if isinstance(self.chunk, XlaProgram) else [self._loop]
+        self._bound, self._ran = (iterator, [bind(run) for run in runs]), False
 
     def read(self) -> Metrics:
         """See `InnerLoop`."""

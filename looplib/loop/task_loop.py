@@ -93,6 +93,7 @@ class TaskLoop(TrainingLoop):
             overfit_batch=spec.overfit_batch,
             bad_records=spec.bad_records,
             how=spec.distribute,
+            in_blocks=spec.engine in ("auto", "xla"),
         )
 
     def _check_for_a_batch(self) -> None:
@@ -208,6 +209,7 @@ class TaskLoop(TrainingLoop):
         if start_step != self._start_step:
             self._start_step = start_step
             self._stream = self._distribute()
+            self._stream.share(self._first_stream)
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""

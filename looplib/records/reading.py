@@ -56,7 +56,7 @@ def read(
     @tf.autograph.experimental.do_not_convert
     def announced(picks: Picks, *others: Any) -> tuple[Any, ...]:
         starts = tf.numpy_function(announce, [picks.starts, picks.stops], tf.int64)
-        return picks._replace(starts=tf.ensure_shape(starts, picks.starts.shape)), *others
+        return Picks(picks.ids, tf.ensure_shape(starts, picks.starts.shape), picks.stops), *others
 
     @tf.autograph.experimental.do_not_convert
     def fetched(picks: Picks, *others: Any) -> Any:

@@ -1,5 +1,6 @@
 """The input context: what a `dataset` function learns about its pipeline, batch sizes, and the keyed permutation."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,8 @@ import tensorflow as tf
 from looplib.errors import UsageError, whole_number
 from looplib.records import reading, sources
 from looplib.records.damage import Tolerant
-from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
+from looplib.records.order import ROUNDS, BlockOrder, Order, Picks, RecordOrder, seeds_at
+from looplib.task import index_shuffle
 from looplib.task.plans import Ids, Plan, Run, beside, plan_of
 
 _CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
@@ -34,6 +36,9 @@ class InputContext:
       start_step: global batches that were consumed before this pipeline starts; 0 in a new run.
       arrays: the argument of `resident`, or None.
       examples: how many examples `indices` was asked for; None if it was not.
+      draw: makes the ids that `indices` was asked for last, in ops that XLA compiles: a function from the number of
+        batches of this pipeline before (int64 scalar tensor) and how many to make, to int64 `[batches, b]`; None for
+        other data.
       steps_per_epoch: steps in which the data comes once, for `epochs` and reports; `indices` sets it, and a `dataset`
         that repeats other data may. None where it is not known.
       of_global_batches: whether the task makes global batches, see `Trainer.batches`.
@@ -75,6 +80,7 @@ class InputContext:
         self.arrays: Any = None
         self.examples: int | None = None
         self.ids: tf.data.Dataset | None = None  # what `indices` returned last, if an example has one
+        self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.steps_per_epoch: float | None = None
 
     @property
@@ -137,7 +143,19 @@ class InputContext:
         most = max(1, _CHUNK_IDS // (self.per_replica_batch_size * plan.width))
         batches = self._positions(plan, whole_epochs, "indices", most).map(examples, **_PARALLEL).unbatch()
         self.ids = batches if plan.width == 1 else None
+        ends = whole_epochs and plan.size % self.global_batch_size
+        drawn = isinstance(plan, Ids) and self.training and not seeds and not ends
+        self.draw = functools.partial(self._draw, plan.size, shuffle) if drawn else None
         return batches
+
+    @tf.autograph.experimental.do_not_convert
+    def _draw(self, num_examples: int, shuffle: bool, first: tf.Tensor, count: int) -> tf.Tensor:
+        positions = tf.reshape(self._batches_from(first, count), [-1])
+        found = positions % num_examples
+        if shuffle:
+            key = self.seed, positions // num_examples
+            found = index_shuffle.index_shuffle(found, key, num_examples - 1, ROUNDS)
+        return tf.reshape(found, [count, self.per_replica_batch_size])
 
     def records(
         self,
@@ -306,16 +324,21 @@ class InputContext:
         return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs)
 
     def _endless(self, most: int) -> tf.data.Dataset:
-        size = self.per_replica_batch_size
-        count = 1 if self.numbers is not None else max(1, min(_CHUNK, _CHUNK_IDS // size, most))
+        count = max(1, min(_CHUNK, _CHUNK_IDS // self.per_replica_batch_size, most))
+        count = 1 if self.numbers is not None else count
 
         @tf.autograph.experimental.do_not_convert
         def positions(first: tf.Tensor) -> tf.Tensor:
-            batches = self._global_batch_index(first + tf.range(count, dtype=tf.int64))
-            return batches[:, None] * size + tf.range(size, dtype=tf.int64)
+            return self._batches_from(first, count)
 
         first = self.start_step * self.replicas_per_pipeline
         return (tf.data.Dataset.counter(first, count) if self.numbers is None else self.numbers).map(positions)
+
+    def _batches_from(self, first: tf.Tensor, count: int) -> tf.Tensor:
+        """Returns the positions of `count` batches of this pipeline from a number on, int64 `[count, b]`."""
+        size = self.per_replica_batch_size
+        batches = self._global_batch_index(first + tf.range(count, dtype=tf.int64))
+        return batches[:, None] * size + tf.range(size, dtype=tf.int64)
 
     def _in_epochs(self, num_examples: int) -> tf.data.Dataset:
         size, steps = self.global_batch_size, self.steps_per_epoch

@@ -1,0 +1,214 @@
+"""Batches of many steps in one element of the iterator, for small steps that would wait for each `next`."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from looplib.data.host_stream import HostStream
+
+# TensorFlow takes 20 to 50 microseconds for a `next` in a graph, whatever the batch: half of a small step.
+# A whole element has to be there before its first step, so that it may not be long where the input is slow.
+_LONGEST, _BYTES = 20, 4 * 2**20  # steps, and bytes, of an element
+_AHEAD = 5  # elements of the longest kind that are read ahead
+IDS_BLOCK = 100  # ids are never slow
+
+
+class _Buffer:
+    """The element that was read last, and how many of its batches are used; on the device.
+
+    Args:
+      specs: of a batch.
+
+    Attributes:
+      parts: the element, variables `[n, ...]`.
+    """
+
+    def __init__(self, specs: list[tf.TensorSpec]) -> None:
+        self.parts = [
+            tf.Variable(tf.zeros([0, *spec.shape], spec.dtype), trainable=False, shape=[None, *spec.shape])
+            for spec in specs
+        ]
+        self._used = tf.Variable(0, trainable=False)
+
+    def left(self) -> tf.Tensor:
+        """Returns the number of batches that are left, int32 scalar tensor."""
+        return tf.shape(self.parts[0])[0] - self._used
+
+    def put(self, parts: list[tf.Tensor], used: int | tf.Tensor = 0) -> None:
+        """Replaces the element by another one, of which some batches are used."""
+        for variable, part in zip(self.parts, parts):
+            variable.assign(part)
+        self._used.assign(used)
+
+    def rest(self) -> list[tf.Tensor]:
+        """Returns the batches that are left, each part `[n, ...]`."""
+        used = self._used.read_value()
+        return [part.read_value()[used:] for part in self.parts]
+
+    def take(self, count: int) -> list[tf.Tensor]:
+        """Returns the next batches, each part `[count, ...]`, and counts them as used."""
+        used = self._used.read_value()
+        parts = [part.read_value()[used : used + count] for part in self.parts]
+        for part, variable in zip(parts, self.parts):
+            part.set_shape([count, *variable.shape[1:]])
+        self._used.assign(used + count)
+        return parts
+
+
+@dataclasses.dataclass(kw_only=True)
+class BlockStream(HostStream):
+    """A `HostStream` whose iterator brings the batches of `block` steps in one element.
+
+    Where a part of an element is used, a saved position holds the rest of it, and the iterator's state behind it.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._buffer = _Buffer(tf.nest.flatten(self.dataset.element_spec))
+
+    @property
+    def element_spec(self) -> Any:
+        """See `Stream`."""
+        if self._spec is None:
+
+            def read() -> None:
+                self._spec = tf.nest.map_structure(tf.type_spec_from_value, self.get_value(tf.constant(True)))
+
+            tf.function(read, autograph=False).get_concrete_function()
+        return self._spec
+
+    def share(self, stream: "BlockStream") -> None:
+        """See `Stream`."""
+        self._buffer = stream._buffer
+
+    def _iter(self) -> tf.data.Iterator:
+        self._buffer.put([part[:0] for part in self._buffer.parts])
+        return iter(self._in_blocks().prefetch(_AHEAD if self.block == _LONGEST else 1))
+
+    def _in_blocks(self) -> tf.data.Dataset:
+        return self._renewed().batch(self.block * self._local_replicas, drop_remainder=self.infinite)
+
+    def _kind(self) -> tuple:
+        return (*super()._kind(), self.block)
+
+    def _skip(self, iterator: tf.data.Iterator) -> None:
+        whole, used = divmod(self.skipped, self.block * self._local_replicas)
+        self._read_on(iterator, whole)
+        if used and (new := iterator.get_next_as_optional()).has_value():
+            parts = tf.nest.flatten(new.get_value())
+            self._buffer.put(parts, tf.minimum(used, tf.shape(parts[0])[0]))
+
+    def next_steps(self, iterator: tf.data.Iterator, steps: int) -> Any:
+        """See `Stream`."""
+        return self._packed(self._next(iterator, steps))
+
+    def next(self, iterator: tf.data.Iterator) -> Any:
+        """See `Stream`."""
+        return self._of_one_step(self._next(iterator, self._local_replicas))
+
+    @tf.autograph.experimental.do_not_convert
+    def _next(self, iterator: tf.data.Iterator, count: int) -> list[tf.Tensor]:
+        """Returns the next batches, each part `[count, ...]`."""
+        buffer, elements = self._buffer, -(-count // (self.block * self._local_replicas))
+
+        def read() -> list[tf.Tensor]:
+            new = [tf.nest.flatten(iterator.get_next()) for _ in range(elements)]
+            if elements == 1:  # joining would copy it
+                parts = tf.cond(buffer.left() > 0, lambda: _joined(buffer.rest(), *new), lambda: new[0])
+            else:
+                parts = _joined(buffer.rest(), *new)
+            buffer.put(parts)
+            return buffer.take(count)
+
+        return tf.cond(buffer.left() >= count, lambda: buffer.take(count), read)
+
+    @tf.autograph.experimental.do_not_convert
+    def next_as_optional(self, iterator: tf.data.Iterator) -> tf.Tensor:
+        """See `Stream`; only looks whether there is a next step, which `get_value` takes."""
+        buffer, count = self._buffer, self._local_replicas
+
+        def read() -> tf.Tensor:
+            new = iterator.get_next_as_optional()
+
+            def put() -> tf.Tensor:
+                buffer.put(_joined(buffer.rest(), tf.nest.flatten(new.get_value())))
+                return buffer.left() >= count
+
+            return tf.cond(new.has_value(), put, lambda: tf.constant(False))
+
+        return tf.cond(buffer.left() >= count, lambda: tf.constant(True), read)
+
+    @tf.autograph.experimental.do_not_convert
+    def has_value(self, optional: tf.Tensor) -> tf.Tensor:
+        """See `Stream`."""
+        return optional
+
+    @tf.autograph.experimental.do_not_convert
+    def get_value(self, optional: tf.Tensor) -> Any:
+        """See `Stream`."""
+        return self._of_one_step(self._buffer.take(self._local_replicas))
+
+    def _of_one_step(self, parts: list[tf.Tensor]) -> Any:
+        return self._to_replicas([self._packed([part[i] for part in parts]) for i in range(self._local_replicas)])
+
+    def _packed(self, parts: list[tf.Tensor]) -> Any:
+        return tf.nest.pack_sequence_as(self.dataset.element_spec, parts)
+
+    def position(self, iterator: tf.data.Iterator) -> bytes | None:
+        """See `Stream`."""
+        state = super().position(iterator)
+        if state is None:
+            return None
+        rest = [tf.io.serialize_tensor(part) for part in self._buffer.rest()]
+        return tf.io.serialize_tensor(tf.stack([*rest, state])).numpy()
+
+    def _is_restored(self, iterator: tf.data.Iterator, position: bytes) -> bool:
+        variables = self._buffer.parts
+        try:
+            *rest, state = tf.unstack(tf.io.parse_tensor(position, tf.string))
+            rest = [tf.io.parse_tensor(part, variable.dtype) for part, variable in zip(rest, variables, strict=True)]
+            if not all(variable.shape.is_compatible_with(part.shape) for part, variable in zip(rest, variables)):
+                raise ValueError("a part has another shape")
+        except (tf.errors.OpError, ValueError):  # of a pipeline that is not read in blocks, or changed
+            rest, state = [], tf.constant(b"")
+        if not super()._is_restored(iterator, state.numpy()):
+            return False
+        self._buffer.put(rest)
+        return True
+
+
+@dataclasses.dataclass(kw_only=True)
+class KeyedStream(BlockStream):
+    """A `BlockStream` of ids, which an XLA program computes for many steps at a time.
+
+    Attributes:
+      draw: returns ids from a number of batches of this pipeline on; see `InputContext.draw`.
+    """
+
+    draw: Callable[[tf.Tensor, int], tf.Tensor]
+
+    def _in_blocks(self) -> tf.data.Dataset:
+        count = self.block * self._local_replicas
+        draw = tf.function(lambda first: self.draw(first, count), jit_compile=True, autograph=False)
+        return tf.data.Dataset.counter(self.start_step * self._local_replicas, count).map(lambda first: draw(first))
+
+
+def block_of(spec: Any, replicas: int) -> int:
+    """Returns how many steps' batches to read as one element: 1 for large batches and for those whose shape varies.
+
+    Args:
+      spec: the structure of `tf.TypeSpec`s of a batch.
+      replicas: batches of a step.
+    """
+    specs = tf.nest.flatten(spec)
+    if not specs or not all(isinstance(each, tf.TensorSpec) and each.shape.is_fully_defined() for each in specs):
+        return 1
+    size = replicas * sum(math.prod(each.shape) * each.dtype.size for each in specs)
+    return max(1, min(_LONGEST, _BYTES // max(1, size)))
+
+
+def _joined(*elements: list[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.concat(parts, axis=0) for parts in zip(*elements)]
