@@ -36,34 +36,19 @@ class EvaluationLoop(GraphLoop):
         waited, ended = tf.constant(0, tf.float64), tf.constant(False)
         if not self._stream.infinite:
             left = tf.where(status.go, wanted.steps - done, 0)
-            more, totals, waited, ended = self._rest(iterator, totals, left, wanted.stride)
+            more, totals, waited, ended = self._last(iterator, totals, left)
             done += more
             status = self._look()
         self._reducer.put(totals)
         return done, waited, status, ended
 
-    def _rest(
-        self, iterator: Iterator, totals: Any, steps: tf.Tensor, stride: tf.Tensor
-    ) -> tuple[tf.Tensor, Any, tf.Tensor, tf.Tensor]:
-        """Does steps that may have no data; returns how many, the totals, the first's wait, and whether it ended."""
+    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor, tf.Tensor]:
+        """Does the step that may have no data; returns how many, the totals, its wait, and whether the data ended."""
         batch, waited = timed(
             lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
         )
-        done, go = tf.constant(0, tf.int64), tf.constant(True)
-        # Of one replica, all steps but the last are sure, if any.
-        if not self._stream.sure or self.step.strategy.num_replicas_in_sync > 1:
-            # All but one, so that no batch is fetched that the next call would miss.
-            while go & (done < steps - 1) & self._stream.has_value(batch):
-                last = tf.minimum(done + stride, steps - 1)
-                first = done
-                while (done < last) & self._stream.has_value(batch):
-                    tf.autograph.experimental.set_loop_options(parallel_iterations=_AT_ONCE)
-                    totals = self.step.added_to(totals, self._stream.get_value(batch))
-                    batch = self._stream.next_as_optional(iterator)
-                    done += 1
-                self.step.count(done - first)
-                go = self._look().go
-        one_more = go & (done < steps) & self._stream.has_value(batch)
+        done = tf.constant(0, tf.int64)
+        one_more = (done < steps) & self._stream.has_value(batch)
         for _ in tf.range(tf.cast(one_more, tf.int64)):
             totals = self.step.added_to(totals, self._stream.get_value(batch))
             self.step.count(1)
@@ -72,6 +57,11 @@ class EvaluationLoop(GraphLoop):
 
 
 def single_steps(step: Step) -> GraphLoop:
-    """Returns the graph loop whose rounds are single steps, of a training or an evaluation."""
+    """Returns the graph loop whose rounds are single steps, of a training or an evaluation.
+
+    Steps overlap where the length of the data is known and there is one replica, so that all steps but the last are
+    sure to have data.
+    """
     evaluates = step.stream.renew is None and not isinstance(step.strategy, tf.distribute.TPUStrategy)
-    return EvaluationLoop(step) if evaluates else GraphLoop(step)
+    overlaps = evaluates and step.stream.sure > 0 and step.strategy.num_replicas_in_sync == 1
+    return EvaluationLoop(step) if overlaps else GraphLoop(step)
