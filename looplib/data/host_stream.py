@@ -21,6 +21,8 @@ _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
+_SHORT = 1.0  # seconds of an evaluation, after which the next one's pipeline is not tuned
+
 
 @dataclasses.dataclass(kw_only=True)
 class HostStream(Stream):
@@ -46,6 +48,9 @@ class HostStream(Stream):
         self._trusted = False  # whether stages that are not known were tried out
         self._spec = None
         self._had_batch = None
+        self._started, self._is_short = 0.0, False
+        self._untuned: tf.data.Dataset | None = None
+        self._nothing: tuple[tf.data.Dataset, tf.Tensor] | None = None  # a pipeline, and one like it without elements
         if self.may_be_empty and self._workers.count > 1:
             self._empty()  # what cannot be made is refused before the first step
         if self.renew and not self.infinite and self._workers.count > 1:
@@ -65,8 +70,8 @@ class HostStream(Stream):
 
     def iterate(self, position: bytes | None = None) -> tf.data.Iterator:
         """See `Stream`."""
-        start = time.perf_counter()
-        iterator = self._iter()
+        self._started = start = time.perf_counter()
+        iterator = iter(self._without_tuning()) if self._is_short else self._iter()
         if self._savable:
             try:
                 self._digest, self._shuffles = iterator_state.at_start(iterator, *self._kind())
@@ -91,6 +96,15 @@ class HostStream(Stream):
     def _kind(self) -> tuple:
         return self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality())
 
+    def _without_tuning(self) -> tf.data.Dataset:
+        """Returns the pipeline of an evaluation too short to be tuned, which spares a tenth of its time."""
+        if self._untuned is None:
+            options = tf.data.Options()
+            options.autotune.enabled = False
+            # A pipeline that is tuned prefetches by itself. Its parallel calls start at one for each core in any case.
+            self._untuned = self.dataset.prefetch(2).with_options(options)
+        return self._untuned
+
     def end(self, iterator: tf.data.Iterator) -> None:
         """See `Stream`; returns at once.
 
@@ -99,13 +113,14 @@ class HostStream(Stream):
         sleeps for another whole period. A thread of looplib's waits for that in an op, because the end of a Python
         object would block Python.
         """
-        nothing = self.dataset.take(0)
+        self._is_short = self.renew is None and time.perf_counter() - self._started < _SHORT
+        if self._nothing is None or self._nothing[0] is not self.dataset:  # making it copies arrays in the pipeline
+            self._nothing = self.dataset, tf.data.experimental.to_variant(self.dataset.take(0))
+        nothing = self._nothing[1]
 
         def replace() -> None:
             with tf.device("/cpu:0"):
-                tf.raw_ops.MakeIterator(
-                    dataset=tf.data.experimental.to_variant(nothing), iterator=iterator_state.handle(iterator)
-                )
+                tf.raw_ops.MakeIterator(dataset=nothing, iterator=iterator_state.handle(iterator))
 
         threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
 

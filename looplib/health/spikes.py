@@ -21,6 +21,8 @@ def spike_score(history: Sequence[float], loss: float, guards: Guards) -> float 
     if not guards.spike_score or len(history) < guards.spike_window / 2 or not math.isfinite(loss):
         return None
     median = statistics.median(history)
+    if loss <= median:
+        return None
     deviation = statistics.median(abs(value - median) for value in history)
     score = 0.6745 * (loss - median) / max(deviation, 1e-12 + 1e-6 * abs(median))
     return score if score > guards.spike_score else None

@@ -12,6 +12,7 @@ from absl import logging
 
 from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
 from looplib.loop.chunks import LONGEST, Unrolled, XlaProgram, size_of_chunk, why_not_xla
+from looplib.loop.evaluation import EvaluationLoop, single_steps
 from looplib.loop.graph import GraphLoop
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
@@ -50,7 +51,7 @@ class Plan:
     def build(self, step: Step) -> GraphLoop:
         """Returns the loop."""
         if self == Plan():
-            return GraphLoop(step)
+            return single_steps(step)
         return GraphLoop(step, (XlaProgram if self.loop == "xla" else Unrolled)(step, self.chunk))
 
 
@@ -76,7 +77,7 @@ class AutoLoop(InnerLoop):
         self._steps_per_loop = steps_per_loop
         self._clock = clock
         self._tracing = tracing
-        self._graph = self._chosen = self._used = GraphLoop(step)
+        self._graph = self._chosen = self._used = Plan().build(step)
         self._iterator: Iterator = None
         self._lasted, self._horizon, self._misfits = 0.0, 0, 0
         self._trials: Generator[_Wanted, _Took, GraphLoop] | None = None
@@ -184,7 +185,7 @@ class AutoLoop(InnerLoop):
 
     def _candidates(self, seconds: float) -> PythonIterator[Plan]:
         """Yields what may be faster than the graph loop, whose step takes so many seconds."""
-        if self._steps_per_loop >= _UNROLLED:
+        if self._steps_per_loop >= _UNROLLED and not isinstance(self._graph, EvaluationLoop):
             yield Plan("graph", _UNROLLED)
         if self.step.strategy.num_replicas_in_sync > 1 or why_not_xla(self.step) or _convolves_on_a_cpu(self.step):
             return

@@ -61,6 +61,7 @@ class Ran:
       waited: seconds that steps waited for their data.
       compiled: seconds in which TensorFlow optimized and compiled the loop, in its first call.
       to_stop: seconds that a stop may take, where that is longer than a step.
+      counted: the counter of steps as the loop has read it after the last step; None if it has not.
     """
 
     done: int
@@ -69,11 +70,12 @@ class Ran:
     waited: float = 0.0
     compiled: float = 0.0
     to_stop: float = 0.0
+    counted: int | None = None
 
     def then(self, other: "Ran") -> "Ran":
         """Returns the result of this call and a later one together."""
         waited, compiled = self.waited + other.waited, self.compiled + other.compiled
-        return Ran(self.done + other.done, other.finite, other.stopped, waited, compiled, other.to_stop)
+        return dataclasses.replace(other, done=self.done + other.done, waited=waited, compiled=compiled)
 
 
 class InnerLoop(abc.ABC):

@@ -5,6 +5,7 @@ from looplib.errors import UsageError, gist
 from looplib.loop.auto import AutoLoop
 from looplib.loop.base import InnerLoop
 from looplib.loop.chunks import XlaProgram, size_of_chunk, why_not_xla
+from looplib.loop.evaluation import single_steps
 from looplib.loop.graph import GraphLoop
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
@@ -32,7 +33,7 @@ def make(
     """
     # Workers would have to agree on a choice by time; none of the other engines takes what they share.
     if engine == "graph" or (engine == "auto" and Workers(step.strategy).count > 1):
-        return GraphLoop(step)
+        return single_steps(step)
     if engine == "auto":
         return AutoLoop(step, steps_per_loop, clock, tracing, chosen)
     return _make_xla(step, steps_per_loop)

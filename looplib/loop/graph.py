@@ -24,12 +24,12 @@ _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TP
 _STRIDE_SECONDS, _STRIDE_SECONDS_OF_WORKERS, _LONGEST_STRIDE = 0.02, 0.1, 1000
 
 
-class _Numbers(NamedTuple):
+class Numbers(NamedTuple):
     """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing.
 
     Attributes:
       steps: steps to run.
-      chunks: how many chunks of them the data is sure to last for.
+      chunks: how many chunks of them the data is sure to last for; single steps without a chunk.
       stride: steps between two looks at the stop flag.
       read: 1 if the totals are to be read and reset after the last step.
     """
@@ -40,7 +40,7 @@ class _Numbers(NamedTuple):
     read: int
 
 
-class _Status(NamedTuple):
+class Status(NamedTuple):
     """Whether to stop, and whether all values are finite: boolean scalar tensors, equal on all workers."""
 
     stopped: tf.Tensor
@@ -52,24 +52,37 @@ class _Status(NamedTuple):
         return self.finite & ~self.stopped
 
 
+Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
+
+
 class _Outcome(NamedTuple):
-    """What the loop on the device returns, scalar tensors except `totals`.
+    """What the loop on the device returns, as one float64 vector `[7 + n]`, which the host reads at once.
 
     Attributes:
-      done: int64, steps.
-      status: after the last step.
-      waited: float64, seconds that steps waited for data.
-      seconds: float64, seconds of the loop, the mean of all workers.
-      taken: boolean, whether the totals were reset.
-      totals: float64 `[n]`.
+      done: steps.
+      stopped: `Status.stopped` after the last step, 0 or 1.
+      finite: `Status.finite` after the last step, 0 or 1.
+      waited: seconds that steps waited for data.
+      seconds: of the loop, the mean of all workers.
+      counted: the step's counter after the last step.
+      taken: whether the totals were reset, 0 or 1.
     """
 
-    done: tf.Tensor
-    status: _Status
-    waited: tf.Tensor
-    seconds: tf.Tensor
-    taken: tf.Tensor
-    totals: tf.Tensor
+    done: float | tf.Tensor
+    stopped: float | tf.Tensor
+    finite: float | tf.Tensor
+    waited: float | tf.Tensor
+    seconds: float | tf.Tensor
+    counted: float | tf.Tensor
+    taken: float | tf.Tensor
+
+    @tf.autograph.experimental.do_not_convert
+    def with_totals(self, totals: tf.Tensor) -> tf.Tensor:
+        """Returns the vector: these tensors, and totals, float64 `[n]`."""
+        return tf.concat([tf.stack([tf.cast(part, tf.float64) for part in self]), totals], axis=0)
+
+
+_PARTS = 7  # of an outcome, before the totals
 
 
 class GraphLoop(InnerLoop):
@@ -100,36 +113,26 @@ class GraphLoop(InnerLoop):
         self._stop = notice.flag
         self._workers = Workers(step.strategy)
         self._spec = None
-        self._taken: tf.Tensor | None = None  # the totals that the last call has read
+        self._taken: np.ndarray | None = None  # the totals that the last call has read
         self._ran = False
         self._loop, self._one_chunk = tf.function(self._run), tf.function(self._run_chunk)
         self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
-        self._bound: tuple[Iterator, list[Callable[[], _Outcome]]] | None = None  # the loop, and one chunk
-        self._numbers_now: _Numbers | None = None
+        self._bound: tuple[Iterator, list[Callable[[], tf.Tensor]]] | None = None  # the loop, and one chunk
+        self._numbers_now: Numbers | None = None
         self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
         self._read = tf.function(step.reducer.read)
 
     # On the device.
 
-    def _run(self, iterator: Iterator, numbers: tf.Tensor) -> _Outcome:
+    def _run(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
         self._note_trace(iterator)
-        steps, chunks, stride, read = tf.unstack(numbers)
+        wanted = Numbers(*tf.unstack(numbers))
         started = now()
-        done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
-        status = self._look()
-        if self.chunk is not None:
-            stride_of_chunks = -(-stride // self.round_size)
-            rounds, waited, status = self._repeat(self.chunk.run, iterator, chunks, stride_of_chunks, status)
-            done = rounds * self.round_size
-        if self._fetches_in_step:
-            more, seconds, status = self._repeat(self._do_step, iterator, steps - done, stride, status)
-        else:
-            more, seconds, status, ended = self._repeat_to_the_end(iterator, steps - done, stride, status)
-        done += more
-        take = (read > 0) & status.go & (ended | (done >= steps))
-        return self._outcome(done, status, waited + seconds, started, take)
+        done, waited, status, ended = self._steps(iterator, wanted, self._look())
+        take = (wanted.read > 0) & status.go & (ended | (done >= wanted.steps))
+        return self._outcome(done, status, waited, started, take)
 
-    def _run_chunk(self, iterator: Iterator, numbers: tf.Tensor) -> _Outcome:
+    def _run_chunk(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
         """One chunk, without the loops around it, which cost a call about a millisecond."""
         started = now()
         waited = self.chunk.run(iterator)
@@ -138,23 +141,38 @@ class GraphLoop(InnerLoop):
         return self._outcome(done, status, waited, started, (numbers[3] > 0) & status.go)
 
     def _outcome(
-        self, done: tf.Tensor, status: _Status, waited: tf.Tensor, started: tf.Tensor, take: tf.Tensor
-    ) -> _Outcome:
+        self, done: tf.Tensor, status: Status, waited: tf.Tensor, started: tf.Tensor, take: tf.Tensor
+    ) -> tf.Tensor:
         if self._reducer.has_keras_metrics:
             take = tf.constant(False)
         with tf.control_dependencies([done, status.finite]):
             passed = self._workers.mean(now() - started)
-        return _Outcome(done, status, waited, passed, take, self._reducer.take(take))
+        outcome = _Outcome(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
+        return outcome.with_totals(self._reducer.take(take))
+
+    def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
+        """Does the steps; returns how many, the seconds that they waited, the status, and whether the data ended."""
+        done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
+        if self.chunk is not None:
+            stride_of_chunks = -(-wanted.stride // self.round_size)
+            rounds, waited, status = self._repeat(self.chunk.run, iterator, wanted.chunks, stride_of_chunks, status)
+            done = rounds * self.round_size
+        left = wanted.steps - done
+        if self._fetches_in_step:
+            more, seconds, status = self._repeat(self._do_step, iterator, left, wanted.stride, status)
+        else:
+            more, seconds, status, ended = self._repeat_to_the_end(iterator, left, wanted.stride, status)
+        return done + more, waited + seconds, status, ended
 
     def _repeat(
         self, do: Callable[[Iterator], tf.Tensor], iterator: Iterator, rounds: tf.Tensor, stride: tf.Tensor,
-        status: _Status,
-    ) -> tuple[tf.Tensor, tf.Tensor, _Status]:  # fmt: skip
+        status: Status,
+    ) -> tuple[tf.Tensor, tf.Tensor, Status]:  # fmt: skip
         """The inner loop: `do` calls `strategy.run`. After each stride of rounds it checks whether to stop."""
         # The step appears once in the program: if it draws random numbers, each copy would have its own state.
         rounds = tf.where(status.go, rounds, 0)
         done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
-        for _ in tf.range(_strides(rounds, stride)):
+        for _ in tf.range(strides(rounds, stride)):
             count = tf.minimum(stride, rounds - done)
             for _ in tf.range(count):
                 waited += do(iterator)
@@ -164,9 +182,7 @@ class GraphLoop(InnerLoop):
                 break
         return done, waited, status
 
-    def _repeat_to_the_end(
-        self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: _Status
-    ) -> tuple[tf.Tensor, tf.Tensor, _Status, tf.Tensor]:
+    def _repeat_to_the_end(self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: Status) -> Steps:
         """The inner loop over data that ends, or is fetched a step ahead."""
         # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
         # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
@@ -174,7 +190,7 @@ class GraphLoop(InnerLoop):
         batch = self._stream.next_as_optional(iterator)
         begins = self._stream.has_value(batch) & status.go
         rounds = tf.where(begins, steps - 1, 0)
-        for _ in tf.range(_strides(rounds, stride)):
+        for _ in tf.range(strides(rounds, stride)):
             for _ in tf.range(tf.minimum(stride, rounds - done)):
                 self.step(self._stream.get_value(batch))
                 done += 1
@@ -198,8 +214,8 @@ class GraphLoop(InnerLoop):
         return do_step(self.step, iterator)
 
     @tf.autograph.experimental.do_not_convert
-    def _look(self) -> _Status:
-        return _Status(self._workers.any(self._stop.read_value()), self._reducer.finite())
+    def _look(self) -> Status:
+        return Status(self._workers.any(self._stop.read_value()), self._reducer.finite())
 
     @tf.autograph.experimental.do_not_convert
     def _note_trace(self, iterator: Iterator) -> None:
@@ -234,17 +250,17 @@ class GraphLoop(InnerLoop):
         return dataclasses.replace(ran, compiled=max(0.0, seconds))
 
     def _run_for(self, iterator: Iterator, request: Request) -> Ran:
-        steps, chunks = request.steps, 0
-        if self.chunk is not None:
-            # Where the data ends, one step at least is left to the part of the loop that checks for it.
-            chunks = min(steps if self._fetches_in_step else steps - 1, request.sure) // self.round_size
+        # Where the data ends, one step at least is left to the part of the loop that checks for it.
+        steps = request.steps
+        chunks = min(steps if self._fetches_in_step else steps - 1, request.sure) // self.round_size
         alone = self._workers.count == 1
         stride_seconds = _STRIDE_SECONDS if alone else _STRIDE_SECONDS_OF_WORKERS
         stride = max(1, min(_LONGEST_STRIDE, int(stride_seconds / self.seconds_per_step)))
-        stride = 1 << stride.bit_length() - 1  # so that it is often the same as in the last call
+        # A power of two, and no more than is needed, so that it is often the same as in the last call.
+        stride = 1 << min(stride.bit_length() - 1, steps.bit_length())
         if self._binds and isinstance(self.chunk, XlaProgram) and 0 < chunks <= _FEW:
             return self._run_chunks(iterator, request, chunks)
-        return self._run_once(iterator, _Numbers(steps, chunks, stride, int(request.read)))
+        return self._run_once(iterator, Numbers(steps, chunks, stride, int(request.read)))
 
     def _run_chunks(self, iterator: Iterator, request: Request, chunks: int) -> Ran:
         """Calls a few chunks one by one, then the loop for what is left."""
@@ -253,37 +269,38 @@ class GraphLoop(InnerLoop):
             if notice.requested:
                 return dataclasses.replace(ran, stopped=True)
             read = int(request.read and ran.done + self.round_size == request.steps)
-            ran = ran.then(self._run_once(iterator, _Numbers(self.round_size, 1, 1, read), one_chunk=True))
+            ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_chunk=True))
             if not ran.finite:
                 return ran
         return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done)))
 
-    def _run_once(self, iterator: Iterator, numbers: _Numbers, one_chunk: bool = False) -> Ran:
+    def _run_once(self, iterator: Iterator, numbers: Numbers, one_chunk: bool = False) -> Ran:
         alone = self._workers.count == 1
         started = time.perf_counter()
         outcome = self._call(iterator, numbers, one_chunk)
-        done, self._taken = int(outcome.done), outcome.totals if outcome.taken else None
+        outcome, totals = _Outcome(*outcome[:_PARTS].tolist()), outcome[_PARTS:]
+        done, self._taken = int(outcome.done), totals if outcome.taken else None
         if done:
             # What decides when workers ask each other has to be the same on all of them.
-            seconds = time.perf_counter() - started if alone else float(outcome.seconds) or math.inf
+            seconds = time.perf_counter() - started if alone else outcome.seconds or math.inf
             self.seconds_per_step = seconds / done
-        stopped = bool(notice.requested if alone else outcome.status.stopped)
-        return Ran(done, bool(outcome.status.finite), stopped, waited=float(outcome.waited))
+        stopped = bool(notice.requested if alone else outcome.stopped)
+        return Ran(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
 
-    def _call(self, iterator: Iterator, numbers: _Numbers, one_chunk: bool) -> _Outcome:
+    def _call(self, iterator: Iterator, numbers: Numbers, one_chunk: bool) -> np.ndarray:
         if not self._binds:
-            return self._loop(iterator, tf.constant(numbers, tf.int64))
+            return self._loop(iterator, tf.constant(numbers, tf.int64)).numpy()
         if self._bound is None or self._bound[0] is not iterator:
             self._bind(iterator)
         if numbers != self._numbers_now:
             self._numbers.assign(numbers)
             self._numbers_now = numbers
-        return self._bound[1][one_chunk]()
+        return self._bound[1][one_chunk]().numpy()
 
     def _bind(self, iterator: Iterator) -> None:
         """Makes functions without arguments, which take a third of the time to call."""
 
-        def bind(run: Callable) -> Callable[[], _Outcome]:
+        def bind(run: Callable) -> Callable[[], tf.Tensor]:
             return tf.function(lambda: run(iterator, self._numbers.read_value())).get_concrete_function()
 
         runs = [self._loop, self._one_chunk] if isinstance(self.chunk, XlaProgram) else [self._loop]
@@ -309,6 +326,6 @@ class GraphLoop(InnerLoop):
             self._read.get_concrete_function()
 
 
-def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
+def strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
     """Returns the number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
     return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)

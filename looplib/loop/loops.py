@@ -256,7 +256,7 @@ class Loops:
         except BaseException as error:
             self.torn = not self.training.left_whole(error)
             raise
-        self.check_count(step + ran.done)
+        self.check_count(step + ran.done, ran.counted)
         return ran
 
     def refuse_if_torn(self, what: str, kept: str | None) -> None:
@@ -277,11 +277,17 @@ class Loops:
                 f"{cure}"
             )
 
-    def check_count(self, step: int) -> None:
-        """Raises `UsageError` if the global step is not the one that the controller has counted."""
-        if int(self.global_step) != step:
+    def check_count(self, step: int, counted: int | None = None) -> None:
+        """Raises `UsageError` if the global step is not the one that the controller has counted.
+
+        Args:
+          step: what the controller has counted.
+          counted: the global step, if the loop has read it.
+        """
+        counted = int(self.global_step) if counted is None else counted
+        if counted != step:
             raise UsageError(
-                f"the global step is {int(self.global_step)} after step {step}: {self.training.who}.step_fn, its "
+                f"the global step is {counted} after step {step}: {self.training.who}.step_fn, its "
                 "loop_end or an action assigns global_step, which only the controller may change; remove the assignment"
             )
 
@@ -303,8 +309,10 @@ class Loops:
         loop = self.evaluations[name]
         self.own(loop.task)
         with loop.task.evaluating():
-            loop.rewind()
-            ran = loop.run(Request(steps, read=True, show=True), "evaluate")
+            try:
+                ran = loop.run(Request(steps, read=True, show=True), "evaluate")
+            finally:
+                loop.rewind()  # now, so that its data takes no memory and no time from the training that follows
             if ran.done and not ran.stopped:
                 with self._clock.phase("report"):
                     return loop.read()

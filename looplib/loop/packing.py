@@ -109,7 +109,7 @@ class Packer:
                 continue
             slot, part = self._pack(name, value, batch, start)
             slots.append(slot)
-            parts.append(part)
+            parts += part
             start += slot.size
         self.media = {name: value for name, value in collected.items() if isinstance(value, Media)}
         each = collected.keys() - self.media.keys()
@@ -125,11 +125,9 @@ class Packer:
                 f"{self._who}.step_fn returned metrics {_names(slots, metrics)} after "
                 f"{_names(self.slots, self.keras)}; expected the same names, kinds and shapes at every step"
             )
-        return tf.concat([tf.reshape(part, [-1]) for part in parts] or [tf.zeros([0], tf.float64)], axis=0), collected
+        return _joined(parts), collected
 
-    def _pack(
-        self, name: str, value: Any, batch: BatchSize | None, start: int
-    ) -> tuple[_Slot, tf.Tensor | list[tf.Tensor]]:
+    def _pack(self, name: str, value: Any, batch: BatchSize | None, start: int) -> tuple[_Slot, list[tf.Tensor]]:
         where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
         if not isinstance(value, Reduction):
             value = self._per_example(where, value, batch)
@@ -152,7 +150,7 @@ class Packer:
         if value.kind == "last":
             first = tf.distribute.get_replica_context().replica_id_in_sync_group
             data = tf.where(tf.equal(first, 0), data, tf.zeros_like(data))
-        return slot, data
+        return slot, [data]
 
     def _per_example(self, where: str, value: Any, batch: BatchSize | None) -> Reduction:
         try:
@@ -203,6 +201,13 @@ class Packer:
             else:
                 metrics[name] = _number(result)
         return metrics
+
+
+def _joined(parts: list[tf.Tensor]) -> tf.Tensor:
+    """Returns the elements of float64 tensors one after another; scalars, which most are, by one op."""
+    if parts and all(part.shape.rank == 0 for part in parts):
+        return tf.stack(parts)
+    return tf.concat([tf.reshape(part, [-1]) for part in parts] or [tf.zeros([0], tf.float64)], axis=0)
 
 
 def check_metric_name(who: str, name: object) -> None:

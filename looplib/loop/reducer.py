@@ -202,6 +202,21 @@ class Reducer(Accumulator):
             self._totals.assign_add(contribution)
 
     @tf.autograph.experimental.do_not_convert
+    def totals(self) -> Any:
+        """Returns what every replica has added up so far; across replicas."""
+        return self._strategy.run(lambda: self._totals.read_value())
+
+    @tf.autograph.experimental.do_not_convert
+    def sum_of(self, totals: Any, contributions: Any) -> Any:
+        """Returns `totals()` with one step's contributions, for `put`; across replicas."""
+        return self._strategy.run(self.joined, args=(totals, contributions))
+
+    @tf.autograph.experimental.do_not_convert
+    def put(self, totals: Any) -> None:
+        """Replaces what every replica has added up; across replicas."""
+        self._strategy.run(lambda part: self._totals.assign(part), args=(totals,))
+
+    @tf.autograph.experimental.do_not_convert
     def joined(self, totals: tf.Tensor, contribution: tf.Tensor) -> tf.Tensor:
         """Returns totals, float64 `[n]`, with the contribution `[n]` of the step, or steps, that follow."""
         kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
@@ -287,8 +302,7 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def _sum_replicas(self) -> tf.Tensor:
-        local = self._strategy.run(lambda: self._totals.read_value())
-        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None)
+        return self._strategy.reduce(tf.distribute.ReduceOp.SUM, self.totals(), axis=None)
 
     def _reset_local(self) -> None:
         self._totals.assign(tf.zeros_like(self._totals.read_value()))

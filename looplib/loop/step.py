@@ -110,11 +110,27 @@ class Step:
         run = self._undone_if_bad if self._skip_bad else self.contribution
         contributions, collected = self.reducer.divided(run(inputs))
         self.reducer.add(contributions)
-        if self._counter is not None:
-            # A step counts only once it had its data: without this, one that finds none is counted as it fails.
-            with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)[:1]):
-                self._counter.assign_add(1)
+        # A step counts only once it had its data: without this, one that finds none is counted as it fails.
+        with tf.control_dependencies(tf.nest.flatten(inputs, expand_composites=True)[:1]):
+            self.count(1)
         return collected
+
+    @tf.autograph.experimental.do_not_convert
+    def added_to(self, totals: Any, inputs: Any) -> Any:
+        """Does one step; returns totals of the replicas with its contributions. In a `tf.function`, across replicas."""
+        contributions, _ = self.reducer.divided(self.contribution(inputs))
+        return self.reducer.sum_of(totals, contributions)
+
+    @tf.autograph.experimental.do_not_convert
+    def count(self, steps: tf.Tensor) -> None:
+        """Counts steps, int64 scalar tensor; across replicas."""
+        if self._counter is not None:
+            self._counter.assign_add(steps)
+
+    @tf.autograph.experimental.do_not_convert
+    def counted(self) -> tf.Tensor:
+        """Returns the counter, int64 scalar tensor; 0 without one. In a `tf.function`, across replicas."""
+        return tf.constant(0, tf.int64) if self._counter is None else self._counter.read_value()
 
     def _undone_if_bad(self, inputs: Any) -> Any:
         """Does one step; if a value in it is not finite, undoes it, so that it contributes nothing."""
