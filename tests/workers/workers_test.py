@@ -160,7 +160,7 @@ def test_two_workers_show_each_step_once_after_a_rollback_and_a_failure(nursery,
     expected = dict.fromkeys(((*report, name) for report in reports for name in ("image", "text", "histogram")), 1)
     lines = read_jsonl(str(folder / "media.jsonl"))
     assert collections.Counter((line["step"], line["split"], line["name"]) for line in lines) == expected
-    assert len(read_jsonl(str(folder / "media.voided.jsonl")))  # of steps that were done twice
+    assert {line["step"] for line in read_jsonl(str(folder / "media.voided.jsonl"))} >= {6, 12}  # were done twice
     events = collections.Counter(
         (event.step, split, value.tag)
         for split in ("train", "eval")
