@@ -21,6 +21,7 @@ RUNS = {
     "plain": [[]],
     "bad": [[f"--config.nan_at={BAD}"]],
     "changed": [[f"--config.change_at={BAD}"]],
+    "auto": [["--loop=auto"]],
     "other_rate": [["--train_steps=20"], ["--config.rate=0.06"]],  # from step 21 on
 }
 
@@ -108,6 +109,12 @@ def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
         assert float(re.search(rf"{name} +(\S+)", out)[1]) == pytest.approx(norm, rel=1e-3), name
     assert "no op of the step has an output that is not finite" in out
     assert "it reported no step since its checkpoint" in out
+
+
+@pytest.mark.repetition
+def test_a_replay_of_a_run_with_the_loop_auto_has_its_bits(runs, capfd):
+    assert main(["replay", str(runs("auto")[0]), "--step=30"]) == EXIT_DONE
+    assert "equal, bit by bit, to what the run reported at step 30" in capfd.readouterr().out
 
 
 def test_a_loss_that_was_another_one_is_found(runs, tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 import csv
 import shutil
+import signal
 import threading
 import time
 
@@ -11,6 +12,7 @@ import toy
 
 import looplib
 from looplib.extras.trackers import by_name
+from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
 
 
@@ -21,6 +23,11 @@ class _KilledError(Exception):
 def kill(event):
     if event.step == 8:
         raise _KilledError
+
+
+def preempt(event):
+    if event.step == 6:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def train(directory, trackers, actions=(), **config):
@@ -89,11 +96,9 @@ def test_mlflow_continues_its_run_and_says_how_it_ended(tracked, monkeypatch, tm
     assert run.info.run_name == "run" and run.info.status == "FINISHED"
     earlier = mlflow.MlflowClient(f"file://{tracked.parent.with_name('tracked_failed') / 'mlruns'}")
     assert earlier.get_run(run.info.run_id).info.status == "FAILED"
-    (directory := tmp_path / "preempted").mkdir()
-    (directory / "run.json").write_text('{"status": "preempted"}')
-    writer = looplib.MlflowWriter(str(directory))
-    writer.write(1, "train", {"loss": 1.0})
-    writer.close()
+    directory = tmp_path / "preempted"
+    with pytest.raises(Preempted):
+        train(directory, [looplib.MlflowWriter(str(directory))], [preempt])
     other = mlflow.MlflowClient(f"file://{tmp_path / 'mlruns'}")
     assert other.get_run((directory / "mlflow.id").read_text().strip()).info.status == "KILLED"
     assert run.data.params["config.rate"] == "0.1" and run.data.tags["changed.config.rate"] == "0.2"

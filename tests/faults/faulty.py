@@ -43,6 +43,7 @@ class Config:
     extra_metrics: int = 0  # to make reports long
     letter: str = ""  # the name of one more metric
     collects: bool = False  # the evaluation, on the host
+    shows: bool = False  # an image, a text and a histogram of each reported step and evaluation
     notes: str = ""  # a file of NOTE_BYTES to note in what is being done
 
 
@@ -193,12 +194,23 @@ class Faulty(looplib.Trainer):
         context = tf.distribute.get_replica_context()
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, loss)
         self.ballast.assign(self.ballast * 0.5 + total)
-        return {"loss": losses, "accuracy": tf.equal(tf.argmax(logits, 1), y)}
+        shown = media(x, y) if self.config.shows else {}
+        return {"loss": losses, "accuracy": tf.equal(tf.argmax(logits, 1), y), **shown}
 
     def loop_end(self, metrics):
         self.notes.note("report")
         letter = {self.config.letter: 1} if self.config.letter else {}
         return {**metrics, **letter, **{f"extra_{i}": metrics["loss"] * i for i in range(self.config.extra_metrics)}}
+
+
+def media(x, y):
+    """What a step shows."""
+    texts = tf.strings.as_string(y)
+    return {
+        "image": looplib.image(tf.nn.sigmoid(x), most=2),
+        "text": looplib.text(texts),
+        "histogram": looplib.histogram(x),
+    }
 
 
 class FaultyEvaluator(looplib.Evaluator):
@@ -222,6 +234,8 @@ class FaultyEvaluator(looplib.Evaluator):
         outputs = {"accuracy": tf.equal(tf.argmax(logits, 1), y), "keras_accuracy": self.keras_accuracy}
         if self.config.collects:
             outputs["seen"] = looplib.each((x, {"right": outputs["accuracy"]}))
+        if self.config.shows:
+            outputs.update(media(x, y))
         return outputs
 
     def predict_fn(self, inputs):

@@ -1,5 +1,6 @@
 """Several workers on loopback: the same run as on one device, resumed exactly, on another number of workers too."""
 
+import collections
 import json
 import shutil
 
@@ -10,6 +11,7 @@ from conftest import more
 
 from looplib.checkpoint import commits
 from looplib.extras.tools.compare import compare
+from looplib.report.event_files import read_events
 from looplib.report.records import read_jsonl
 
 STEPS = 20
@@ -178,3 +180,28 @@ def test_what_a_share_that_ends_early_leaves_out_of_the_others_is_said_once(nurs
     )
     assert [process.output().count(sentence) for process in processes] == [1, 0]
     assert "done at step 3" in processes[0].output()
+
+
+def test_two_workers_show_each_step_once_after_a_rollback_and_a_failure(nursery, tmp_path):
+    folder = tmp_path / "run"
+    schedule = ["--steps_per_loop=2", "--checkpoint_interval=5", "--eval_interval=10", "--train_steps=20"]
+    arguments = ["--config.noisy=False", "--config.shows=True", "--non_finite=rollback", *schedule]
+    first = nursery.workers(2, folder, *arguments, "--config.nan_at=8", "--config.fail_at=18")
+    assert all(process.code(300) for process in first), "".join(process.output() for process in first)
+    assert "rolling back to step 5" in first[0].output()
+    run(nursery, folder, 2, *arguments)
+    reports = [(record["step"], record["split"]) for record in read_jsonl(str(folder / "metrics.jsonl"))]
+    assert len(set(reports)) == len(reports) and (20, "train") in reports and (20, "eval") in reports
+    expected = dict.fromkeys(((*report, name) for report in reports for name in ("image", "text", "histogram")), 1)
+    lines = read_jsonl(str(folder / "media.jsonl"))
+    assert collections.Counter((line["step"], line["split"], line["name"]) for line in lines) == expected
+    assert {line["step"] for line in read_jsonl(str(folder / "media.voided.jsonl"))} >= {6, 12}  # were done twice
+    events = collections.Counter(
+        (event.step, split, value.tag)
+        for split in ("train", "eval")
+        for path in (folder / split).glob("*tfevents*")
+        for event in read_events(str(path))[0]
+        for value in event.summary.value
+        if value.tag in ("image", "text", "histogram")
+    )
+    assert events == expected
