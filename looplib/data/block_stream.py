@@ -89,7 +89,11 @@ class BlockStream(HostStream):
         return iter(self._in_blocks().prefetch(_AHEAD if self.block == _LONGEST else 1))
 
     def _in_blocks(self) -> tf.data.Dataset:
-        return self._renewed().batch(self.block * self._local_replicas, drop_remainder=self.infinite)
+        return self._read_from(self._renewed())
+
+    def _read_from(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """See `HostStream`."""
+        return dataset.batch(self.block * self._local_replicas, drop_remainder=self.infinite)
 
     def _kind(self) -> tuple:
         return (*super()._kind(), self.block)

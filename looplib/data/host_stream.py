@@ -93,6 +93,10 @@ class HostStream(Stream):
             self._note(f"resumes after step {self.start_step} from its position")
         return iterator
 
+    def _read_from(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns what the iterator reads: a pipeline, or one that makes more of it."""
+        return dataset
+
     def _kind(self) -> tuple:
         return self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality())
 
@@ -115,7 +119,7 @@ class HostStream(Stream):
         """
         self._is_short = self.renew is None and time.perf_counter() - self._started < _SHORT
         if self._nothing is None or self._nothing[0] is not self.dataset:  # making it copies arrays in the pipeline
-            self._nothing = self.dataset, tf.data.experimental.to_variant(self.dataset.take(0))
+            self._nothing = self.dataset, tf.data.experimental.to_variant(self._read_from(self.dataset).take(0))
         nothing = self._nothing[1]
 
         def replace() -> None:

@@ -8,6 +8,7 @@ Names that other rooms may use, by file:
     chunks: none
     eager: none
     engines: ENGINES
+    evaluation: none
     example_checksum: METRIC, VARIABLE
     flops: of_training, with_share
     fused_optimizers: none

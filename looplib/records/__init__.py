@@ -7,7 +7,7 @@ Names that other rooms may use, by file:
     index: none
     indexed: none
     measured: measure
-    order: BlockOrder, Order, Picks, RecordOrder, key_of, seeds_at, shuffled
+    order: ROUNDS, BlockOrder, Order, Picks, RecordOrder, key_of, seeds_at, shuffled
     reading: read
     sources: Blocked, Chain, Source, mean_bytes, open_records, opened
     tfrecord: none
