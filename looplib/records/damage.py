@@ -56,10 +56,10 @@ class Tolerant:
 
     def _note(self, error: BadRecordError) -> None:
         with self._lock:
-            if error.number in self._bad:
-                return
+            is_new = error.number not in self._bad
             self._bad.add(error.number)
             count = len(self._bad)
-        if count > self._most:
+        if count > self._most:  # each time: what was read ahead may be dropped and read again
             raise UsageError(f"{count} records are damaged, and --bad_records allows {self._most}: {error}") from error
-        logging.warning("left out a damaged record, %d of at most %d: %s", count, self._most, error)
+        if is_new:
+            logging.warning("left out a damaged record, %d of at most %d: %s", count, self._most, error)
