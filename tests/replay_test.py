@@ -15,13 +15,14 @@ import tensorflow as tf
 import looplib
 from looplib.__main__ import main
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
+from looplib.loop import example_checksum
 
 BAD = 37
 RUNS = {
     "plain": [[]],
     "bad": [[f"--config.nan_at={BAD}"]],
     "changed": [[f"--config.change_at={BAD}"]],
-    "auto": [["--loop=auto"]],
+    "xla": [["--loop=xla"]],
     "other_rate": [["--train_steps=20"], ["--config.rate=0.06"]],  # from step 21 on
 }
 
@@ -34,7 +35,10 @@ def runs(nursery, tmp_path_factory):
     def run(name):
         if name not in done:
             for arguments in RUNS[name]:
-                life = nursery.life_of("replayed", f"--model_dir={folder / name}", "--train_steps=40", *arguments)
+                life = nursery.life_of(
+                    "replayed", f"--model_dir={folder / name}", "--train_steps=40", *arguments,
+                    environment={example_checksum.VARIABLE: "" if name == "xla" else "1"},  # XLA has no op for it
+                )  # fmt: skip
                 assert life.code() == (name == "bad"), life.output()
             done[name] = folder / name, life.output().splitlines()[-1]
         return done[name]
@@ -111,10 +115,13 @@ def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
     assert "it reported no step since its checkpoint" in out
 
 
-@pytest.mark.repetition
-def test_a_replay_of_a_run_with_the_loop_auto_has_its_bits(runs, capfd):
-    assert main(["replay", str(runs("auto")[0]), "--step=30"]) == EXIT_DONE
-    assert "equal, bit by bit, to what the run reported at step 30" in capfd.readouterr().out
+def test_a_replay_of_a_run_in_xla_has_its_numbers_up_to_rounding(runs, capfd):
+    assert main(["replay", str(runs("xla")[0]), "--step=30"]) == EXIT_DONE
+    out = capfd.readouterr().out
+    assert (
+        "equal, up to rounding (0.0001), to what the run reported at step" in out
+        and "is not the one of a replay" in out
+    )
 
 
 def test_a_loss_that_was_another_one_is_found(runs, tmp_path, capfd):

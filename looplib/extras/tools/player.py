@@ -37,6 +37,7 @@ class Order:
       eager: whether to run the step only eagerly, once.
       debug: whether to stop in it, in Python's debugger.
       save: the file for the batch, `.npz`; "" for none.
+      exact: whether the run had the engine of the replay, so that all bits have to be those that it reported.
     """
 
     directory: str
@@ -46,6 +47,7 @@ class Order:
     eager: bool = False
     debug: bool = False
     save: str = ""
+    exact: bool = True
 
     def as_environment(self) -> dict[str, str]:
         """Returns the environment variable that asks for it."""

@@ -50,7 +50,8 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
     start = run.newest_checkpoint(before=step)
     say(f"{f'from the checkpoint of step {start.step}' if start else 'from the start of the run'} to step {step}")
     with tempfile.TemporaryDirectory(prefix="looplib-replay-") as folder:
-        order = Order(run.directory, step, os.path.join(folder, "answer.json"), eager=eager, debug=debug, save=save)
+        answer_to, exact = os.path.join(folder, "answer.json"), run.engine == "graph"
+        order = Order(run.directory, step, answer_to, eager=eager, debug=debug, save=save, exact=exact)
         answer = run.start_again(start, order, folder)
     print(*answer.lines, sep="\n", flush=True)
     return EXIT_DONE if answer.equal else EXIT_DIFFERENT
@@ -144,11 +145,17 @@ class Recorded:
                 found = number
         return found
 
+    @property
+    def engine(self) -> Any:
+        """The name of the loop engine that the run was asked for."""
+        flags = self.report.get("flags")
+        return flags.get("loop", "graph") if isinstance(flags, dict) else "graph"
+
     def _flags(self, debug: bool) -> list[str]:
         flags = self.report.get("flags")
         flags = flags if isinstance(flags, dict) else {}
         found = ["--nodry_run", "--max_time=", "--verbosity=-1"]
-        found += ["--loop=graph"] * (flags.get("loop") == "eager")
+        found += ["--loop=graph"] * (self.engine != "graph")  # the one that can stand before any step
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
         # Python's debugger follows one thread, and each replica has its own.
         return found + ["--strategy=auto", "--num_virtual_devices=1"] * debug

@@ -21,6 +21,7 @@ from looplib.task.shares import Share
 from looplib.task.trainer import Trainer
 
 _SHOWN_IDS = 16
+_ROUNDING = 1e-4  # of a number, between engines
 _SHOWN_ROWS = 60  # of the table of norms
 
 
@@ -50,8 +51,9 @@ def look(player: Player, order: Order) -> Answer:
         view.run_eagerly()
         lines += [*_table(metrics), *view.norm_lines(), *view.op_lines()]
     compared = {step: metrics for step, metrics in player.reported.items() if step in records}
-    different = [step for step, metrics in compared.items() if _differs(metrics, records[step])]
-    return Answer([*lines, _verdict(order.step, compared, different, records)], equal=not different)
+    different = [step for step, metrics in compared.items() if _differing(metrics, records[step], order.exact)]
+    verdict = _verdict(order, compared, different, records)
+    return Answer([*lines, verdict], equal=not different)
 
 
 def _table(metrics: Mapping[str, int | float]) -> list[str]:
@@ -59,30 +61,40 @@ def _table(metrics: Mapping[str, int | float]) -> list[str]:
     return [f"  {name:<{width}}  {value:.9g}" for name, value in metrics.items()]
 
 
-def _differs(metrics: Mapping[str, int | float], record: Record) -> bool:
-    """Returns whether metrics have other numbers than a record, which has None for what is not finite."""
-    return any(
-        name in record and name != example_checksum.METRIC and (value if np.isfinite(value) else None) != record[name]
-        for name, value in metrics.items()
-    )
+def _differing(metrics: Mapping[str, int | float], record: Record, exact: bool) -> list[str]:
+    """Returns the metrics that have other numbers than a record, which has None for what is not finite."""
+
+    def differs(value: int | float, other: object) -> bool:
+        if not np.isfinite(value) or not isinstance(other, (int, float)):
+            return other is not None or bool(np.isfinite(value))
+        return value != other if exact else not np.isclose(value, other, rtol=_ROUNDING, atol=0)
+
+    known = {name: value for name, value in metrics.items() if name in record and name != example_checksum.METRIC}
+    return [name for name, value in known.items() if differs(value, record[name])]
 
 
 def _verdict(
-    step: int,
+    order: Order,
     compared: Mapping[int, Mapping[str, int | float]],
     different: Sequence[int],
     records: Mapping[int, Record],
 ) -> str:
     """Says whether the metrics that the run reported on the way are those of the replay."""
+    step, exact = order.step, order.exact
     here = "" if step in records else f"the run did not report step {step}; "
     if not compared:
         return f"{here}it reported no step since its checkpoint, so there is nothing to compare"
     if not different:
         steps = f"step {max(compared)}" if len(compared) == 1 else f"steps {min(compared)} to {max(compared)}"
-        return f"{here}equal, bit by bit, to what the run reported at {steps}"
+        if exact:
+            return f"{here}equal, bit by bit, to what the run reported at {steps}"
+        return (
+            f"{here}equal, up to rounding ({_ROUNDING:g}), to what the run reported at {steps}; its loop engine is not "
+            "the one of a replay, graph, and engines differ in the last bits"
+        )
     first = different[0]
     one, other = compared[first], records[first]
-    names = [name for name in one if _differs({name: one[name]}, other)]
+    names = _differing(one, other, exact)
     texts = [f"{name} {other[name]} then, {one[name]} now" for name in names[:3]]
     return (
         f"{here}DIFFERENT from what the run reported at step {first}: {', '.join(texts)}; the code, the settings or "
