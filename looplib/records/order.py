@@ -144,7 +144,7 @@ def shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     """
     width = tf.cast(tf.math.ceil(tf.sqrt(tf.cast(size, tf.float64))), tf.int64)
     height = -(-size // width)
-    keys = [_mix(key + number) for number in range(_HALF_ROUNDS)]
+    keys = tf.unstack(_mix(key + tf.constant([[number] for number in range(_HALF_ROUNDS)], tf.uint64)))
 
     def through(index: tf.Tensor) -> tf.Tensor:
         row, column = index // width, index % width
@@ -153,10 +153,11 @@ def shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
             column = (column + _hash(row, keys[number + 1])) % width
         return row * width + column
 
+    # The network stands once in the graph, because its ops are most of what a first batch costs.
     return tf.while_loop(
-        lambda index: tf.reduce_any(index >= size),
-        lambda index: (tf.where(index >= size, through(index), index),),
-        [through(index)],
+        lambda index, is_first: is_first | tf.reduce_any(index >= size),
+        lambda index, is_first: (tf.where(is_first | (index >= size), through(index), index), tf.constant(False)),
+        [index, tf.constant(True)],
     )[0]
 
 
