@@ -207,7 +207,8 @@ def test_all_gpus_are_chosen_and_are_not_mixed_with_cpus(python):
 runtime.setup("auto", num_virtual_devices=3)
 cpus, found = tf.config.list_logical_devices("CPU"), []
 for gpus in (cpus[:1], cpus):
-    tf.config.list_logical_devices = tf.config.list_physical_devices = lambda kind: gpus if kind == "GPU" else cpus
+    devices = {"CPU": cpus, "GPU": gpus}
+    tf.config.list_logical_devices = tf.config.list_physical_devices = lambda kind: devices.get(kind, [])
     found += [runtime.describe(runtime._choose(name, gpus)[0]) for name in ("auto", "one_device")]
 try:
     runtime.setup("auto", num_virtual_devices=2)
