@@ -129,7 +129,7 @@ class Notice:
         finally:
             timer.cancel()
             timer.join()
-            if self.requested == limit and not self._owns_the_process:  # so that a training after this one goes on
+            if self.requested == limit and not self._owns_the_process:  # so that a later training continues
                 self.requested = ""
                 self.flag.assign(False)
 

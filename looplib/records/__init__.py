@@ -5,9 +5,10 @@ Names that other rooms may use, by file:
     files: none
     formats: none
     index: none
+    index_shuffle: none
     indexed: none
     measured: measure
-    order: ROUNDS, BlockOrder, Order, Picks, RecordOrder, key_of, seeds_at, shuffled
+    order: BlockOrder, Order, Picks, RecordOrder, key_of, seeds_at, shuffled
     reading: read
     sources: Blocked, Chain, Source, mean_bytes, open_records, opened
     tfrecord: none

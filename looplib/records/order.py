@@ -5,9 +5,11 @@ from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
+from looplib.records.index_shuffle import index_shuffle
+
 # Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by
 # up to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
-ROUNDS = 12
+_ROUNDS = 12
 # Places of the data that a batch mixes, at most, if it is read by blocks. It must not depend on the number of replicas.
 _MOST_LANES = 64
 # What a key is for: the order of an epoch's blocks, and of the records of the piece that starts at a place.
@@ -57,7 +59,14 @@ class RecordOrder:
             return position
         seeds = tf.stack([tf.fill(tf.shape(epoch), tf.constant(self.seed, tf.int64)), epoch, 0 * epoch], axis=1)
         most = tf.constant(self.num_examples - 1, tf.int64)
-        return tf.raw_ops.RandomIndexShuffle(index=position, seed=seeds, max_index=most, rounds=ROUNDS)
+        return tf.raw_ops.RandomIndexShuffle(index=position, seed=seeds, max_index=most, rounds=_ROUNDS)
+
+    def ids_in_xla(self, positions: tf.Tensor) -> tf.Tensor:
+        """Returns what `ids` returns, by ops that XLA compiles."""
+        epoch, position = positions // self.num_examples, positions % self.num_examples
+        if not self.shuffle:
+            return position
+        return index_shuffle(position, (self.seed, epoch), self.num_examples - 1, _ROUNDS)
 
     def picks(self, positions: tf.Tensor) -> Picks:
         """See `Order`."""

@@ -10,7 +10,6 @@ Names that other rooms may use, by file:
     gradient_checks: none
     gradient_trainer: GradientTrainer
     gradients: none
-    index_shuffle: none
     input_context: InputContext, per_replica_batch_size
     keras_callbacks: none
     keras_data: none

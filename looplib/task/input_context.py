@@ -10,8 +10,7 @@ import tensorflow as tf
 from looplib.errors import UsageError, whole_number
 from looplib.records import reading, sources
 from looplib.records.damage import Tolerant
-from looplib.records.order import ROUNDS, BlockOrder, Order, Picks, RecordOrder, seeds_at
-from looplib.task import index_shuffle
+from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
 from looplib.task.plans import Ids, Plan, Run, beside, plan_of
 
 _CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
@@ -145,17 +144,13 @@ class InputContext:
         self.ids = batches if plan.width == 1 else None
         ends = whole_epochs and plan.size % self.global_batch_size
         drawn = isinstance(plan, Ids) and self.training and not seeds and not ends
-        self.draw = functools.partial(self._draw, plan.size, shuffle) if drawn else None
+        self.draw = functools.partial(self._draw, RecordOrder(plan.size, self.seed, shuffle)) if drawn else None
         return batches
 
     @tf.autograph.experimental.do_not_convert
-    def _draw(self, num_examples: int, shuffle: bool, first: tf.Tensor, count: int) -> tf.Tensor:
+    def _draw(self, order: RecordOrder, first: tf.Tensor, count: int) -> tf.Tensor:
         positions = tf.reshape(self._batches_from(first, count), [-1])
-        found = positions % num_examples
-        if shuffle:
-            key = self.seed, positions // num_examples
-            found = index_shuffle.index_shuffle(found, key, num_examples - 1, ROUNDS)
-        return tf.reshape(found, [count, self.per_replica_batch_size])
+        return tf.reshape(order.ids_in_xla(positions), [count, self.per_replica_batch_size])
 
     def records(
         self,
