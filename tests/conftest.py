@@ -133,11 +133,14 @@ def base_folder(tmp_path_factory):
     return tmp_path_factory.getbasetemp()
 
 
-@pytest.fixture(autouse=True)
-def engine(request):
-    """Runs steps eagerly in tests marked `any_engine`: tracing is most of what a small controller costs."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Runs steps eagerly in tests marked `any_engine`: tracing is most of what a small controller costs.
+
+    A hook, because fixtures of a whole file are made before those of one test.
+    """
     global _engine
-    marker = request.node.get_closest_marker("any_engine")
+    marker = item.get_closest_marker("any_engine")
     _engine = "eager" if marker and marker.args != (False,) and not _all else None
 
 
