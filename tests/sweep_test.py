@@ -299,3 +299,10 @@ def test_a_sweep_without_a_result_fails(python, tmp_path):
     (row,) = table(tmp_path)
     assert row["state"] == "failed" and "the run has no metric eval/accuracy; name one with --metric" in row["error"]
     assert "eval/score" in row["error"]
+
+
+def test_a_sweep_whose_first_trials_have_no_value_starts_no_more(python, tmp_path):
+    result = sweep(python, tmp_path, of=["--train_steps=-1,-2,-3,-4,-5,-6"])
+    assert result.returncode == EXIT_FAILED
+    assert [row["state"] for row in table(tmp_path)] == ["failed"] * 3
+    assert "3 trials ended without a value of eval/score" in result.stdout + result.stderr

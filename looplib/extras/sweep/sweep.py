@@ -21,6 +21,7 @@ from looplib.extras.tools.runs import saved_step, say
 from looplib.task.monitored import mode_of
 
 _TICK = 0.1
+_WITHOUT_VALUE = 3  # trials: if the first ones end so, the command or the metric is wrong, and the others would be too
 
 
 def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
@@ -115,7 +116,8 @@ class _Sweep:
         self._parallel, self._limit = parallel, limit
         self._waiting: collections.deque[Job] = collections.deque()
         self._running: list[Job] = []
-        self._ended: set[int] = set()  # trials that ended in this start
+        self._ended: set[int] = set()  # trials that failed in this start
+        self._without_value = 0  # trials that ended without any value of the metric
 
     def run(self, signals: Signals) -> bool:
         """Runs all trials; returns whether they have ended, so that False says that a signal came."""
@@ -211,10 +213,20 @@ class _Sweep:
         self._ended.add(job.trial.number)
         self._study.fail(job.trial, sentence)
         self._say(job, f"failed: {sentence}")
+        self._without_value += not jobs.curve(job.folder, self._plan.metric)
         self._waiting = collections.deque(one for one in self._waiting if one.trial.number != job.trial.number)
         for other in self._running:
             if other.trial.number == job.trial.number:
                 other.stop()
+        if self._without_value == len(self._ended) == _WITHOUT_VALUE and not results.ranked(
+            self._study.all(), self._plan.goal
+        ):
+            say(
+                f"sweep: {_WITHOUT_VALUE} trials ended without a value of {self._plan.metric}, and none with one, so no "
+                "more are started; mend the program or the command (another command needs another --dir)"
+            )
+            self._limit = 0
+            self._waiting.clear()
 
     def _say(self, job: Job, text: str) -> None:
         settings = " ".join(f"{flag}={value}" for flag, value in job.trial.params.items())
