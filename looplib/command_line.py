@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
 from absl import flags
 
 from looplib import runtime
@@ -155,6 +156,11 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:
         raise UsageError("--model_dir is missing; name the directory for this run's checkpoints and metrics")
+    if values["mode"] in ("eval", "predict", "export") and not tf.io.gfile.isdir(values["model_dir"]):
+        raise UsageError(
+            f"there is no directory {values['model_dir']}, so there is no checkpoint in it; train first, or name the "
+            "directory of a training with --model_dir"
+        )
     if duration("--max_time", values["max_time"] or None) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
     if actions(values) and values["mode"] not in TRAINING_MODES:

@@ -185,6 +185,7 @@ BAD = {
         "looplib: error: the strategy is multi_worker, but the environment does not list the workers",
     ),
     "nothing to evaluate": (["--model_dir={}", "--mode=eval"], "looplib: error: there is no checkpoint in"),
+    "no such run": (["--model_dir={}/misspelt", "--mode=predict"], "looplib: error: there is no directory"),
     "unknown model": (["--model_dir={}", "--config.model=vgg"], "looplib: error: --config.model is 'vgg'; expected one of cnn"),
     "unknown data": (["--model_dir={}", "--config.dataset=no_such"], "looplib: error: --config.dataset=no_such is not known"),
     "data that needs a network": (["--model_dir={}", "--config.dataset=mnist", "--config.data_path={}"], "looplib: error: --config.dataset=mnist is not in"),
@@ -197,6 +198,7 @@ def test_bad_input_is_a_sentence_and_code_1(case, nursery, tmp_path):
     life = nursery.life_of("trainers.image_classification", *(argument.format(tmp_path) for argument in arguments))
     assert life.code() == 1
     assert sentence in life.output() and "Traceback" not in life.output()
+    assert not (tmp_path / "misspelt").exists()
 
 
 def test_a_crash_names_the_checkpoint_to_resume_from(python, tmp_path):
