@@ -1,6 +1,7 @@
 """The documents are true: their programs run as printed, their tables are the code's."""
 
 import concurrent.futures
+import configparser
 import inspect
 import itertools
 import os
@@ -301,6 +302,15 @@ def test_the_readmes_table_has_every_flag_with_its_default():
     for (name, default, text), (_, _, value, help_text, *values) in zip(rows, flags):
         assert default == ("none" if value is None else str(value).lower()), name
         assert text == help_text + (f" One of {', '.join(values[0])}." if values else ""), name
+
+
+def test_the_readme_says_what_each_package_is_for():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    lists = [settings["options"]["install_requires"], *settings["options.extras_require"].values()]
+    packages = {re.match(r"[\w-]+", line)[0] for one in lists for line in one.split("\n") if line}
+    table = (ROOT / "README.md").read_text().split("## Dependencies")[1].split("\n\n")[1]
+    assert packages <= set(re.findall(r"[\w-]+", table)), packages - set(re.findall(r"[\w-]+", table))
 
 
 def test_the_examples_in_docstrings_run():

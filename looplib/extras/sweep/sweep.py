@@ -222,8 +222,8 @@ class _Sweep:
             self._study.all(), self._plan.goal
         ):
             say(
-                f"sweep: {_WITHOUT_VALUE} trials ended without a value of {self._plan.metric}, and none with one, so no "
-                "more are started; mend the program or the command (another command needs another --dir)"
+                f"sweep: {_WITHOUT_VALUE} trials ended without a value of {self._plan.metric}, and none with one, so "
+                "no more are started; mend the program or the command (another command needs another --dir)"
             )
             self._limit = 0
             self._waiting.clear()
