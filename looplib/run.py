@@ -139,7 +139,7 @@ class Run:
 
     def _make_report(self, config: Any) -> run_json.RunReport:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
-        self._page = Page(self.model_dir if writes and self.directory.writes else None, self.directory.check_lock)
+        self._page = Page(self.model_dir if writes and self.directory.writes else None, self._flush_for_page)
         return run_json.RunReport(
             path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
@@ -155,6 +155,10 @@ class Run:
             check=self.directory.check_lock,
             at_end=self._page.update,
         )
+
+    def _flush_for_page(self) -> None:
+        self.writers.flush()  # the page is made of what they have written
+        self.directory.check_lock()
 
     def _open(self, trainer: Trainer | None, objects: dict[str, Any]) -> None:
         """Opens the store, and restores the newest checkpoint or starts from the beginning."""
