@@ -60,8 +60,14 @@ lint: env
 	$(VENV)/bin/ruff format --check .
 
 # The site of docs/, in build/site; a broken link is an error.
-docs: $(VENV)/docs
+docs: $(VENV)/docs docs/mermaid.min.js
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+# Draws the diagrams; MIT license.
+docs/mermaid.min.js:
+	mkdir -p build
+	cd build && tar -xzf "$$(npm pack --silent mermaid@11.4.1)" package/dist/mermaid.min.js
+	mv build/package/dist/mermaid.min.js $@
 
 $(VENV)/docs: setup.cfg | env
 	$(VENV)/bin/python -m pip install --quiet --editable '.[docs]'

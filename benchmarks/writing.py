@@ -1,8 +1,10 @@
 """What all that a run writes costs it: `python -m benchmarks.writing`.
 
 The MLP of W1 trains with a run directory and a report every 100 steps: progress, `metrics.jsonl`, TensorBoard's events,
-and in a second run images and histograms too. The share is the loop's own clock: the time of reports, in which metrics
-are read from the device, checked and written, against the time of training. The page at the end is apart.
+and in a second run images and histograms too. The same training without a directory and writers takes turns with it.
+What is compared is the time between two reports, processor time of all threads and wall time, so that the end of a turn,
+with its checkpoint, is left out. The share of the reports is the loop's own clock: how long it waits for them. The page
+at the end is apart.
 """
 
 import os
@@ -19,19 +21,49 @@ from benchmarks.media import Mlp
 from benchmarks.workloads import WORKLOADS
 from looplib.extras.page import html
 
-_TURNS = flags.DEFINE_integer("turns", 10, "Turns that count.", lower_bound=1)
-_TURN_STEPS = flags.DEFINE_integer("turn_steps", 2000, "Steps of a turn.", lower_bound=100)
+_TURNS = flags.DEFINE_integer("turns", 12, "Turns of each that count.", lower_bound=1)
+_TURN_STEPS = flags.DEFINE_integer("turn_steps", 1000, "Steps of a turn.", lower_bound=300)
 
 
-def _shares(controller):
-    """Trains in turns; returns the share of the time of reports in each, after a first turn to warm up."""
-    shares = []
-    for turn in range(_TURNS.value + 1):
-        before = {name: controller.clock.of(name) for name in ("train", "input", "report")}
-        controller.train((turn + 1) * _TURN_STEPS.value)
-        passed = {name: controller.clock.of(name) - seconds for name, seconds in before.items()}
-        shares.append(passed["report"] / sum(passed.values()))
-    return shares[1:]
+class _Contestant:
+    """A training, with or without a run directory.
+
+    Args:
+      trainer: the trainer.
+      model_dir: the run directory; None writes nothing.
+    """
+
+    def __init__(self, trainer, model_dir):
+        self._times = []  # at each report: processor time, wall time, the clock's time of reports
+        self.controller = looplib.Controller(
+            trainer=trainer,
+            global_batch_size=128,
+            model_dir=model_dir,
+            checkpoints=looplib.CheckpointPolicy(every_steps=10**9),  # and at the end of a turn
+            writers=None if model_dir else [],
+            actions=[self._note],
+        )
+
+    def _note(self, event):
+        clock = event.controller.clock
+        self._times.append((time.process_time(), time.perf_counter(), clock.of("report")))
+
+    def turn(self):
+        """Trains for a turn; returns the seconds from its first report to its last one, of each kind."""
+        self._times.clear()
+        self.controller.train(self.controller.global_step + _TURN_STEPS.value)
+        return np.subtract(self._times[-1], self._times[0])
+
+
+def _both(pair, first):
+    """Lets one contestant of a pair take its turn, then the other one; returns their seconds in the order of the pair."""
+    found = {number: pair[number].turn() for number in (first, 1 - first)}
+    return [found[0], found[1]]
+
+
+def _quartiles(values):
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return f"{middle:.2%} ({low:.2%} to {high:.2%})"
 
 
 def main(argv):
@@ -41,16 +73,19 @@ def main(argv):
     arrays, lines = WORKLOADS["W1"].arrays(), []
     for name, shows in (("metrics", False), ("metrics and media", True)):
         with tempfile.TemporaryDirectory() as folder:
-            policy = looplib.CheckpointPolicy(every_steps=10**9)  # and at the end of a turn
-            trainer = Mlp(arrays, shows)
-            with looplib.Controller(
-                trainer=trainer, global_batch_size=128, model_dir=folder, checkpoints=policy
-            ) as controller:
-                low, middle, high = np.percentile(_shares(controller), (25, 50, 75))
+            pair = [_Contestant(Mlp(arrays, shows), place) for place in (None, folder)]
+            turns = np.array([_both(pair, first=turn % 2) for turn in range(_TURNS.value + 1)][1:])
+            for contestant in pair:
+                contestant.controller.close()
             started = time.perf_counter()
             html.write_of_run(folder)
             page = time.perf_counter() - started
-        lines.append(f"{name}: {middle:.2%} of the training (quartiles {low:.2%}, {high:.2%}); page {page:.2f} s")
+        processor, wall, _ = (turns[:, 1] / turns[:, 0] - 1).T
+        lines.append(
+            f"{name}: the loop waits {_quartiles(turns[:, 1, 2] / turns[:, 1, 1])} of its time for reports; the training "
+            f"takes {_quartiles(processor)} more processor time and {_quartiles(wall)} more wall time than without "
+            f"writing; page {page:.2f} s"
+        )
     print(*lines, sep="\n")
 
 

@@ -39,6 +39,7 @@ class Evaluations:
                     results[name] = metrics
                     self._publish(name, step, metrics)
                     run.show(name, step, loops.evaluations[name].shown())
+            run.writers.flush()
             run.note_evaluation(step, results)
             return results
 

@@ -15,6 +15,7 @@ A binary describes its experiment in one function and hands it over:
 """
 
 import dataclasses
+import functools
 import gc
 import os
 import shutil
@@ -202,7 +203,8 @@ class _Session:
         """Closes the controller and writes the report; an error is only logged."""
         if self.controller is None:
             return
-        for action in (self.controller.close, lambda: self.controller.report.write(status, sentence)):
+        write = functools.partial(self.controller.report.write, status, sentence)
+        for action in (write, self.controller.close, write):  # before too, because trackers read there how it ended
             try:
                 action()
             except Exception as error:  # the disk may be full, and the last line must come out all the same

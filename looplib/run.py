@@ -139,7 +139,7 @@ class Run:
 
     def _make_report(self, config: Any) -> run_json.RunReport:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
-        self._page = Page(self.model_dir if writes and self.directory.writes else None, self.directory.check_lock)
+        self._page = Page(self.model_dir if writes and self.directory.writes else None, self._flush_for_page)
         return run_json.RunReport(
             path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
@@ -155,6 +155,10 @@ class Run:
             check=self.directory.check_lock,
             at_end=self._page.update,
         )
+
+    def _flush_for_page(self) -> None:
+        self.writers.flush()  # the page is made of what they have written
+        self.directory.check_lock()
 
     def _open(self, trainer: Trainer | None, objects: dict[str, Any]) -> None:
         """Opens the store, and restores the newest checkpoint or starts from the beginning."""
@@ -287,9 +291,9 @@ class Run:
             self.report.points.note(step)
 
     def note_speed(self) -> None:
-        """Notes the share of the devices' peak that the training has reached, once it has ended."""
+        """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self.report.path and self._trained and seconds:
+        if self.report.speed and self.report.path and self._trained and seconds >= flops.SHORT_TRAINING:
             with self.clock.phase("report"):
                 strategy = self._settings.strategy
                 self.report.speed = flops.with_share(self.report.speed, strategy, self._trained / seconds)

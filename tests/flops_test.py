@@ -89,9 +89,12 @@ def test_branches_count_once_calls_each_time_and_what_is_not_known_is_not_guesse
     assert counted(until, [3, 4], [4, 4]) is None
 
 
-def test_the_reports_have_the_share_of_the_measured_peak(tmp_path, capfd):
+def test_the_reports_have_the_share_of_the_measured_peak_unless_the_training_is_short(tmp_path, monkeypatch):
     trainer, evaluator = toy.build(make_strategy("default"))
     with toy.controller(None, trainer, evaluator, model_dir=tmp_path, global_batch_size=8) as controller:
+        controller.train(10)
+        assert controller.report.speed.peak is None
+        monkeypatch.setattr(flops, "SHORT_TRAINING", 0.0)
         controller.train(30)
         seconds, speed = controller.clock.seconds(), controller.report.speed
     found = json.loads((tmp_path / "run.json").read_text())["speed"]

@@ -23,6 +23,9 @@ RUNS = {
     "bad": [[f"--config.nan_at={BAD}"]],
     "changed": [[f"--config.change_at={BAD}"]],
     "xla": [["--loop=xla"]],
+    "tf_keras": [["--config.kind=tf_keras"]],
+    "tf_keras_changed": [["--config.kind=tf_keras", f"--config.change_at={BAD}"]],
+    "actions": [["--config.kind=actions", "--profile=13:5"]],
     "other_rate": [["--train_steps=20"], ["--config.rate=0.06"]],  # from step 21 on
 }
 
@@ -113,6 +116,22 @@ def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
         assert float(re.search(rf"{name} +(\S+)", out)[1]) == pytest.approx(norm, rel=1e-3), name
     assert "no op of the step has an output that is not finite" in out
     assert "it reported no step since its checkpoint" in out
+
+
+def test_a_step_of_tf_keras_is_replayed_with_its_dropout_and_gradients(runs, capfd):
+    assert main(["replay", str(runs("tf_keras")[0]), "--step=31"]) == EXIT_DONE
+    out = capfd.readouterr().out
+    assert "equal, bit by bit, to what the run reported at step 30" in out
+    rows = re.findall(r"\n  (?:dense|last)/(?:kernel|bias) +(\S+) +(\S+) ", out)
+    assert len(rows) == 4
+    for gradient, update in rows:  # of SGD
+        assert float(update) == pytest.approx(0.05 * float(gradient), rel=1e-3)
+
+
+@pytest.mark.repetition
+def test_runs_of_tf_keras_part_at_the_step_of_one_changed_example(runs, capfd):
+    assert main(["diff", str(runs("tf_keras")[0]), str(runs("tf_keras_changed")[0])]) == EXIT_DIFFERENT
+    assert f"the runs part at step {BAD}, first in the examples\n" in capfd.readouterr().out
 
 
 def test_a_replay_of_a_run_in_xla_has_its_numbers_up_to_rounding(runs, capfd):

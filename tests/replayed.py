@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
+import tf_keras
 
 import looplib
 from looplib import launch
@@ -15,10 +16,11 @@ Y = X.sum(axis=1, keepdims=True)
 
 @dataclasses.dataclass
 class Config:
-    kind: str = "gradient"  # "gradient", "step" or "keras": the base class
+    kind: str = "gradient"  # of `KINDS`
     rate: float = 0.05
     change_at: int = 0  # the step in whose batch one number is another
     nan_at: int = 0  # the step in which a logarithm is that of a negative number
+    fails_at_end: bool = False  # in an action, once the training has ended
 
 
 def batches(context, config):
@@ -55,6 +57,29 @@ class ByLoss(looplib.GradientTrainer):
         return losses_of(self.config, self.model, *inputs)
 
 
+class WithActions(ByLoss):
+    """Averages weights, and lowers its rate."""
+
+    def __init__(self, config):
+        self.config = config
+        looplib.GradientTrainer.__init__(self, model(), keras.optimizers.Adam(config.rate), average_decay=0.9)
+
+    @property
+    def own_actions(self):
+        return [looplib.ReduceOnPlateau("train/loss", 0.5, patience=1, min_change=100.0), *super().own_actions]
+
+
+class OfKeras2(ByLoss):
+    """With a network, an optimizer and dropout of tf_keras."""
+
+    def __init__(self, config):
+        self.config = config
+        tf_keras.backend.experimental.enable_tf_random_generator()
+        layers = [tf_keras.layers.Dense(8, "relu"), tf_keras.layers.Dropout(0.2), tf_keras.layers.Dense(1, name="last")]
+        network = tf_keras.Sequential([tf_keras.Input((6,)), *layers])
+        looplib.GradientTrainer.__init__(self, network, tf_keras.optimizers.SGD(config.rate))
+
+
 class ByStep(looplib.Trainer):
     def __init__(self, config):
         self.config, self.model, self.optimizer = config, model(), keras.optimizers.SGD(config.rate)
@@ -71,15 +96,36 @@ class ByStep(looplib.Trainer):
         return {"loss": losses}
 
 
+def by_keras(config):
+    net = model()
+    net.compile(keras.optimizers.SGD(config.rate), "mse", metrics=["mae"])
+    return looplib.KerasTrainer(net, X, Y)
+
+
+KINDS = {"gradient": ByLoss, "step": ByStep, "keras": by_keras, "tf_keras": OfKeras2, "actions": WithActions}
+
+
+class FailsAtEnd(looplib.Action):
+    def __call__(self, event):
+        pass
+
+    def on_end(self, controller):
+        if controller.report.config.fails_at_end:
+            raise RuntimeError("no room for the export")
+
+
 def build(config):
-    if config.kind == "keras":
-        net = model()
-        net.compile(keras.optimizers.SGD(config.rate), "mse", metrics=["mae"])
-        return looplib.KerasTrainer(net, X, Y), None
-    return {"gradient": ByLoss, "step": ByStep}[config.kind](config), None
+    return KINDS[config.kind](config), None
 
 
 if __name__ == "__main__":
     launch.run(
-        build, Config(), mode="train", train_steps=60, checkpoint_interval=20, steps_per_loop=10, global_batch_size=8
+        build,
+        Config(),
+        actions=[FailsAtEnd()],
+        mode="train",
+        train_steps=60,
+        checkpoint_interval=20,
+        steps_per_loop=10,
+        global_batch_size=8,
     )

@@ -53,3 +53,4 @@ def test_the_site_is_built_without_warnings(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "site" / "api" / "training.html").stat().st_size > 100_000
+    assert '<pre class="mermaid">' in (tmp_path / "site" / "architecture.html").read_text()  # drawn, not shown as code

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib import _keras
 from looplib.health.guards import Trouble
 
 GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
@@ -27,7 +28,7 @@ def note_gradients(gradients: Sequence[Any], variables: Sequence[Any] | None) ->
     noted = getattr(_step, "gradients", None)
     if noted is not None:
         for number, (gradient, variable) in enumerate(zip(gradients, variables or [None] * len(gradients))):
-            name = getattr(variable, "path", None) or getattr(variable, "name", f"variable {number}")
+            name = f"variable {number}" if variable is None else _keras.variable_path(variable)
             noted.append((GRADIENT_OF + name, gradient))
 
 

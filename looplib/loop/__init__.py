@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
     engines: ENGINES
     evaluation: none
     example_checksum: METRIC, VARIABLE
-    flops: of_training, with_share
+    flops: SHORT_TRAINING, of_training, with_share
     fused_optimizers: none
     global_share: none
     graph: none

@@ -28,9 +28,7 @@ def as_shown(media: Mapping[str, Media]) -> dict[str, Shown]:
 def _shown(name: str, media: Media) -> Shown:
     values = [np.asarray(tensor) for tensor in media.tensors]
     if media.kind == "image":
-        with tf.device("cpu:0"):
-            files = tuple(tf.io.encode_png(pixels).numpy() for pixels in values[0])
-        return Images(files, *values[0].shape[1:3])
+        return Images(values[0])
     if media.kind == "text":
         return Texts(tuple(_text(name, media, value) for value in values[0]))
     if media.kind == "histogram":

@@ -21,6 +21,7 @@ Names that other rooms may use, by file:
     shown: Histogram, Images, Shown, Texts
     speed: Speed
     tensorboard_writer: TensorBoardWriter
+    threaded_writer: none
     writer: Setting, Writer
     writers: Writers, make_writers
 """

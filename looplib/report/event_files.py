@@ -76,7 +76,8 @@ def event_of_media(step: int, shown: Mapping[str, Shown]) -> Event:
 def _for_tensorboard(shown: Shown) -> tuple[str, np.ndarray, str]:
     """Returns (the plugin, its tensor, the class of its data)."""
     if isinstance(shown, Images):
-        sizes = [str(shown.width).encode(), str(shown.height).encode()]
+        height, width = shown.pixels.shape[1:3]
+        sizes = [str(width).encode(), str(height).encode()]
         return "images", np.array([*sizes, *shown.files], object), "DATA_CLASS_BLOB_SEQUENCE"
     if isinstance(shown, Histogram):
         rows = np.stack([shown.edges[:-1], shown.edges[1:], shown.counts], axis=1)

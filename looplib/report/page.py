@@ -13,7 +13,7 @@ class Page:
 
     Args:
       directory: the run directory; None writes nothing.
-      check: raises `UsageError` if the directory is not this process's any more.
+      check: called before; raises `UsageError` if the directory is not this process's any more.
     """
 
     def __init__(self, directory: str | None, check: Callable[[], None]) -> None:

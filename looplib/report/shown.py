@@ -1,6 +1,10 @@
 """What writers show besides metrics, as it is on the host: images, texts and histograms."""
 
 import dataclasses
+import functools
+
+import numpy as np
+import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -8,13 +12,16 @@ class Images:
     """Images.
 
     Attributes:
-      files: the content of a PNG file for each.
-      height, width: their size in pixels.
+      pixels: uint8 `[number, height, width, channels]`.
     """
 
-    files: tuple[bytes, ...]
-    height: int
-    width: int
+    pixels: np.ndarray
+
+    @functools.cached_property
+    def files(self) -> tuple[bytes, ...]:
+        """The content of a PNG file for each; encoded when first asked for, in the thread of a writer."""
+        with tf.device("cpu:0"):
+            return tuple(tf.io.encode_png(pixels).numpy() for pixels in self.pixels)
 
 
 @dataclasses.dataclass(frozen=True)

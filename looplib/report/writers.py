@@ -11,6 +11,7 @@ from looplib.report.media_writer import MediaWriter
 from looplib.report.progress import Progress
 from looplib.report.shown import Shown
 from looplib.report.tensorboard_writer import TensorBoardWriter
+from looplib.report.threaded_writer import ThreadedWriter
 from looplib.report.writer import Setting, Writer
 
 
@@ -90,5 +91,6 @@ def make_writers(writers: Sequence[Writer] | None, trackers: Sequence[Writer], m
         writers = [ConsoleWriter()]
         if model_dir:
             jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
-            writers = [TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir), *writers]
+            in_files = Writers([TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir)])
+            writers = [ThreadedWriter(in_files), *writers]
     return Writers([*writers, *trackers])
