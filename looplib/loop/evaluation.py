@@ -5,11 +5,10 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.loop.base import Iterator
-from looplib.loop.graph import GraphLoop, Numbers, Status, Steps, strides
+from looplib.loop.calls import Numbers, Status
+from looplib.loop.graph import GraphLoop, Steps
 from looplib.loop.step import Step
 from looplib.loop.timing import timed
-
-_AT_ONCE = 2  # steps; more need memory and are not faster
 
 
 class EvaluationLoop(GraphLoop):
@@ -19,20 +18,12 @@ class EvaluationLoop(GraphLoop):
     nothing to the totals.
     """
 
+    _at_once = 2  # steps; more need memory and are not faster
+
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
         """See `GraphLoop`; while steps are sure to have data, nothing looks for its end."""
-        totals, done = self._reducer.totals(), tf.constant(0, tf.int64)
-        rounds = tf.where(status.go, wanted.chunks, 0)
-        for _ in tf.range(strides(rounds, wanted.stride)):
-            count = tf.minimum(wanted.stride, rounds - done)
-            for _ in tf.range(count):
-                tf.autograph.experimental.set_loop_options(parallel_iterations=_AT_ONCE)
-                totals = self.step.added_to(totals, self._stream.next(iterator))
-            self.step.count(count)
-            done += count
-            status = self._look()
-            if not status.go:
-                break
+        totals = self._reducer.totals()
+        done, totals, status = self._repeat(self._add, totals, iterator, wanted.chunks, wanted.stride, status)
         waited, ended = tf.constant(0, tf.float64), tf.constant(False)
         if not self._stream.infinite:
             left = tf.where(status.go, wanted.steps - done, 0)
@@ -41,6 +32,12 @@ class EvaluationLoop(GraphLoop):
             status = self._look()
         self._reducer.put(totals)
         return done, waited, status, ended
+
+    def _add(self, iterator: Iterator, totals: Any) -> Any:
+        return self.step.added_to(totals, self._stream.next(iterator))
+
+    def _note(self, rounds: tf.Tensor) -> None:
+        self.step.count(rounds)
 
     def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor, tf.Tensor]:
         """Does the step that may have no data; returns how many, the totals, its wait, and whether the data ended."""
