@@ -36,6 +36,7 @@ class EvaluationLoop(GraphLoop):
     def _add(self, iterator: Iterator, totals: Any) -> Any:
         return self.step.added_to(totals, self._stream.next(iterator))
 
+    @tf.autograph.experimental.do_not_convert
     def _note(self, rounds: tf.Tensor) -> None:
         self.step.count(rounds)
 

@@ -169,6 +169,7 @@ class GraphLoop(InnerLoop):
     def _do_round(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
         return self._do_step(iterator, waited) if self.chunk is None else waited + self.chunk.run(iterator)
 
+    @tf.autograph.experimental.do_not_convert
     def _note(self, rounds: tf.Tensor) -> None:
         """Counts what the rounds of a stride have not counted themselves: nothing here."""
 
