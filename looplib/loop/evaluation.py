@@ -24,14 +24,15 @@ class EvaluationLoop(GraphLoop):
         """See `GraphLoop`; while steps are sure to have data, nothing looks for its end."""
         totals = self._reducer.totals()
         done, totals, status = self._repeat(self._add, totals, iterator, wanted.chunks, wanted.stride, status)
-        waited, ended = tf.constant(0, tf.float64), tf.constant(False)
-        if not self._stream.infinite:
+        waited, ends = tf.constant(0, tf.float64), not self._stream.infinite
+        if ends:
             left = tf.where(status.go, wanted.steps - done, 0)
-            more, totals, waited, ended = self._last(iterator, totals, left)
+            more, totals, waited = self._last(iterator, totals, left)
             done += more
             status = self._look()
         self._reducer.put(totals)
-        return done, waited, status, ended
+        # No batch follows the last step, so this call reads the metrics, although nothing has looked for one.
+        return done, waited, status, tf.constant(ends)
 
     def _add(self, iterator: Iterator, totals: Any) -> Any:
         return self.step.added_to(totals, self._stream.next(iterator))
@@ -40,8 +41,8 @@ class EvaluationLoop(GraphLoop):
     def _note(self, rounds: tf.Tensor) -> None:
         self.step.count(rounds)
 
-    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor, tf.Tensor]:
-        """Does the step that may have no data; returns how many, the totals, its wait, and whether the data ended."""
+    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor]:
+        """Does the step that may have no data; returns how many, the totals, and its wait."""
         batch, waited = timed(
             lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
         )
@@ -51,7 +52,7 @@ class EvaluationLoop(GraphLoop):
             totals = self.step.added_to(totals, self._stream.get_value(batch))
             self.step.count(1)
             done += 1
-        return done, totals, waited, ~self._stream.has_value(batch)
+        return done, totals, waited
 
 
 def single_steps(step: Step) -> GraphLoop:
