@@ -6,7 +6,7 @@ VENV := $(if $(filter 2.20,$(TF)),.venv,.venv-tf$(TF))
 EXTRAS := dev,$(if $(filter 2.20,$(TF)),models,trainers)
 RUN := TF_CPP_MIN_LOG_LEVEL=2 $(VENV)/bin/python
 
-.PHONY: env demo test test-all test-tf221 smoke smoke-tf221 bench lint docs bazel
+.PHONY: env demo test test-all test-tf221 smoke smoke-tf221 bench bench-growth lint docs bazel
 
 env: $(VENV)/installed
 
@@ -47,6 +47,10 @@ smoke: env
 
 bench: env $(VENV)/peers
 	$(RUN) -m benchmarks
+
+# How the cost of a step grows with the work: build/growth.json and its picture.
+bench-growth: env
+	$(RUN) -m benchmarks.growth
 
 # Peers of the benchmark that are not looplib's dependencies; without them it leaves their rows out. PyTorch for CPUs has
 # an index of its own, and the other one cannot be in one process with TensorFlow.

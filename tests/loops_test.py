@@ -83,6 +83,24 @@ def test_a_loop_of_many_steps_is_one_call():
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("steps_per_loop", [1, 3])
+def test_loops_of_one_step_and_of_several_draw_one_sequence_of_random_numbers(steps_per_loop):
+    """A program of its own for single steps would begin the sequence of a stateful op once more."""
+
+    class Drawing(toy.Regression):
+        def step_fn(self, inputs):
+            return {**super().step_fn(inputs), "drawn": looplib.last(tf.random.uniform([], seed=1))}
+
+    drawn = []
+    actions = [lambda event: drawn.append(event.metrics["drawn"])]
+    with toy.controller(None, Drawing(), steps_per_loop=steps_per_loop, actions=actions) as controller:
+        for end in (1, 2, 4, 7, 8):
+            controller.train(end)
+    draw = tf.function(lambda: tf.random.uniform([], seed=1))
+    sequence = [float(draw()) for _ in range(8)]
+    assert drawn == sequence if steps_per_loop == 1 else set(drawn) <= set(sequence) and len(set(drawn)) == len(drawn)
+
+
 def test_the_global_step_is_a_tensor_that_the_step_can_read():
     class Scheduled(toy.Regression):
         def step_fn(self, inputs):

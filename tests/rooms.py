@@ -21,7 +21,7 @@ TESTS = {
     ],
     "health": ["debuggers", "guards", "preemption"],
     "house": ["configuration", "controller", "errors", "exports", "imports", "launch", "lifecycle", "runtime", "tf"],
-    "loop": ["checksums", "engines", "flops", "fused", "loops", "media", "metrics", "optimizers"],
+    "loop": ["checksums", "engines", "evaluation_loop", "flops", "fused", "loops", "media", "metrics", "optimizers"],
     "records": ["records"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": [

@@ -5,6 +5,7 @@ Names that other rooms may use, by file:
     backend: Backend, Decorator
     base: InnerLoop, Loop, Metrics, Ran, Request, Specification, TrainingLoop
     batch_sizes: none
+    calls: none
     chunks: none
     eager: none
     engines: ENGINES

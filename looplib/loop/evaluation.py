@@ -5,11 +5,10 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.loop.base import Iterator
-from looplib.loop.graph import GraphLoop, Numbers, Status, Steps, strides
+from looplib.loop.calls import Numbers, Status
+from looplib.loop.graph import GraphLoop, Steps
 from looplib.loop.step import Step
 from looplib.loop.timing import timed
-
-_AT_ONCE = 2  # steps; more need memory and are not faster
 
 
 class EvaluationLoop(GraphLoop):
@@ -19,31 +18,31 @@ class EvaluationLoop(GraphLoop):
     nothing to the totals.
     """
 
+    _at_once = 2  # steps; more need memory and are not faster
+
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
         """See `GraphLoop`; while steps are sure to have data, nothing looks for its end."""
-        totals, done = self._reducer.totals(), tf.constant(0, tf.int64)
-        rounds = tf.where(status.go, wanted.chunks, 0)
-        for _ in tf.range(strides(rounds, wanted.stride)):
-            count = tf.minimum(wanted.stride, rounds - done)
-            for _ in tf.range(count):
-                tf.autograph.experimental.set_loop_options(parallel_iterations=_AT_ONCE)
-                totals = self.step.added_to(totals, self._stream.next(iterator))
-            self.step.count(count)
-            done += count
-            status = self._look()
-            if not status.go:
-                break
-        waited, ended = tf.constant(0, tf.float64), tf.constant(False)
-        if not self._stream.infinite:
+        totals = self._reducer.totals()
+        done, totals, status = self._repeat(self._add, totals, iterator, wanted.chunks, wanted.stride, status)
+        waited, ends = tf.constant(0, tf.float64), not self._stream.infinite
+        if ends:
             left = tf.where(status.go, wanted.steps - done, 0)
-            more, totals, waited, ended = self._last(iterator, totals, left)
+            more, totals, waited = self._last(iterator, totals, left)
             done += more
             status = self._look()
         self._reducer.put(totals)
-        return done, waited, status, ended
+        # No batch follows the last step, so this call reads the metrics, although nothing has looked for one.
+        return done, waited, status, tf.constant(ends)
 
-    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor, tf.Tensor]:
-        """Does the step that may have no data; returns how many, the totals, its wait, and whether the data ended."""
+    def _add(self, iterator: Iterator, totals: Any) -> Any:
+        return self.step.added_to(totals, self._stream.next(iterator))
+
+    @tf.autograph.experimental.do_not_convert
+    def _note(self, rounds: tf.Tensor) -> None:
+        self.step.count(rounds)
+
+    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor]:
+        """Does the step that may have no data; returns how many, the totals, and its wait."""
         batch, waited = timed(
             lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
         )
@@ -53,7 +52,7 @@ class EvaluationLoop(GraphLoop):
             totals = self.step.added_to(totals, self._stream.get_value(batch))
             self.step.count(1)
             done += 1
-        return done, totals, waited, ~self._stream.has_value(batch)
+        return done, totals, waited
 
 
 def single_steps(step: Step) -> GraphLoop:

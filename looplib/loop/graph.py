@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -13,76 +13,19 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.health.preemption import notice
 from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
+from looplib.loop.calls import Numbers, Outcome, Status
 from looplib.loop.chunks import Chunk, XlaProgram, do_step
 from looplib.loop.step import Step
 from looplib.loop.timing import now, timed
 
-_FEW = 3  # chunks that are called one by one
+_FEW = 3  # chunks of XLA that are called one by one
 _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
 # Seconds that the device may run without reading the stop flag: a read after each of many small steps costs 3%, and
 # several workers have to ask each other.
 _STRIDE_SECONDS, _STRIDE_SECONDS_OF_WORKERS, _LONGEST_STRIDE = 0.02, 0.1, 1000
 
-
-class Numbers(NamedTuple):
-    """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing.
-
-    Attributes:
-      steps: steps to run.
-      chunks: how many chunks of them the data is sure to last for; single steps without a chunk.
-      stride: steps between two looks at the stop flag.
-      read: 1 if the totals are to be read and reset after the last step.
-    """
-
-    steps: int
-    chunks: int
-    stride: int
-    read: int
-
-
-class Status(NamedTuple):
-    """Whether to stop, and whether all values are finite: boolean scalar tensors, equal on all workers."""
-
-    stopped: tf.Tensor
-    finite: tf.Tensor
-
-    @property
-    def go(self) -> tf.Tensor:
-        """Whether to do another step."""
-        return self.finite & ~self.stopped
-
-
+Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the same shapes each time
 Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
-
-
-class _Outcome(NamedTuple):
-    """What the loop on the device returns, as one float64 vector `[7 + n]`, which the host reads at once.
-
-    Attributes:
-      done: steps.
-      stopped: `Status.stopped` after the last step, 0 or 1.
-      finite: `Status.finite` after the last step, 0 or 1.
-      waited: seconds that steps waited for data.
-      seconds: of the loop, the mean of all workers.
-      counted: the step's counter after the last step.
-      taken: whether the totals were reset, 0 or 1.
-    """
-
-    done: float | tf.Tensor
-    stopped: float | tf.Tensor
-    finite: float | tf.Tensor
-    waited: float | tf.Tensor
-    seconds: float | tf.Tensor
-    counted: float | tf.Tensor
-    taken: float | tf.Tensor
-
-    @tf.autograph.experimental.do_not_convert
-    def with_totals(self, totals: tf.Tensor) -> tf.Tensor:
-        """Returns the vector: these tensors, and totals, float64 `[n]`."""
-        return tf.concat([tf.stack([tf.cast(part, tf.float64) for part in self]), totals], axis=0)
-
-
-_PARTS = 7  # of an outcome, before the totals
 
 
 class GraphLoop(InnerLoop):
@@ -101,6 +44,8 @@ class GraphLoop(InnerLoop):
       seconds_per_step: float, of the last call.
     """
 
+    _at_once = 10  # rounds, where they do not wait for each other's variables; TensorFlow's own default
+
     def __init__(self, step: Step, chunk: Chunk | None = None) -> None:
         self.traces = 0
         self.chunk = chunk
@@ -115,9 +60,10 @@ class GraphLoop(InnerLoop):
         self._spec = None
         self._taken: np.ndarray | None = None  # the totals that the last call has read
         self._ran = False
-        self._loop, self._one_chunk = tf.function(self._run), tf.function(self._run_chunk)
+        self._loop, self._one_round = tf.function(self._run), tf.function(self._run_round)
         self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
-        self._bound: tuple[Iterator, list[Callable[[], tf.Tensor]]] | None = None  # the loop, and one chunk
+        self._bound: tuple[Iterator, list[Callable[[], tf.Tensor]]] | None = None  # the loop, and one round
+        self._at_most = self._rounds_one_by_one()
         self._numbers_now: Numbers | None = None
         self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
         self._read = tf.function(step.reducer.read)
@@ -132,10 +78,10 @@ class GraphLoop(InnerLoop):
         take = (wanted.read > 0) & status.go & (ended | (done >= wanted.steps))
         return self._outcome(done, status, waited, started, take)
 
-    def _run_chunk(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
-        """One chunk, without the loops around it, which cost a call about a millisecond."""
+    def _run_round(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
+        """One round, without the loops around it, which cost a call up to a millisecond."""
         started = now()
-        waited = self.chunk.run(iterator)
+        waited = self._do_round(iterator, tf.constant(0, tf.float64))
         status = self._look()
         done = tf.constant(self.round_size, tf.int64)
         return self._outcome(done, status, waited, started, (numbers[3] > 0) & status.go)
@@ -147,7 +93,7 @@ class GraphLoop(InnerLoop):
             take = tf.constant(False)
         with tf.control_dependencies([done, status.finite]):
             passed = self._workers.mean(now() - started)
-        outcome = _Outcome(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
+        outcome = Outcome(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
         return outcome.with_totals(self._reducer.take(take))
 
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
@@ -155,32 +101,39 @@ class GraphLoop(InnerLoop):
         done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
         if self.chunk is not None:
             stride_of_chunks = -(-wanted.stride // self.round_size)
-            rounds, waited, status = self._repeat(self.chunk.run, iterator, wanted.chunks, stride_of_chunks, status)
+            rounds, waited, status = self._repeat(
+                self._do_round, waited, iterator, wanted.chunks, stride_of_chunks, status
+            )
             done = rounds * self.round_size
         left = wanted.steps - done
         if self._fetches_in_step:
-            more, seconds, status = self._repeat(self._do_step, iterator, left, wanted.stride, status)
+            more, waited, status = self._repeat(self._do_step, waited, iterator, left, wanted.stride, status)
         else:
             more, seconds, status, ended = self._repeat_to_the_end(iterator, left, wanted.stride, status)
-        return done + more, waited + seconds, status, ended
+            waited += seconds
+        return done + more, waited, status, ended
 
     def _repeat(
-        self, do: Callable[[Iterator], tf.Tensor], iterator: Iterator, rounds: tf.Tensor, stride: tf.Tensor,
-        status: Status,
-    ) -> tuple[tf.Tensor, tf.Tensor, Status]:  # fmt: skip
-        """The inner loop: `do` calls `strategy.run`. After each stride of rounds it checks whether to stop."""
+        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
+        stride: tf.Tensor, status: Status,
+    ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
+        """The inner loop: `do` calls `strategy.run`, and makes each round's value from the one before.
+
+        After each stride of rounds it checks whether to stop.
+        """
         # The step appears once in the program: if it draws random numbers, each copy would have its own state.
-        rounds = tf.where(status.go, rounds, 0)
-        done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
-        for _ in tf.range(strides(rounds, stride)):
+        rounds, done = tf.where(status.go, rounds, 0), tf.constant(0, tf.int64)
+        for _ in tf.range(_strides(rounds, stride)):
             count = tf.minimum(stride, rounds - done)
             for _ in tf.range(count):
-                waited += do(iterator)
+                tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)
+                value = do(iterator, value)
             done += count
+            self._note(count)
             status = self._look()
             if not status.go:
                 break
-        return done, waited, status
+        return done, value, status
 
     def _repeat_to_the_end(self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: Status) -> Steps:
         """The inner loop over data that ends, or is fetched a step ahead."""
@@ -190,7 +143,7 @@ class GraphLoop(InnerLoop):
         batch = self._stream.next_as_optional(iterator)
         begins = self._stream.has_value(batch) & status.go
         rounds = tf.where(begins, steps - 1, 0)
-        for _ in tf.range(strides(rounds, stride)):
+        for _ in tf.range(_strides(rounds, stride)):
             for _ in tf.range(tf.minimum(stride, rounds - done)):
                 self.step(self._stream.get_value(batch))
                 done += 1
@@ -210,8 +163,15 @@ class GraphLoop(InnerLoop):
             done += 1
         return done, waited, self._look(), not self._stream.has_value(batch)
 
-    def _do_step(self, iterator: Iterator) -> tf.Tensor:
-        return do_step(self.step, iterator)
+    def _do_step(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
+        return waited + do_step(self.step, iterator)
+
+    def _do_round(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
+        return self._do_step(iterator, waited) if self.chunk is None else waited + self.chunk.run(iterator)
+
+    @tf.autograph.experimental.do_not_convert
+    def _note(self, rounds: tf.Tensor) -> None:
+        """Counts what the rounds of a stride have not counted themselves: nothing here."""
 
     @tf.autograph.experimental.do_not_convert
     def _look(self) -> Status:
@@ -257,28 +217,35 @@ class GraphLoop(InnerLoop):
         stride_seconds = _STRIDE_SECONDS if alone else _STRIDE_SECONDS_OF_WORKERS
         stride = max(1, min(_LONGEST_STRIDE, int(stride_seconds / self.seconds_per_step)))
         # A power of two, and no more than is needed, so that it is often the same as in the last call.
-        stride = 1 << min(stride.bit_length() - 1, steps.bit_length())
-        if self._binds and isinstance(self.chunk, XlaProgram) and 0 < chunks <= _FEW:
-            return self._run_chunks(iterator, request, chunks)
+        stride = 1 << min(stride.bit_length() - 1, (steps - 1).bit_length())
+        if 0 < chunks <= self._at_most:
+            return self._run_rounds(iterator, request, chunks)
         return self._run_once(iterator, Numbers(steps, chunks, stride, int(request.read)))
 
-    def _run_chunks(self, iterator: Iterator, request: Request, chunks: int) -> Ran:
-        """Calls a few chunks one by one, then the loop for what is left."""
+    def _rounds_one_by_one(self) -> int:
+        """Returns how many rounds at most are called one by one; 0 for none."""
+        if not self._binds or self._workers.count > 1:
+            return 0
+        if self.chunk is None:  # the step's copy in another program would have its own state of random ops
+            return int(self._fetches_in_step and not self.step.random_ops)
+        return _FEW if isinstance(self.chunk, XlaProgram) else 0
+
+    def _run_rounds(self, iterator: Iterator, request: Request, rounds: int) -> Ran:
+        """Calls a few rounds one by one, then the loop for what is left."""
         ran = Ran(0, True)
-        for _ in range(chunks):
+        for _ in range(rounds):
             if notice.requested:
                 return dataclasses.replace(ran, stopped=True)
             read = int(request.read and ran.done + self.round_size == request.steps)
-            ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_chunk=True))
+            ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_round=True))
             if not ran.finite:
                 return ran
         return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done)))
 
-    def _run_once(self, iterator: Iterator, numbers: Numbers, one_chunk: bool = False) -> Ran:
+    def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> Ran:
         alone = self._workers.count == 1
         started = time.perf_counter()
-        outcome = self._call(iterator, numbers, one_chunk)
-        outcome, totals = _Outcome(*outcome[:_PARTS].tolist()), outcome[_PARTS:]
+        outcome, totals = Outcome.divide(self._call(iterator, numbers, one_round))
         done, self._taken = int(outcome.done), totals if outcome.taken else None
         if done:
             # What decides when workers ask each other has to be the same on all of them.
@@ -287,7 +254,7 @@ class GraphLoop(InnerLoop):
         stopped = bool(notice.requested if alone else outcome.stopped)
         return Ran(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
 
-    def _call(self, iterator: Iterator, numbers: Numbers, one_chunk: bool) -> np.ndarray:
+    def _call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
         if not self._binds:
             return self._loop(iterator, tf.constant(numbers, tf.int64)).numpy()
         if self._bound is None or self._bound[0] is not iterator:
@@ -295,7 +262,7 @@ class GraphLoop(InnerLoop):
         if numbers != self._numbers_now:
             self._numbers.assign(numbers)
             self._numbers_now = numbers
-        return self._bound[1][one_chunk]().numpy()
+        return self._bound[1][one_round]().numpy()
 
     def _bind(self, iterator: Iterator) -> None:
         """Makes functions without arguments, which take a third of the time to call."""
@@ -303,7 +270,7 @@ class GraphLoop(InnerLoop):
         def bind(run: Callable) -> Callable[[], tf.Tensor]:
             return tf.function(lambda: run(iterator, self._numbers.read_value())).get_concrete_function()
 
-        runs = [self._loop, self._one_chunk] if isinstance(self.chunk, XlaProgram) else [self._loop]
+        runs = [self._loop, self._one_round] if self._at_most else [self._loop]
         self._bound, self._ran = (iterator, [bind(run) for run in runs]), False
 
     def read(self) -> Metrics:
@@ -326,6 +293,6 @@ class GraphLoop(InnerLoop):
             self._read.get_concrete_function()
 
 
-def strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
+def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
     """Returns the number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
     return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)

@@ -31,8 +31,8 @@ _OUTER = [f"looplib.loop.{name}" for name in (f"{_LOOP}._run", f"{_REDUCER}.read
 _INNER = [
     *(f"looplib.loop.{_LOOP}.{name}" for name in ("_steps", "_repeat", "_repeat_to_the_end", "_do_step")),
     *(f"looplib.loop.{_REDUCER}.{name}" for name in ("run_step", "_reset_local")),
-    *(f"looplib.loop.{name}" for name in ("graph.strides", "chunks.do_step", "timing.timed", "step.Step.__call__")),
-    *(f"looplib.loop.evaluation.EvaluationLoop.{name}" for name in ("_steps", "_last")),
+    *(f"looplib.loop.{name}" for name in ("graph._strides", "chunks.do_step", "timing.timed", "step.Step.__call__")),
+    *(f"looplib.loop.evaluation.EvaluationLoop.{name}" for name in ("_steps", "_add", "_last")),
     "looplib.health.non_finite.run_watched", f"{_STREAM}.next", f"{_STREAM}._to_replicas", "faulty.Faulty.step_fn",
 ]  # fmt: skip
 

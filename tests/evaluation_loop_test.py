@@ -1,0 +1,95 @@
+"""An evaluation adds up exactly what a plain loop over the same batches does, however its steps are run."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy, more
+
+import looplib
+from looplib.loop.evaluation import EvaluationLoop
+
+BATCH = 8
+VALUES = np.random.default_rng(0).normal(size=60)
+
+
+class Sums(looplib.Evaluator):
+    """Reduces numbers in each way there is; fails at a number, if that is asked for."""
+
+    def __init__(self, examples, known):
+        self.examples, self.known = examples, known
+        self.fails_at = tf.Variable(np.inf, dtype=tf.float64)
+
+    def dataset(self, context):
+        values = tf.data.Dataset.from_tensor_slices(VALUES[: self.examples])
+        values = values if self.known else values.filter(lambda value: True)
+        return values.batch(context.per_replica_batch_size)
+
+    def step_fn(self, inputs):
+        with tf.control_dependencies([tf.debugging.assert_none_equal(inputs, self.fails_at, message="planted")]):
+            positive = tf.cast(inputs > 0, tf.float64)
+        square, weight = tf.reduce_sum(inputs**2), tf.reduce_sum(positive)
+        return {"value": inputs, "weighted": looplib.mean(square, weight), "batches": looplib.total(tf.constant(1))}
+
+
+def plain_totals(examples, batch):
+    """What a loop in Python over the batches of replicas adds up to."""
+    weights = squares = batches = values = 0
+    for start in range(0, examples, batch):
+        part = VALUES[start : min(start + batch, examples)]
+        values += part.sum()
+        squares += (part**2).sum() * (part > 0).sum()
+        weights += (part > 0).sum()
+        batches += 1
+    mean = squares / weights if weights else np.nan
+    return {"value": values / examples, "weighted": mean, "batches": batches, "examples": examples}
+
+
+def evaluate(controller, steps=-1):
+    return controller.evaluate(steps)["eval"]
+
+
+def possible(params):
+    return params["loop"] != "xla" or params["strategy"] == "default"  # one XLA program runs on one replica
+
+
+@pytest.mark.pairs(possible=possible)
+@pytest.mark.parametrize("loop", ["graph", "xla", "eager", *more(["auto"])])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("examples", [BATCH, 5 * BATCH + 3, *more([5, 5 * BATCH])])
+def test_the_totals_are_those_of_a_plain_loop(strategy, loop, known, examples):
+    replicas = strategy.num_replicas_in_sync
+    if loop == "xla" and replicas > 1:
+        pytest.skip("one XLA program runs on one replica")
+    with strategy.scope():
+        evaluator = Sums(examples, known)
+    controller = looplib.Controller(
+        evaluator=evaluator, strategy=strategy, global_batch_size=BATCH, loop=loop, writers=[]
+    )
+    expected = pytest.approx(plain_totals(examples, BATCH // replicas), nan_ok=True)
+    for _ in range(2):  # nothing of an evaluation is left for the next one
+        assert evaluate(controller) == expected
+        first = min(examples, 2 * BATCH)
+        assert evaluate(controller, 2) == pytest.approx(plain_totals(first, BATCH // replicas), nan_ok=True)
+
+
+def test_steps_overlap_only_where_all_but_the_last_are_sure_to_have_data():
+    def loop_of(strategy, known):
+        with strategy.scope():
+            evaluator = Sums(20, known)
+        return looplib.Controller(evaluator=evaluator, strategy=strategy, global_batch_size=BATCH, writers=[])
+
+    for name, known, overlaps in [("default", True, True), ("default", False, False), ("mirrored_x2", True, False)]:
+        inner = loop_of(make_strategy(name), known).loops["eval"]._inner
+        assert isinstance(inner, EvaluationLoop) == overlaps
+
+
+@pytest.mark.parametrize("known", [True, *more([False])])
+def test_an_evaluation_that_failed_adds_nothing_to_the_next(known):
+    evaluator = Sums(45, known)
+    controller = looplib.Controller(evaluator=evaluator, global_batch_size=BATCH, writers=[])
+    for failing in (0, 30, 44):  # in the first step, in one of several that run at once, in the last
+        evaluator.fails_at.assign(VALUES[failing])
+        with pytest.raises(tf.errors.InvalidArgumentError, match="planted"):
+            evaluate(controller)
+        evaluator.fails_at.assign(np.inf)
+        assert evaluate(controller) == pytest.approx(plain_totals(45, BATCH))
