@@ -47,7 +47,7 @@ FLAGS = (
     ("profile", flags.DEFINE_string, None, "START:STEPS: profiles so many steps after step START; none: no profile."),
     ("distribute", flags.DEFINE_enum, "auto", "What hands out batches; tf: tf.distribute's iterators.", DISTRIBUTES),
     ("overfit_batch", flags.DEFINE_boolean, False, "Trains on the first batch of the data in each step."),
-    ("bad_records", flags.DEFINE_string, None, "skip:N leaves out up to N damaged records of files; none: an error."),
+    ("bad_records", flags.DEFINE_string, None, "skip:N leaves out up to N damaged records in a run; none: an error."),
     ("dry_run", flags.DEFINE_boolean, False, "Tries two steps, an evaluation, a save and a restore; keeps nothing."),
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),

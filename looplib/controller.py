@@ -21,6 +21,7 @@ from looplib.loop.loops import LoopSettings
 from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
 from looplib.predictions import predict
+from looplib.records.damage import LeftOut
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
@@ -63,7 +64,8 @@ class Controller:
       max_time: seconds, a `datetime.timedelta` or text such as "1h30m", after which a call of `train` ends as by a
         signal: after the current step, with a save, by `Preempted`. A binary's time counts from its own start.
       overfit_batch: trains on the first batch of the data in each step, to see whether the model can fit it.
-      bad_records: damaged records of `context.records` that each worker may leave out, at most; one more ends the run.
+      bad_records: damaged records of `context.records` that the run may leave out, at most; one more ends it. Without
+        model_dir, each worker counts its own.
       distribute: what carries batches to the replicas: "auto" takes a plain iterator per process on CPUs and GPUs, "tf"
         the iterators of tf.distribute everywhere.
 
@@ -108,8 +110,10 @@ class Controller:
         evaluators = checks.check_tasks(trainer, evaluator)
         if steps_per_loop is None:
             steps_per_loop = (trainer.own_steps_per_loop(global_batch_size) if trainer else None) or 100
+        model_dir = resolve(model_dir) if model_dir else None
+        left_out = LeftOut(bad_records, f"{model_dir}/bad_records" if model_dir else None)
         settings = LoopSettings(
-            strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch, bad_records, distribute
+            strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch, left_out, distribute
         )
         checks.check_together(trainer, evaluators, strategy, loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
@@ -124,7 +128,7 @@ class Controller:
             settings,
             trainer,
             evaluators,
-            model_dir=resolve(model_dir) if model_dir else None,
+            model_dir=model_dir,
             policy=checkpoints,
             writers=writers,
             trackers=trackers,

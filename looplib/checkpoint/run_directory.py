@@ -24,7 +24,7 @@ _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to t
 _PATTERN = set("[]\\*?")
 _FOLDERS = (
     "checkpoints", os.path.join("checkpoints", "set_aside"), "train", "eval", "media", "csv", "wandb",
-    "predictions", "export",
+    "predictions", "export", "bad_records",
 )  # fmt: skip
 _FILES = (
     "lock", "metrics.jsonl", "metrics.voided.jsonl", "media.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",

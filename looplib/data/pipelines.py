@@ -15,6 +15,7 @@ from looplib.data.lengths import Lengths
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
+from looplib.records.damage import LeftOut
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext, per_replica_batch_size
 from looplib.task.shares import KINDS
@@ -32,7 +33,7 @@ def distribute(
     training: bool,
     start_step: int = 0,
     overfit_batch: bool = False,
-    bad_records: int = 0,
+    bad_records: LeftOut | None = None,
     how: str = "auto",
     in_blocks: bool = False,
 ) -> Stream:
@@ -46,7 +47,7 @@ def distribute(
       training: whether this is training data.
       start_step: global batches that the run has consumed.
       overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
-      bad_records: damaged records that may be left out.
+      bad_records: the damaged records that the run has left out, and how many it may; None for none.
       how: one of `devices.DISTRIBUTES`.
       in_blocks: whether batches of a training that are small are read many at once, see `BlockStream`.
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
+from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.report.shown import Shown
 from looplib.task.evaluator import Evaluator
@@ -139,7 +140,7 @@ class Specification:
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
       overfit_batch: whether each step gets the first batch of the data.
-      bad_records: damaged records of the data that may be left out.
+      bad_records: the damaged records that the run has left out, and how many it may; None for none.
       distribute: what carries batches to the replicas, one of `devices.DISTRIBUTES`.
     """
 
@@ -156,7 +157,7 @@ class Specification:
     non_finite: str = "off"
     chosen: EngineChoice | None = None
     overfit_batch: bool = False
-    bad_records: int = 0
+    bad_records: LeftOut | None = None
     distribute: str = "auto"
 
     @property

@@ -18,6 +18,7 @@ from looplib.loop.engines import ENGINES
 from looplib.loop.prediction import Prediction
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
+from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.task import checks
 from looplib.task.evaluator import Evaluator
@@ -42,7 +43,7 @@ class LoopSettings:
     steps_per_loop: int
     seed: int
     overfit_batch: bool = False
-    bad_records: int = 0
+    bad_records: LeftOut | None = None
     distribute: str = "auto"
 
     def __post_init__(self) -> None:
@@ -51,7 +52,6 @@ class LoopSettings:
             size = whole_number("global_batch_size", self.global_batch_size)
             object.__setattr__(self, "global_batch_size", size)
         object.__setattr__(self, "seed", whole_number("seed", self.seed, least=0))
-        object.__setattr__(self, "bad_records", whole_number("bad_records", self.bad_records, least=0))
         if self.loop not in ENGINES:
             raise UsageError(f"loop is {self.loop!r}; expected one of {', '.join(ENGINES)}")
         if self.distribute not in DISTRIBUTES:

@@ -1,7 +1,7 @@
 """Records in files by number: sources, the index of their offsets, keyed orders, reading ahead.
 
 Names that other rooms may use, by file:
-    damage: Tolerant
+    damage: LeftOut, tolerant
     files: none
     formats: none
     index: none

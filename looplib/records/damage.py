@@ -1,14 +1,85 @@
-"""Damaged records, left out up to a number of them."""
+"""Damaged records, left out up to a number of them in all of a run."""
 
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
 from absl import logging
 
-from looplib.errors import UsageError
+from looplib import files
+from looplib.errors import UsageError, gist, whole_number
 from looplib.records.indexed import BadRecordError
-from looplib.records.sources import Source, items
+from looplib.records.sources import Chain, Source, items
+
+_NOTE = ".txt"
+
+
+class LeftOut:
+    """The damaged records that a run has left out, counted over its data sets, workers and restarts.
+
+    Each is a small file in a folder that the processes of the run share, named after the record, so that none counts
+    twice and no process waits for another.
+
+    Args:
+      most: how many there may be.
+      folder: the folder, made when there is a record to note; None counts those of this process alone.
+
+    Attributes:
+      most: how many there may be.
+
+    Raises:
+      UsageError: if `most` is not a whole number of at least 0.
+    """
+
+    def __init__(self, most: int, folder: str | None = None) -> None:
+        self.most, self._folder = whole_number("bad_records", most, least=0), folder
+        self._names: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, error: BadRecordError) -> None:
+        """Counts a damaged record, unless it was counted before.
+
+        Raises:
+          UsageError: if there are more now than may be.
+        """
+        with self._lock:
+            is_new = error.name not in self._names
+            self._names.add(error.name)
+            if is_new and self._folder is not None:
+                self._share(self._folder, error)
+            count = len(self._names)
+        if count > self.most:  # each time: what was read ahead may be dropped and read again
+            listed = " (bad_records in the run directory lists them)" if self._folder else ""
+            raise UsageError(
+                f"{count} records are damaged, and --bad_records allows {self.most} in a run{listed}: {error}"
+            ) from error
+        if is_new:
+            logging.warning("left out a damaged record, %d of at most %d: %s", count, self.most, error)
+
+    def _share(self, folder: str, error: BadRecordError) -> None:
+        try:
+            tf.io.gfile.makedirs(folder)
+            files.write_whole(f"{folder}/{error.name}{_NOTE}", f"{error}\n")
+            found = tf.io.gfile.listdir(folder)
+            self._names.update(name.removesuffix(_NOTE) for name in found if name.endswith(_NOTE))
+        except (OSError, tf.errors.OpError) as problem:
+            self._folder = None
+            logging.warning(
+                "damaged records cannot be noted in %s (%s), so this process counts its own alone",
+                folder,
+                gist(problem),
+            )
+
+
+def tolerant(source: Source, left_out: LeftOut, replace: bool) -> Source:
+    """Returns a source without its damaged records; for the arguments see `Tolerant`.
+
+    Of several sources, each has its own records in place of damaged ones.
+    """
+    if isinstance(source, Chain):
+        return Chain([Tolerant(part, left_out, replace) for part in source.sources])
+    return Tolerant(source, left_out, replace)
 
 
 class Tolerant:
@@ -18,14 +89,12 @@ class Tolerant:
 
     Args:
       source: the records.
-      most: how many may be damaged.
+      left_out: those of the run so far, and how many there may be.
       replace: whether the next good record, by number, comes in place of each, so that batches stay full; else None.
     """
 
-    def __init__(self, source: Source, most: int, replace: bool) -> None:
-        self._source, self._most, self._replace = source, most, replace
-        self._bad: set[int] = set()
-        self._lock = threading.Lock()
+    def __init__(self, source: Source, left_out: LeftOut, replace: bool) -> None:
+        self._source, self._left_out, self._replace = source, left_out, replace
 
     def __len__(self) -> int:
         return len(self._source)
@@ -45,21 +114,11 @@ class Tolerant:
             return [self._good(int(number)) for number in numbers]
 
     def _good(self, number: int) -> Any:
-        for candidate in range(number, number + self._most + 1):
+        for candidate in range(number, number + self._left_out.most + 1):
             try:
                 return items(self._source, [candidate % len(self)])[0]
             except BadRecordError as error:
-                self._note(error)
+                self._left_out.add(error)
                 if not self._replace:
                     return None
         raise AssertionError("unreachable: as many damaged records in a row were refused")
-
-    def _note(self, error: BadRecordError) -> None:
-        with self._lock:
-            is_new = error.number not in self._bad
-            self._bad.add(error.number)
-            count = len(self._bad)
-        if count > self._most:  # each time: what was read ahead may be dropped and read again
-            raise UsageError(f"{count} records are damaged, and --bad_records allows {self._most}: {error}") from error
-        if is_new:
-            logging.warning("left out a damaged record, %d of at most %d: %s", count, self._most, error)

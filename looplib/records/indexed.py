@@ -1,11 +1,14 @@
 """Files of records read by record number, through an index of where each starts."""
 
+import hashlib
+import os
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 
 from looplib.errors import UsageError
+from looplib.files import safe_name
 from looplib.records.files import Files
 
 
@@ -13,12 +16,12 @@ class BadRecordError(UsageError):
     """A record is damaged.
 
     Attributes:
-      number: the record's.
+      name: names the record, wherever its file is mounted, and can name a file.
     """
 
-    def __init__(self, message: str, number: int) -> None:
+    def __init__(self, message: str, name: str) -> None:
         super().__init__(message)
-        self.number = number
+        self.name = name
 
 
 class IndexedFiles:
@@ -64,7 +67,7 @@ class IndexedFiles:
             records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
         if bad is not None:
             self._files.check(int(file[bad]))
-            raise BadRecordError(self._describe(int(numbers[bad]), int(file[bad])), int(numbers[bad]))
+            raise self._damaged(int(numbers[bad]), int(file[bad]))
         return records
 
     def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
@@ -90,10 +93,12 @@ class IndexedFiles:
             starts[rows], stops[rows] = self._offsets[index][within], self._offsets[index][within + 1]
         return starts, stops
 
-    def _describe(self, number: int, index: int) -> str:
-        row = number - int(self._firsts[index])
-        return (
-            f"record {row} of {self._files.paths[index]}, at byte {self._offsets[index][row]}, is damaged: its "
-            "checksum does not match its data; restore the file from a copy, or leave out a few such records by "
-            "--bad_records=skip:N"
+    def _damaged(self, number: int, index: int) -> BadRecordError:
+        row, path = number - int(self._firsts[index]), self._files.paths[index]
+        name, at = os.path.basename(path), self._offsets[index][row]
+        message = (
+            f"record {row} of {path}, at byte {at}, is damaged: its checksum does not match its data; restore the file "
+            "from a copy, or leave out a few such records by --bad_records=skip:N"
         )
+        digest = hashlib.sha256(f"{name}/{self._files.sizes[index]}/{at}".encode()).hexdigest()[:12]
+        return BadRecordError(message, f"{safe_name(name)}-{row}-{digest}")

@@ -103,38 +103,41 @@ class BlockOrder:
 
     def picks(self, positions: tf.Tensor) -> Picks:
         """See `Order`."""
-        n, run = self.num_examples, self.batch_size // self.lanes
-        epoch = positions // n
-        lane = positions % self.batch_size // run
-        first = epoch * n
-        start = self._before(first + n, lane * run) - self._before(first, lane * run)
-        stop = self._before(first + n, (lane + 1) * run) - self._before(first, (lane + 1) * run)
-        place = start  # in the epoch's sequence of blocks
-        for sign, end in ((1, positions), (-1, first)):
-            place += sign * (self._before(end, (lane + 1) * run) - self._before(end, lane * run))
+        n, size, run = self.num_examples, self.batch_size, self.batch_size // self.lanes
+        epoch, slot = positions // n, positions % size
+        low = slot // run * run  # the first slot of the lane
+        high = low + run
+
+        def before(position: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            """Returns how many positions before `position` have slots before the lane, and before its end."""
+            batches, rest = position // size, position % size
+            return tuple(batches * end + tf.minimum(rest, end) for end in (low, high))
+
+        (low_at_start, high_at_start), (low_at_end, high_at_end) = before(epoch * n), before((epoch + 1) * n)
+        # In the epoch's sequence of blocks: where the lane starts and stops, and the position's own place.
+        start, stop = low_at_end - low_at_start, high_at_end - high_at_start
+        place = start + positions // size * run + (slot - low) - (high_at_start - low_at_start)
 
         number = place // self.block
         piece_start = tf.maximum(number * self.block, start)
         piece_stop = tf.minimum(tf.minimum((number + 1) * self.block, stop), n)
-        size = piece_stop - piece_start
-        offset = shuffled(place - piece_start, size, key_of(self.seed, epoch, _PIECES + piece_start))
-        first_id = self._block_at(epoch, number) * self.block + piece_start - number * self.block
-        return Picks(first_id + offset, first_id, first_id + size)
-
-    def _before(self, position: tf.Tensor, slot: tf.Tensor) -> tf.Tensor:
-        """Returns how many positions before `position` have a slot before `slot`."""
-        return position // self.batch_size * slot + tf.minimum(position % self.batch_size, slot)
-
-    def _block_at(self, epoch: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
-        """Returns the blocks at numbers in the order of epochs, int64 `[p]`; a short last one stays the last."""
-        whole = self.num_examples // self.block
-        size = tf.fill(tf.shape(number), tf.constant(max(1, whole), tf.int64))
-        found = shuffled(tf.minimum(number, size - 1), size, key_of(self.seed, epoch, _BLOCKS))
-        return tf.where(number < whole, found, number)
+        # Blocks are permuted in the epoch, but for a short last one, and records in their piece: both at once, because
+        # the ops of a permutation are most of what a first batch costs.
+        whole = n // self.block
+        blocks = tf.fill(tf.shape(number), tf.constant(max(1, whole), tf.int64))
+        block, offset = tf.unstack(
+            shuffled(
+                tf.stack([tf.minimum(number, blocks - 1), place - piece_start]),
+                tf.stack([blocks, piece_stop - piece_start]),
+                key_of(self.seed, epoch, tf.stack([0 * epoch + _BLOCKS, _PIECES + piece_start])),
+            )
+        )
+        first = tf.where(number < whole, block, number) * self.block + piece_start % self.block
+        return Picks(first + offset, first, first + piece_stop - piece_start)
 
 
 def key_of(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
-    """Returns keys uint64 `[p]` of a permutation of an epoch, int64 `[p]`; `use` is what it is for, int64."""
+    """Returns keys uint64 `[..., p]` of permutations of epochs, int64 `[p]`; `use` says what for, int64 `[..., p]`."""
     first = _mix(tf.fill(tf.shape(epoch), tf.constant(seed % 2**64, tf.uint64)))
     return _mix(_mix(first + tf.bitcast(epoch, tf.uint64)) + tf.bitcast(0 * epoch + use, tf.uint64))
 
@@ -147,13 +150,14 @@ def shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     beyond the size goes through the network again, until it is within.
 
     Args:
-      index: int64 `[p]`, from 0 to size - 1.
-      size: int64 `[p]`.
-      key: uint64 `[p]`.
+      index: int64 `[..., p]`, from 0 to size - 1.
+      size: int64 `[..., p]`.
+      key: uint64 `[..., p]`.
     """
     width = tf.cast(tf.math.ceil(tf.sqrt(tf.cast(size, tf.float64))), tf.int64)
     height = -(-size // width)
-    keys = tf.unstack(_mix(key + tf.constant([[number] for number in range(_HALF_ROUNDS)], tf.uint64)))
+    numbers = tf.constant(list(range(_HALF_ROUNDS)), tf.uint64, [_HALF_ROUNDS] + [1] * key.shape.rank)
+    keys = tf.unstack(_mix(key + numbers))
 
     def through(index: tf.Tensor) -> tf.Tensor:
         row, column = index // width, index % width

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from looplib.errors import UsageError, whole_number
 from looplib.records import reading, sources
-from looplib.records.damage import Tolerant
+from looplib.records.damage import LeftOut, tolerant
 from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
 from looplib.task.plans import Ids, Plan, Run, beside, plan_of
 
@@ -44,7 +44,7 @@ class InputContext:
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
-      bad_records: damaged records that `records` may leave out, at most.
+      bad_records: the damaged records that `records` has left out, and how many it may; None for none.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class InputContext:
         start_step: int,
         of_global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
-        bad_records: int = 0,
+        bad_records: LeftOut | None = None,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -242,12 +242,12 @@ class InputContext:
         source = plan.source
         batch = self.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
-        may_lack = self.bad_records > 0 and not self.training
-        source = Tolerant(source, self.bad_records, replace=self.training) if self.bad_records else source
+        tolerates = self.bad_records is not None and self.bad_records.most > 0
+        source = tolerant(source, self.bad_records, replace=self.training) if tolerates else source
         picked = self._positions(plan, whole_epochs, "records", most).map(picks, **_PARALLEL)
-        self.ids = picked.map(lambda found, *_: found.ids).unbatch()
+        self.ids = picked.map(_ids).unbatch()
         self.by_python = True
-        return _batches(reading.read(source, picked, by_pieces=by_pieces, may_lack=may_lack))
+        return _batches(reading.read(source, picked, by_pieces=by_pieces, may_lack=tolerates and not self.training))
 
     def _block(self, source: sources.Source) -> int:
         if isinstance(source, sources.Blocked):
@@ -372,6 +372,11 @@ class InputContext:
         """Returns the position of this pipeline's batch among the batches of all replicas, in step order."""
         step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
         return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica
+
+
+@tf.autograph.experimental.do_not_convert
+def _ids(picks: Picks, *_: Any) -> tf.Tensor:
+    return picks.ids
 
 
 def _batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
