@@ -2,9 +2,9 @@
 
 The MLP of W1 trains with a run directory and a report every 100 steps: progress, `metrics.jsonl`, TensorBoard's events,
 and in a second run images and histograms too. The same training without a directory and writers takes turns with it.
-What is compared is the time from the first report of a turn to its last, processor time of all threads and wall time, so
-that the checkpoint at its end is left out. The share of the reports is the loop's own clock: how long it waits for them.
-The page at the end is apart.
+What is compared is the time from the first report of a turn to its last, processor time of all threads and wall time,
+without the checkpoint at its end. The share of the reports is the loop's own clock: how long it waits for them. The
+page at the end is apart.
 """
 
 import os
