@@ -2,9 +2,9 @@
 
 The MLP of W1 trains with a run directory and a report every 100 steps: progress, `metrics.jsonl`, TensorBoard's events,
 and in a second run images and histograms too. The same training without a directory and writers takes turns with it.
-What is compared is the time between two reports, processor time of all threads and wall time, so that the end of a turn,
-with its checkpoint, is left out. The share of the reports is the loop's own clock: how long it waits for them. The page
-at the end is apart.
+What is compared is the time from the first report of a turn to its last, processor time of all threads and wall time,
+without the checkpoint at its end. The share of the reports is the loop's own clock: how long it waits for them. The
+page at the end is apart.
 """
 
 import os
@@ -56,7 +56,7 @@ class _Contestant:
 
 
 def _both(pair, first):
-    """Lets one contestant of a pair take its turn, then the other one; returns their seconds in the order of the pair."""
+    """Lets the contestants of a pair take their turns; returns their seconds, in the order of the pair."""
     found = {number: pair[number].turn() for number in (first, 1 - first)}
     return [found[0], found[1]]
 
@@ -82,9 +82,9 @@ def main(argv):
             page = time.perf_counter() - started
         processor, wall, _ = (turns[:, 1] / turns[:, 0] - 1).T
         lines.append(
-            f"{name}: the loop waits {_quartiles(turns[:, 1, 2] / turns[:, 1, 1])} of its time for reports; the training "
-            f"takes {_quartiles(processor)} more processor time and {_quartiles(wall)} more wall time than without "
-            f"writing; page {page:.2f} s"
+            f"{name}: the loop waits {_quartiles(turns[:, 1, 2] / turns[:, 1, 1])} of its time for reports; it takes "
+            f"{_quartiles(processor)} more processor time and {_quartiles(wall)} more wall time than without writing; "
+            f"page {page:.2f} s"
         )
     print(*lines, sep="\n")
 

@@ -31,6 +31,8 @@ from looplib.report.event_files import read_events
 from looplib.report.ownership import event_files, this_process
 from looplib.report.progress import Pace, Progress
 from looplib.report.records import read_jsonl
+from looplib.report.threaded_writer import ThreadedWriter
+from looplib.report.writer import Writer
 
 pytestmark = pytest.mark.any_engine
 
@@ -612,3 +614,15 @@ def test_a_record_that_another_job_has_written_meanwhile_is_not_written_again(tm
     assert [(r["step"], r["split"], r.get("accuracy")) for r in read_jsonl(path)] == [
         (10, "train", None), (10, "eval", 0.5), (20, "eval", 0.5),
     ]  # fmt: skip
+
+
+def test_an_error_in_the_thread_of_a_writer_is_raised_by_the_training(tmp_path):
+    class Full(Writer):
+        def write(self, step, split, metrics):
+            raise OSError(28, "No space left on device")
+
+    writer = ThreadedWriter(Full())
+    writer.write(1, "train", {"loss": 1.0})
+    with pytest.raises(OSError, match="No space left"):
+        writer.flush()
+    writer.close()
