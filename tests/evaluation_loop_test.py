@@ -93,3 +93,9 @@ def test_an_evaluation_that_failed_adds_nothing_to_the_next(known):
             evaluate(controller)
         evaluator.fails_at.assign(np.inf)
         assert evaluate(controller) == pytest.approx(plain_totals(45, BATCH))
+
+
+def test_auto_tries_an_engine_for_longer_than_an_evaluation_lasts():
+    controller = looplib.Controller(evaluator=Sums(43, True), global_batch_size=BATCH, loop="auto", writers=[])
+    for _ in range(3):
+        assert evaluate(controller) == pytest.approx(plain_totals(43, BATCH))

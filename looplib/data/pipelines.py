@@ -214,7 +214,7 @@ class _Pipelines:
         skip = 0 if context.positioned else self._start_step * replicas
         if skip and not self._on_host:
             dataset = dataset.skip(skip)
-        cardinality = dataset.cardinality().numpy()
+        cardinality = int(dataset.cardinality())
         endless = cardinality == tf.data.INFINITE_CARDINALITY
         # Behind tf.distribute's iterators sizes are not known.
         known = _ENDLESS if endless else cardinality - 1 if self._on_host else 0
