@@ -176,7 +176,7 @@ def runs(nursery, whole, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         disks = [stack.enter_context(Disk(tmp_path_factory.mktemp("power"), options)) for options in RUNS.values()]
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(RUNS)))
-        cuts = int(os.environ.get("LOOPLIB_CUTS", repetitions(5, 20)))
+        cuts = int(os.environ.get("LOOPLIB_CUTS", repetitions(3, 20)))
         yield {
             name: (
                 disk.folder / "run",
