@@ -115,6 +115,7 @@ def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
     assert "it reported no step since its checkpoint" in out
 
 
+@pytest.mark.repetition
 def test_a_replay_of_a_run_in_xla_has_its_numbers_up_to_rounding(runs, capfd):
     assert main(["replay", str(runs("xla")[0]), "--step=30"]) == EXIT_DONE
     out = capfd.readouterr().out
@@ -157,6 +158,7 @@ def test_runs_part_at_the_step_of_one_changed_example(runs, capfd):
     assert f"the runs part at step {BAD}, first in the examples\n" in out
 
 
+@pytest.mark.repetition
 def test_runs_part_where_a_resumed_one_has_another_learning_rate(runs, capfd):
     assert main(["diff", str(runs("plain")[0]), str(runs("other_rate")[0])]) == EXIT_DIFFERENT
     out = capfd.readouterr().out
