@@ -11,6 +11,8 @@ from conftest import make_strategy, more, repetitions
 import looplib
 from looplib.task import input_context
 
+pytestmark = pytest.mark.any_engine
+
 
 def context(**changes):
     settings = dict(
