@@ -278,6 +278,7 @@ def nothing(i, x, y):
     return i[0] < 0
 
 
+@pytest.mark.any_engine(False)
 @pytest.mark.parametrize(
     "make, message",
     [
