@@ -8,6 +8,8 @@ from conftest import make_strategy
 
 import looplib
 
+pytestmark = pytest.mark.any_engine
+
 DEFAULT = make_strategy("default")
 
 

@@ -103,12 +103,15 @@ PAGES = {
 }
 
 
-LONG = ("tpu_guide", "tpu_course")
+# Run with --all: a TPU's page also runs with a stand-in for it, and one migration shows what the others do.
+REPETITIONS = ("tpu_guide", "tpu_course", "tpu_strategy", "from_orbit", "from_tf_distribute", "from_lightning",
+               "recipes")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {name: tmp_path_factory.mktemp(name) for name in PAGES if name not in LONG or repetitions(False, True)}
+    left_out = repetitions(REPETITIONS, ())
+    return {name: tmp_path_factory.mktemp(name) for name in PAGES if name not in left_out}
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +197,7 @@ def check_the_reference(out):
     assert "a number, not a symbol: 40.0" in out and re.search(r"losses: \[\d", out)
 
 
+@pytest.mark.repetition
 def test_the_tpu_strategys_program_runs_without_a_tpu(results):
     check_the_reference(printed(results["tpu_strategy"]))
     assert "lowered: {'train': True} []" in results["tpu_strategy"].stdout
@@ -244,6 +248,7 @@ def test_the_tpu_pages_connect_once_and_run_where_there_is_a_tpu(command, python
     assert log.read_text().splitlines() == ["resolve mine", "initialize", *assigned]
 
 
+@pytest.mark.repetition
 def test_the_recipes_run_as_printed(results):
     out = printed(results["recipes"])
     assert "stopped early; the weights are the best" in out
@@ -260,6 +265,7 @@ def test_the_programs_of_after_training_run_as_printed(results, folders):
     assert kept and kept <= {"step-100", "step-200"}
 
 
+@pytest.mark.repetition
 @needs_models
 def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
     out = printed(results["from_orbit"])
@@ -278,12 +284,14 @@ def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
     assert "stopped by Keras after 2 epochs" in out and first.count("\n") < 30
 
 
+@pytest.mark.repetition
 def test_the_hand_written_loop_and_its_trainer_come_to_the_same_loss(results):
     found = dict(re.findall(r"^(by hand|looplib): (\S+)$", printed(results["from_tf_distribute"]), re.MULTILINE))
     assert float(found["by hand"]) < 0.3
     np.testing.assert_allclose(float(found["looplib"]), float(found["by hand"]), rtol=1e-5)
 
 
+@pytest.mark.repetition
 def test_the_program_ported_from_lightning_learns(results):
     assert shown(r"^looplib: (\S+)$", printed(results["from_lightning"]))[0] > 0.95
 

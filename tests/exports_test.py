@@ -19,6 +19,8 @@ from conftest import make_strategy, more, needs_models
 import looplib
 from trainers import contrastive, diffusion, gan, image_classification, image_data, language_model, transformer
 
+pytestmark = pytest.mark.any_engine
+
 ROOT = pathlib.Path(__file__).parents[1]
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 # Loads exports, in a process in which looplib cannot be imported, and writes what they compute for some inputs.
@@ -318,6 +320,7 @@ def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
         ]  # fmt: skip
 
 
+@pytest.mark.any_engine(False)
 def test_what_cannot_be_exported_is_a_sentence(tmp_path):
     class Modelless(toy.RegressionEvaluator):
         def __init__(self):

@@ -141,10 +141,8 @@ CLIPS = {
 @pytest.mark.parametrize(
     "name, family, count",
     [
-        ("default", "keras", 2),
         ("mirrored_x2", "keras", 2),
-        ("mirrored_x2", "tf_keras", 1),
-        pytest.param("mirrored_x4", "tf_keras", 4, marks=pytest.mark.repetition),
+        *more([("default", "keras", 2), ("mirrored_x2", "tf_keras", 1), ("mirrored_x4", "tf_keras", 4)]),
     ],
 )
 @pytest.mark.parametrize("clip", CLIPS)

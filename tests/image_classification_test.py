@@ -25,9 +25,9 @@ def run(config, strategy, steps, **settings):
         ("cnn", "mirrored_x2"),
         ("mlp", "mirrored_x2"),
         ("tpu_guide", "default"),
-        pytest.param("resnet18", "mirrored_x2", marks=needs_models),
+        pytest.param("resnet18", "default", marks=needs_models),
         *more([("cnn", "default"), ("mlp", "default"), ("tpu_guide", "mirrored_x2")]),
-        pytest.param("resnet18", "default", marks=[needs_models, pytest.mark.repetition]),
+        pytest.param("resnet18", "mirrored_x2", marks=[needs_models, pytest.mark.repetition]),
     ],
 )
 def test_every_model_trains_and_evaluates(model, name):

@@ -11,6 +11,8 @@ from conftest import make_strategy, more, repetitions
 import looplib
 from looplib.task import input_context
 
+pytestmark = pytest.mark.any_engine
+
 
 def context(**changes):
     settings = dict(
@@ -276,6 +278,7 @@ def nothing(i, x, y):
     return i[0] < 0
 
 
+@pytest.mark.any_engine(False)
 @pytest.mark.parametrize(
     "make, message",
     [

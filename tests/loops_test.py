@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy, repetitions
+from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib.loop.base import Request
@@ -20,7 +20,7 @@ def resident_bytes():
         return int(file.read().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("name", ["default", *more(["mirrored_x2"])])
 def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_path):
     """With --all, 1,000 loops and 200 evaluations."""
     strategy = make_strategy(name)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib import UsageError
@@ -197,6 +197,7 @@ def test_every_option_equals_keras_on_one_device_in_a_graph_too(keras):
     check(keras, options(keras), "mirrored_x2")
 
 
+@pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_four_replicas_equal_keras_on_one_device_too(keras):
     """In a graph, where an update that depends on the step or on the gradients is a branch."""
     names = ["average overwrites", "accumulate, average", "dynamic", "several"]
@@ -247,11 +248,7 @@ class Sentences(looplib.Trainer):
     "keras, name",  # with another reduction each
     [
         ("keras", "mirrored_x2"),
-        ("tf_keras", "mirrored_x4"),
-        *(
-            pytest.param(*case, marks=pytest.mark.repetition)
-            for case in [("keras", "mirrored_x4"), ("tf_keras", "mirrored_x2")]
-        ),
+        *more([("tf_keras", "mirrored_x4"), ("keras", "mirrored_x4"), ("tf_keras", "mirrored_x2")]),
     ],
     indirect=["keras"],
 )

@@ -230,7 +230,7 @@ actions = [*before, looplib.ReduceOnPlateau("eval/loss", 0.5, patience=1, cooldo
            looplib.ReduceOnPlateau("train/loss", 0.9, patience=1, min_change=0.05),
            looplib.EarlyStopping("eval/loss", patience=5), *([] if before else [Kill()])]
 launch.run(build, global_batch_size=8, steps_per_loop=2, eval_interval=1, checkpoint_interval=3, train_steps=20,
-           keep_best="eval/loss", actions=actions)
+           keep_best="eval/loss", loop="eager", actions=actions)
 """
 
 

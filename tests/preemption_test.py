@@ -387,8 +387,8 @@ def test_a_hangup_or_limit_that_comes_again_changes_nothing(signum, python, tmp_
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
-def test_a_hangup_that_was_ignored_when_the_process_started_stays_ignored(tmp_path):
-    code, output, errors = interrupted(sys.executable, tmp_path, REPEATED, ignored=REPEATED)
+def test_a_hangup_that_was_ignored_when_the_process_started_stays_ignored(python, tmp_path):
+    code, output, errors = interrupted(python, tmp_path, REPEATED, ignored=REPEATED)
     assert code == 0, errors
     assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
 

@@ -142,6 +142,7 @@ def test_a_run_with_averages_a_profile_and_a_reduced_rate_is_replayed(runs, capf
     assert "averages: average_0" in out and "equal, bit by bit, to what the run reported at step 30" in out
 
 
+@pytest.mark.repetition
 def test_a_replay_of_a_run_in_xla_has_its_numbers_up_to_rounding(runs, capfd):
     assert main(["replay", str(runs("xla")[0]), "--step=30"]) == EXIT_DONE
     out = capfd.readouterr().out
@@ -184,6 +185,7 @@ def test_runs_part_at_the_step_of_one_changed_example(runs, capfd):
     assert f"the runs part at step {BAD}, first in the examples\n" in out
 
 
+@pytest.mark.repetition
 def test_runs_part_where_a_resumed_one_has_another_learning_rate(runs, capfd):
     assert main(["diff", str(runs("plain")[0]), str(runs("other_rate")[0])]) == EXIT_DIFFERENT
     out = capfd.readouterr().out

@@ -23,7 +23,7 @@ from looplib import _tf
 from looplib.data import iterator_state, pipelines
 
 Data, X = tf.data.Dataset, tf.data.experimental
-READ, STOPS = 34, repetitions((8, 21), (1, 8, 21))
+READ, STOPS = 34, repetitions((8,), (1, 8, 21))
 FILES = types.SimpleNamespace()  # paths, made by the fixture
 MOST = 400
 

@@ -14,7 +14,7 @@ import time
 
 import pytest
 import swept
-from conftest import more
+from conftest import more, repetitions
 
 from looplib import UsageError
 from looplib.__main__ import main
@@ -170,7 +170,7 @@ def test_a_sweep_killed_at_any_moment_loses_and_repeats_no_trial(python, tmp_pat
     of = [f"--config.rate={','.join(RATES)}", "--config.pause=0.2", "--config.noise=0.01"]
     arguments = command(python, folder, "--parallel=2", of=of)
     ended = {}  # the time of the last change of each run that was done before a kill
-    for kill in range(3):
+    for kill in range(repetitions(2, 3)):
         with open(tmp_path / "log", "a") as log:
             process = subprocess.Popen(arguments, env=ENVIRONMENT, stdout=log, stderr=log)
         saves = len(list(folder.glob("trial-*/checkpoints/*.commit"))) + moments.choice((0, 1, 3))

@@ -67,5 +67,6 @@ def score(rate, steps, start=0.0):
 
 if __name__ == "__main__":
     launch.run(
-        build, Config(), train_steps=40, eval_interval=10, checkpoint_interval=10, steps_per_loop=5, global_batch_size=4
-    )
+        build, Config(), train_steps=40, eval_interval=10, checkpoint_interval=10, steps_per_loop=5, global_batch_size=4,
+        loop="eager",
+    )  # fmt: skip

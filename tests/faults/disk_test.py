@@ -52,7 +52,7 @@ def fill_until_it_ends(life, folder, leave):
 
 
 # A checkpoint is 4.6 MB; three are kept, and a fourth is written before one is deleted.
-ARGUMENTS = ["--config.state_mb=4", "--keep_last=2", "--config.slow_step=0.01", "--train_steps=40"]
+ARGUMENTS = ["--config.state_mb=4", "--keep_last=2", "--config.slow_step=0.01", "--train_steps=40", "--loop=eager"]
 
 
 @pytest.fixture(scope="module")

@@ -27,13 +27,16 @@ _CLONE_NEWNET = 0x40000000
 # What AutoGraph converts in nearly every run, which takes each new process a second: of which a tf.function is made, and
 # what is called in one.
 _LOOP, _REDUCER, _STREAM = "graph.GraphLoop", "reducer.Reducer", "looplib.data.host_stream.HostStream"
+_CHECKSUM = "example_checksum"
 _OUTER = [f"looplib.loop.{name}" for name in (f"{_LOOP}._run", f"{_REDUCER}.read")]
 _INNER = [
-    *(f"looplib.loop.{_LOOP}.{name}" for name in ("_steps", "_repeat", "_repeat_to_the_end", "_do_step")),
+    *(f"looplib.loop.{_LOOP}.{name}" for name in ("_steps", "_repeat", "_repeat_to_the_end", "_do_step", "_outcome")),
     *(f"looplib.loop.{_REDUCER}.{name}" for name in ("run_step", "_reset_local")),
     *(f"looplib.loop.{name}" for name in ("graph._strides", "chunks.do_step", "timing.timed", "step.Step.__call__")),
+    *(f"looplib.loop.{_CHECKSUM}.{name}" for name in ("examples_checksum", "_columns", "_has_rows", "_hash")),
     *(f"looplib.loop.evaluation.EvaluationLoop.{name}" for name in ("_steps", "_add", "_last")),
-    "looplib.health.non_finite.run_watched", f"{_STREAM}.next", f"{_STREAM}._to_replicas", "faulty.Faulty.step_fn",
+    "looplib.health.non_finite.run_watched", f"{_STREAM}.next", f"{_STREAM}._to_replicas", f"{_STREAM}._placed",
+    "faulty.Faulty.step_fn", "faulty.FaultyEvaluator.step_fn", "faulty.Notes.note_in_graph",
 ]  # fmt: skip
 
 

@@ -26,6 +26,8 @@ from looplib.report.event_files import read_events
 from looplib.report.jsonl_writer import JsonlWriter
 from looplib.report.records import read_jsonl
 
+pytestmark = pytest.mark.any_engine
+
 
 def start(folder, keep=2, **policy):
     trainer, evaluator = toy.build(make_strategy("default"))

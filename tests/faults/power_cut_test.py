@@ -30,7 +30,7 @@ from looplib.report.tensorboard_writer import TensorBoardWriter
 
 ARGUMENTS = [
     "--config.slow_step=0.004", "--config.slow_evaluation=0.005", "--config.slow_save=0.005",
-    "--config.slow_restore=0.03", "--config.extra_metrics=40",
+    "--config.slow_restore=0.03", "--config.extra_metrics=40", "--loop=eager",
 ]  # fmt: skip
 # ext4 as it is by default, and without its own remedy for programs that rename a file before they sync it.
 RUNS = {"default": "loop", "no remedy": "loop,noauto_da_alloc,commit=60"}
@@ -176,7 +176,7 @@ def runs(nursery, whole, tmp_path_factory):
     with contextlib.ExitStack() as stack:
         disks = [stack.enter_context(Disk(tmp_path_factory.mktemp("power"), options)) for options in RUNS.values()]
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(len(RUNS)))
-        cuts = int(os.environ.get("LOOPLIB_CUTS", repetitions(5, 20)))
+        cuts = int(os.environ.get("LOOPLIB_CUTS", repetitions(3, 20)))
         yield {
             name: (
                 disk.folder / "run",

@@ -128,13 +128,9 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     assert mean_iou(sum(matrices)) != pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-2)
 
 
-# Metrics that are means, and metrics of all examples together; the others are repetitions.
-ON_TWO_REPLICAS = ("resnet_imagenet", "seg_resnetfpn_pascal")
-
-
 @pytest.mark.parametrize(
     "both",
-    [pytest.param(name, marks=() if name in ON_TWO_REPLICAS else pytest.mark.repetition) for name in _PLAIN],
+    ["resnet_imagenet", *more(name for name in _PLAIN if name != "resnet_imagenet")],
     indirect=True,
     scope="module",
 )

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from cluster_harness import Namespaces
-from conftest import more
+from conftest import more, repetitions
 
 from looplib.checkpoint import commits
 from looplib.extras.tools.compare import compare
@@ -146,9 +146,10 @@ def test_a_frozen_worker_and_a_cut_link_end_all_and_a_restart_resumes_exactly(nu
     assert codes(cut, was_cut) == [1, 1]
     assert "worker 1" in causes(cut[0])[0] and "worker 0" in causes(cut[1])[0]
 
-    finish(nursery, [tmp_path / "frozen", tmp_path / "cut"])
-    for folder in ("frozen", "cut"):
-        compare_with_whole(whole, tmp_path / folder)
+    resumed = repetitions([tmp_path / "cut"], [tmp_path / "cut", tmp_path / "frozen"])
+    finish(nursery, resumed)
+    for folder in resumed:
+        compare_with_whole(whole, folder)
 
 
 # Others.
@@ -163,12 +164,13 @@ def test_a_value_that_is_not_finite_on_one_worker_halts_all_at_the_same_step(nur
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 28
 
 
+@pytest.mark.repetition  # workers_test has a run that rolls back
 def test_workers_roll_back_together(nursery, tmp_path):
-    arguments = [*ARGUMENTS, "--config.nan_at=30", "--non_finite=rollback"]
+    arguments = [*ARGUMENTS, "--config.nan_at=30", "--non_finite=rollback", "--train_steps=40"]
     processes = nursery.workers(2, tmp_path / "run", *arguments)
     assert codes(processes, time.monotonic() + 120) == [0, 0], "".join(process.output() for process in processes)
     assert "rolling back to step 28 and continuing with the data after step 30" in processes[0].output()
-    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 120
+    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 40
 
 
 def test_a_worker_that_never_starts_is_named(nursery, tmp_path):
