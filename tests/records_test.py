@@ -251,6 +251,20 @@ def test_a_few_damaged_records_are_left_out(copy, block, caplog):
     assert all(len(records) == len(seeds) for records, seeds in pairs)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_file_without_any_good_record_is_a_sentence(training, tmp_path):
+    path = tmp_path / "data.tfrecord"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        writer.write(b"one")
+        writer.write(b"two")
+    content = bytearray(path.read_bytes())
+    content[12] ^= 1
+    content[12 + 19] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(looplib.UsageError, match="each of 2 records is damaged"):
+        context(training=training, batch=1, bad_records=9).records(str(path))
+
+
 def test_lines_records_of_one_length_and_parquet(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\r\n\nfour")
     (tmp_path / "b.txt").write_bytes(b"five\n")

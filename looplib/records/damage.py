@@ -114,11 +114,11 @@ class Tolerant:
             return [self._good(int(number)) for number in numbers]
 
     def _good(self, number: int) -> Any:
-        for candidate in range(number, number + self._left_out.most + 1):
+        for candidate in range(number, number + len(self)):
             try:
                 return items(self._source, [candidate % len(self)])[0]
             except BadRecordError as error:
                 self._left_out.add(error)
                 if not self._replace:
                     return None
-        raise AssertionError("unreachable: as many damaged records in a row were refused")
+        raise UsageError(f"each of {len(self)} records is damaged; restore the files from a copy")

@@ -130,7 +130,10 @@ class _Element:
     """How records become tensors."""
 
     def __init__(self, source: Source) -> None:
-        self._like = next(record for number in range(len(source)) if (record := items(source, [number])[0]) is not None)
+        found = (items(source, [number])[0] for number in range(len(source)))
+        self._like = next((record for record in found if record is not None), None)
+        if self._like is None:
+            raise UsageError(f"each of {len(source)} records is damaged; restore the files from a copy")
         leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(self._like)]
         self.dtypes = [tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(leaf.dtype) for leaf in leaves]
         self._shapes = [list(leaf.shape) for leaf in leaves]
