@@ -87,7 +87,7 @@ def test_a_run_leaves_out_so_many_damaged_records_over_kills_and_workers_and_no_
 def run(command):
     """Runs a binary of this folder."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
 
 
 KINDS = {  # ways to read, of those that `recorded` has

@@ -15,7 +15,7 @@ from looplib.records.order import Picks
 from looplib.records.sources import Source, items, mean_bytes
 
 # Records, and their bytes, whose pieces are read before they are used.
-_AHEAD, _AHEAD_BYTES = 8192, 1 << 25
+_AHEAD, _AHEAD_BYTES = 4096, 1 << 25
 _Piece = tuple[int, int]  # its first record, and the one after its last
 
 
