@@ -119,7 +119,8 @@ class Run:
         self.report = self._make_report(config)
         self.directory.check_nothing_is_lost(self.report.saved_step)
         if self.workers.is_chief:
-            self.writers = make_writers(writers, trackers, model_dir if self.directory.writable else None)
+            place = model_dir if self.directory.writable else None
+            self.writers = make_writers(writers, trackers, place, self.directory.check_lock)
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)

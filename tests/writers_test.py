@@ -24,7 +24,7 @@ import toy
 from conftest import make_strategy
 from tensorboard.backend.event_processing import event_accumulator
 
-from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter
+from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter, UsageError
 from looplib.report.clock import Clock
 from looplib.report.console_writer import format_number
 from looplib.report.event_files import read_events
@@ -616,12 +616,24 @@ def test_a_record_that_another_job_has_written_meanwhile_is_not_written_again(tm
     ]  # fmt: skip
 
 
+def test_a_run_that_lost_its_directory_writes_nothing_in_the_thread_either(tmp_path):
+    def check():
+        raise UsageError("the lock is gone")
+
+    writer = ThreadedWriter(JsonlWriter(str(tmp_path / "metrics.jsonl")), check)
+    writer.write(1, "train", {"loss": 1.0})
+    with pytest.raises(UsageError, match="the lock is gone"):
+        writer.flush()
+    writer.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_error_in_the_thread_of_a_writer_is_raised_by_the_training(tmp_path):
     class Full(Writer):
         def write(self, step, split, metrics):
             raise OSError(28, "No space left on device")
 
-    writer = ThreadedWriter(Full())
+    writer = ThreadedWriter(Full(), lambda: None)
     writer.write(1, "train", {"loss": 1.0})
     with pytest.raises(OSError, match="No space left"):
         writer.flush()

@@ -19,10 +19,11 @@ class ThreadedWriter(Writer):
 
     Args:
       writer: the other writer.
+      check: is called before each write, and raises if the run may not write any more.
     """
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self, writer: Writer, check: Callable[[], None]) -> None:
+        self._writer, self._check = writer, check
         self._thread = concurrent.futures.ThreadPoolExecutor(1, type(self).__name__)
         self._calls: collections.deque[concurrent.futures.Future[None]] = collections.deque()
 
@@ -64,7 +65,11 @@ class ThreadedWriter(Writer):
     def _start(self, call: Callable[[], None]) -> None:
         while self._calls and (self._calls[0].done() or len(self._calls) >= _MOST_WAITING):
             self._calls.popleft().result()
-        self._calls.append(self._thread.submit(call))
+        self._calls.append(self._thread.submit(self._checked, call))
+
+    def _checked(self, call: Callable[[], None]) -> None:
+        self._check()  # now, because the caller's own check may be some time ago
+        call()
 
     def _wait(self) -> None:
         """Waits for the calls so far; raises what the first of them raised that failed."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from looplib.errors import UsageError
 from looplib.report.console_writer import ConsoleWriter
@@ -72,7 +72,9 @@ class Writers(Writer):
                 stack.callback(writer.close)
 
 
-def make_writers(writers: Sequence[Writer] | None, trackers: Sequence[Writer], model_dir: str | None) -> Writers:
+def make_writers(
+    writers: Sequence[Writer] | None, trackers: Sequence[Writer], model_dir: str | None, check: Callable[[], None]
+) -> Writers:
     """Returns the writers of a run as one.
 
     Args:
@@ -80,6 +82,7 @@ def make_writers(writers: Sequence[Writer] | None, trackers: Sequence[Writer], m
         `metrics.jsonl` and `media.jsonl`.
       trackers: the user's further writers.
       model_dir: the run directory, or None.
+      check: raises if the run directory is not the run's any more.
 
     Raises:
       UsageError: for something else among the user's.
@@ -92,5 +95,5 @@ def make_writers(writers: Sequence[Writer] | None, trackers: Sequence[Writer], m
         if model_dir:
             jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
             in_files = Writers([TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir)])
-            writers = [ThreadedWriter(in_files), *writers]
+            writers = [ThreadedWriter(in_files, check), *writers]
     return Writers([*writers, *trackers])
