@@ -129,16 +129,18 @@ class GradientTrainer(Trainer):
         self.model, self.optimizer = model, optimizer
         auto = micro_batches == "auto"
         self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
-        self.__clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
-        self.__report = checks.checked_reports(report)
+        self._gradient_clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
+        self._gradient_report = checks.checked_reports(report)
         checks.check_model(model)
         trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-        self.__plan = _Plan(trained, parts.divided(optimizers, trained))
-        parts.leave_out_of_decay(self.__plan.parts, no_decay)
-        _keras.check_one_family({"model": model, **{f"optimizer {p!r}": each for p, each, _ in self.__plan.parts}})
-        for _, each, variables in self.__plan.parts:
+        self._gradient_plan = _Plan(trained, parts.divided(optimizers, trained))
+        parts.leave_out_of_decay(self._gradient_plan.parts, no_decay)
+        _keras.check_one_family(
+            {"model": model, **{f"optimizer {p!r}": each for p, each, _ in self._gradient_plan.parts}}
+        )
+        for _, each, variables in self._gradient_plan.parts:
             checks.check_optimizer(each)
             each.build(variables)
         self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
@@ -171,7 +173,7 @@ class GradientTrainer(Trainer):
     @property
     def frozen_variables(self) -> list[Any]:
         """The variables of the model that are not trained, because `freeze` or their layers say so."""
-        trained = {id(variable) for variable in self.__plan.trained}
+        trained = {id(variable) for variable in self._gradient_plan.trained}
         return [variable for variable in self.model.variables if id(variable) not in trained]
 
     def export(self) -> Exported:
@@ -184,7 +186,7 @@ class GradientTrainer(Trainer):
         with tf.GradientTape(persistent=True) as tape:
             losses, metrics = checks.losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
             target, weight, auxiliary = self._targets(losses)
-        variables = [_keras.tf_variable(variable) for variable in self.__plan.trained]
+        variables = [_keras.tf_variable(variable) for variable in self._gradient_plan.trained]
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
         if all(gradient is None for gradient in (*data, *own)):
@@ -225,7 +227,7 @@ class GradientTrainer(Trainer):
             backward = self._backward(inputs) if count == 1 else self._accumulated(inputs)
         finally:
             self.micro_batches = None
-        return _flattened(backward, self.__plan.trained)
+        return _flattened(backward, self._gradient_plan.trained)
 
     def _accumulated(self, inputs: Any) -> _Backward:
         """Computes micro-batch after micro-batch; its gradients are dense."""
@@ -237,10 +239,10 @@ class GradientTrainer(Trainer):
                 auxiliary=len(backward.auxiliary), weighted=backward.weight is not None,
                 missing=[gradient is None for gradient in backward.data],
             )  # fmt: skip
-            return _flattened(backward, self.__plan.trained) + metric_sums.pack(backward.metrics, part)
+            return _flattened(backward, self._gradient_plan.trained) + metric_sums.pack(backward.metrics, part)
 
         sums = splitting.summed(compute, inputs, self.micro_batches)
-        count = len(self.__plan.trained)
+        count = len(self._gradient_plan.trained)
         data = [None if no else gradient for no, gradient in zip(structure["missing"], sums)]
         sums = sums[count:]
         auxiliary, sums = sums[: structure["auxiliary"]], sums[structure["auxiliary"] :]
@@ -254,15 +256,19 @@ class GradientTrainer(Trainer):
         """Updates the weights with the gradients of all replicas; returns the metrics of `report`."""
         gradients = self._global_gradients(backward)
         used = [number for number, gradient in enumerate(gradients) if gradient is not None]
-        weights = [_keras.tf_variable(self.__plan.trained[number]) for number in used]
+        weights = [_keras.tf_variable(self._gradient_plan.trained[number]) for number in used]
         metrics: dict[str, Any] = {}
-        if self.__clipping.any or self.loss_scale is not None or {"gradient_norm", "layer_norms"} & set(self.__report):
+        if (
+            self._gradient_clipping.any
+            or self.loss_scale is not None
+            or {"gradient_norm", "layer_norms"} & set(self._gradient_report)
+        ):
             # Rows of a sparse gradient may repeat, so that their norm is not the gradient's.
             dense = [tf.convert_to_tensor(gradients[number]) for number in used]
             metrics.update(self._gradient_norms(dense, used))
-            for number, gradient in zip(used, self.__clipping.clip(dense, weights)):
+            for number, gradient in zip(used, self._gradient_clipping.clip(dense, weights)):
                 gradients[number] = gradient
-        before = [tf.identity(weight) for weight in weights] if "update_norm" in self.__report else []
+        before = [tf.identity(weight) for weight in weights] if "update_norm" in self._gradient_report else []
         if self.loss_scale is None:
             self._apply(gradients)
         else:
@@ -288,9 +294,9 @@ class GradientTrainer(Trainer):
         return data
 
     def _apply(self, gradients: Sequence[Any]) -> None:
-        number_of = {id(variable): number for number, variable in enumerate(self.__plan.trained)}
+        number_of = {id(variable): number for number, variable in enumerate(self._gradient_plan.trained)}
         with gradient_sum.summed_already():
-            for _, optimizer, variables in self.__plan.parts:
+            for _, optimizer, variables in self._gradient_plan.parts:
                 own = [gradients[number_of[id(variable)]] for variable in variables]
                 if _keras.family(optimizer) == "keras":
                     # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
@@ -302,7 +308,10 @@ class GradientTrainer(Trainer):
     def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None])
-        held = [*self.__plan.trained, *(variable for _, each, _ in self.__plan.parts for variable in each.variables)]
+        held = [
+            *self._gradient_plan.trained,
+            *(variable for _, each, _ in self._gradient_plan.parts for variable in each.variables),
+        ]
         state = [_keras.tf_variable(variable) for variable in held] + (
             [] if not self.averages else self.averages.values
         )
@@ -321,25 +330,25 @@ class GradientTrainer(Trainer):
 
     def _gradient_norms(self, dense: Sequence[tf.Tensor], used: Sequence[int]) -> dict[str, Any]:
         metrics = {}
-        if "gradient_norm" in self.__report:
+        if "gradient_norm" in self._gradient_report:
             metrics["gradient_norm"] = reductions.last(gradient_math.global_norm(dense))
-        if "layer_norms" in self.__report:
+        if "layer_norms" in self._gradient_report:
             for gradient, number in zip(dense, used):
-                name = f"gradient_norm/{_keras.variable_path(self.__plan.trained[number])}"
+                name = f"gradient_norm/{_keras.variable_path(self._gradient_plan.trained[number])}"
                 metrics[name] = reductions.last(gradient_math.global_norm([gradient]))
         return metrics
 
     def _weight_norms(self, weights: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> dict[str, Any]:
         metrics = {}
-        if "weight_norm" in self.__report:
+        if "weight_norm" in self._gradient_report:
             metrics["weight_norm"] = reductions.last(gradient_math.global_norm([w.read_value() for w in weights]))
-        if "update_norm" in self.__report:
+        if "update_norm" in self._gradient_report:
             updates = [weight.read_value() - old for weight, old in zip(weights, before)]
             metrics["update_norm"] = reductions.last(gradient_math.global_norm(updates))
-        if "learning_rate" in self.__report:
-            for pattern, optimizer, _ in self.__plan.parts:
+        if "learning_rate" in self._gradient_report:
+            for pattern, optimizer, _ in self._gradient_plan.parts:
                 rate = optimizer.learning_rate
-                name = f"learning_rate/{pattern or 'rest'}" if len(self.__plan.parts) > 1 else "learning_rate"
+                name = f"learning_rate/{pattern or 'rest'}" if len(self._gradient_plan.parts) > 1 else "learning_rate"
                 metrics[name] = reductions.last(rate(optimizer.iterations) if callable(rate) else rate)
         return metrics
 
