@@ -101,8 +101,11 @@ def test_an_error_that_another_ones_death_brought_about_is_not_reported(workers,
 
 
 def test_of_two_errors_at_once_all_name_the_same(workers, network):
-    workers.tell(1, "fail")
-    workers.tell(2, "fail")
+    for index in (1, 2):
+        workers.signal(index, signal.SIGSTOP)  # the first one must not end the second one before that is asked to fail
+        workers.tell(index, "fail")
+    for index in (1, 2):
+        workers.signal(index, signal.SIGCONT)
     assert workers.codes(15) == [1, 1, 1]
     named = workers.err(0).split(" (")[0].removeprefix("looplib: error: ")
     assert named in ("worker 1", "worker 2")
