@@ -271,7 +271,7 @@ def _make_controller(
         built = binary.build(config)
     if not isinstance(built, tuple) or len(built) != 2:
         raise UsageError(
-            f"build returned a {type(built).__name__}; expected (trainer, evaluator); evaluator may be None"
+            f"build returned a {type(built).__name__}; expected (trainer, evaluator), or (trainer, None)"
         )
     trainer, evaluator = built
     mode = values["mode"]

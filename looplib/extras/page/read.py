@@ -182,4 +182,4 @@ def _op(row: dict[str, Any]) -> Op:
 
 def _profiled(profile: dict[str, Any]) -> str:
     start, steps = values.whole(profile.get("start")), values.whole(profile.get("steps"))
-    return "" if start is None or steps is None else f"steps {start:,} to {start + steps:,}"
+    return "" if start is None or steps is None else f"steps {start + 1:,} to {start + steps:,}"
