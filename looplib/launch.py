@@ -270,9 +270,7 @@ def _make_controller(
     with strategy.scope():
         built = binary.build(config)
     if not isinstance(built, tuple) or len(built) != 2:
-        raise UsageError(
-            f"build returned a {type(built).__name__}; expected (trainer, evaluator), or (trainer, None)"
-        )
+        raise UsageError(f"build returned a {type(built).__name__}; expected (trainer, evaluator), or (trainer, None)")
     trainer, evaluator = built
     mode = values["mode"]
     if mode not in ("train", "export") and evaluator is None:
