@@ -107,6 +107,53 @@ def test_a_run_stopped_and_started_again_has_the_curve_of_one_that_was_not(name,
 
 
 @pytest.mark.any_engine(False)
+@pytest.mark.parametrize("loop", ["eager", *more(["graph", "auto"])])
+@pytest.mark.parametrize("steps_per_loop", [2, 3])
+def test_a_run_that_fails_after_its_last_step_reports_it_when_it_is_started_again(loop, steps_per_loop, tmp_path):
+    """The second start reports the sums in the checkpoint, and runs no step."""
+
+    def train(directory, **settings):
+        settings = dict(
+            model_dir=tmp_path / directory, steps_per_loop=steps_per_loop, writers=None, loop=loop, **settings
+        )
+        with toy.controller(DEFAULT, Quiet(), **settings) as controller:
+            controller.train(5)
+
+    train("whole")
+    with pytest.raises(RuntimeError, match="the last report"):
+        train("parts", actions=[fail_at_last_report])
+    train("parts")
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert curve(tmp_path / "parts")[-1]["step"] == 5
+
+
+def test_an_eager_step_that_cannot_be_traced_reports_nothing_of_steps_before_the_resume(tmp_path, caplog):
+    """Only where no step was run, so that the names and shapes of its metrics are not known."""
+
+    class Untraceable(Quiet):
+        def step_fn(self, inputs):
+            inputs[0].numpy()
+            return super().step_fn(inputs)
+
+    for fails in (True, False):
+        trainer = Untraceable()
+        actions = [fail_at_last_report] if fails else []
+        settings = dict(model_dir=tmp_path, steps_per_loop=2, loop="eager", actions=actions)
+        with toy.controller(DEFAULT, trainer, **settings) as controller:
+            if fails:
+                with pytest.raises(RuntimeError, match="the last report"):
+                    controller.train(5)
+            else:
+                assert "loss" not in controller.train(5)
+    assert "step_fn cannot be traced to learn their structure" in caplog.text
+
+
+def fail_at_last_report(event):
+    if event.step == 5:
+        raise RuntimeError("the last report")
+
+
+@pytest.mark.any_engine(False)
 def test_a_finished_run_started_again_changes_nothing(tmp_path):
     run(tmp_path, 13)
     before, files = curve(tmp_path), saved_steps(tmp_path)

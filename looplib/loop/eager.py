@@ -3,10 +3,13 @@
 from collections.abc import Callable
 
 import tensorflow as tf
+from absl import logging
 
 from looplib.data.stream import Stream
-from looplib.errors import UsageError
+from looplib.errors import UsageError, gist
+from looplib.loop.base import Metrics
 from looplib.loop.reducer import Reducer
+from looplib.loop.step import Step
 from looplib.loop.stepwise import Collect, HostLoop
 
 
@@ -43,6 +46,24 @@ class EagerLoop(HostLoop):
         super().__init__(strategy, reducer, stream, collect)
         self._step_fn = step_fn
         self._counter = counter
+
+    def read(self) -> Metrics:
+        """See `InnerLoop`.
+
+        A run that resumes after its last step may report sums of steps that another process has run. Their structure is
+        learned by tracing the step; where that fails, nothing is reported.
+        """
+        if not self._reducer.created:
+            try:
+                Step(self._strategy, self._step_fn, self._reducer, self._stream)
+            except Exception as error:
+                logging.warning(
+                    "the metrics since the last report are left out: the eager loop has run no step since the resume, "
+                    "and step_fn cannot be traced to learn their structure (%s)",
+                    gist(error),
+                )
+                return {}
+        return super().read()
 
     def _do(self, batch: object) -> object:
         contributions, collected = self._reducer.divided(self._strategy.run(self._replica_step, args=(batch,)))

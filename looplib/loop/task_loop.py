@@ -187,6 +187,8 @@ class TaskLoop(TrainingLoop):
     def read(self) -> dict[str, int | float]:
         """See `Loop`."""
         metrics = self._inner.read()
+        if not self.reducer.created:
+            return {}  # no step has been run, and the loop has warned of it
         metrics = self._sizes.check(metrics) if self._sizes else metrics
         # The user's `loop_end` does not see the checksum.
         checksum = {name: metrics.pop(name) for name in [example_checksum.METRIC] if name in metrics}

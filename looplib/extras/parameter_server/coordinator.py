@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib import _tf
 from looplib.data.remote_stream import Place, RemoteStream
@@ -147,6 +148,9 @@ class RemoteLoop(InnerLoop):
 
     def read(self) -> Metrics:
         """See `InnerLoop`."""
+        if not self._reducer.created:
+            logging.warning("the metrics since the last report are left out: no worker has run a step since the resume")
+            return {}
         return self._reducer.packer.unpack(*self._reducer.read())
 
     def _train(self, place: Place, steps: int) -> Ran:
