@@ -67,13 +67,13 @@ class KerasTrainer(Trainer):
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError("KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer")
         self.model, self.optimizer = model, model.optimizer
-        self._data = KerasData(_keras.float_type(model), x, y, sample_weight, class_weight)
-        self._shuffle = shuffle
-        self._validation = validation_data
-        self.batch_size_varies = self._data.is_arrays  # few examples may be less than a batch
-        _build(model, self._data.sample(model.distribute_strategy.num_replicas_in_sync))
+        self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, class_weight)
+        self._keras_shuffle = shuffle
+        self._keras_validation = validation_data
+        self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
+        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
         self.metrics = list(model.metrics)
-        self._callbacks = KerasCallbacks(model, callbacks) if callbacks else None
+        self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
         """Returns an evaluator of the model with its compiled loss and metrics.
@@ -88,24 +88,24 @@ class KerasTrainer(Trainer):
         """
         if x is not None:
             return KerasEvaluator(self.model, x, y, sample_weight)
-        if self._validation is None:
+        if self._keras_validation is None:
             raise UsageError(
                 "KerasTrainer.evaluator() has no data; give it x and y, or give the trainer validation_data"
             )
-        return KerasEvaluator(self.model, *_as_arguments(self._validation))
+        return KerasEvaluator(self.model, *_as_arguments(self._keras_validation))
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:
         """See `Trainer`."""
-        return [self._callbacks] if self._callbacks else []
+        return [self._keras_callbacks] if self._keras_callbacks else []
 
     def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
         """See `Trainer`: an epoch, if its length is known."""
-        return self._data.steps_per_epoch(global_batch_size) if global_batch_size else None
+        return self._keras_data.steps_per_epoch(global_batch_size) if global_batch_size else None
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
-        return self._data.training(context, self._shuffle)
+        return self._keras_data.training(context, self._keras_shuffle)
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
@@ -131,13 +131,13 @@ class KerasEvaluator(Evaluator):
 
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
-        self._data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
-        _build(model, self._data.sample(model.distribute_strategy.num_replicas_in_sync))
+        self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
+        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
         self.metrics = list(model.metrics)
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Evaluator`."""
-        return self._data.evaluation(context)
+        return self._keras_data.evaluation(context)
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
