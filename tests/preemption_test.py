@@ -93,7 +93,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
             controller.train(10_000)
         took = time.monotonic() - sent[0]
     assert error.value.code == 75
-    assert took < 3, f"{took:.2f} s"
+    assert took < 10, f"{took:.2f} s"  # the loop would take 1,000 s
     step = controller.global_step
     assert 5 <= step <= 8
     assert [done.step for done in commits.committed(str(tmp_path / "checkpoints"))] == [step]
@@ -111,7 +111,7 @@ def test_fast_steps_stop_within_a_few_hundredths_of_a_second_too(loop):
     with signal_when(lambda: controller.global_step > 5_000) as sent:
         with pytest.raises(Preempted):
             controller.train(100_000_000)
-        assert time.monotonic() - sent[0] < 2
+        assert time.monotonic() - sent[0] < 5  # the loop would take hours
 
 
 def test_handlers_are_put_back_and_a_later_training_goes_on():
@@ -137,10 +137,9 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     controller = toy.controller(
         DEFAULT, trainer, Slow(trainer.model), model_dir=tmp_path, actions=[lambda e: records.append((e.split, e.step))]
     )
-    with signal_when(lambda: controller._run.loops.progress()[1] >= 1) as sent:
+    with signal_when(lambda: controller._run.loops.progress()[1] >= 1):
         with pytest.raises(Preempted, match="at step 4, saved in"):
             controller.train_and_evaluate(8, eval_interval=4)
-        assert time.monotonic() - sent[0] < 2
     assert ("eval", 4) not in records
     controller.close()
     trainer = Quiet()
@@ -178,7 +177,7 @@ def test_during_a_save_the_save_is_finished_first(tmp_path, monkeypatch):
 def test_while_a_step_is_traced_the_process_ends_at_once(tmp_path):
     class SlowToTrace(Quiet):
         def step_fn(self, inputs):
-            for _ in range(300):
+            for _ in range(1000):
                 self.tracing = True
                 time.sleep(0.01)
             return super().step_fn(inputs)
@@ -188,7 +187,7 @@ def test_while_a_step_is_traced_the_process_ends_at_once(tmp_path):
     with signal_when(lambda: trainer.tracing) as sent, notice.listening():
         with pytest.raises(Preempted, match="during start-up or while waiting; no progress is lost"):
             toy.controller(DEFAULT, trainer, model_dir=tmp_path)
-    assert time.monotonic() - sent[0] < 1
+    assert time.monotonic() - sent[0] < 5  # the trace would take 10 s
     finish(tmp_path)
 
 
@@ -198,7 +197,7 @@ sys.path[:0] = [{tests!r}, {root!r}]
 import tensorflow as tf
 import toy, looplib
 from looplib.health import preemption
-preemption.GRACE_SECONDS = 2.0
+preemption.GRACE_SECONDS = {grace}
 
 class Stalling(toy.Regression):
     def dataset(self, context):
@@ -228,10 +227,15 @@ print("weights", [w.tolist() for w in trainer.weights()])
 """
 
 
-def start(python, tmp_path, stalls, limit=None):
+def start(python, tmp_path, stalls, limit=None, grace=2.0):
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     text = STALLED.format(
-        tests=os.path.join(root, "tests"), root=root, folder=str(tmp_path / "run"), stalls=stalls, limit=limit
+        tests=os.path.join(root, "tests"),
+        root=root,
+        folder=str(tmp_path / "run"),
+        stalls=stalls,
+        limit=limit,
+        grace=grace,
     )
     return subprocess.Popen([python, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -246,7 +250,7 @@ def test_a_stalled_input_ends_within_the_bound_and_loses_no_example(python, tmp_
         process.send_signal(signal.SIGTERM)
         errors = process.communicate(timeout=60)[1]
     assert process.returncode == 75, errors
-    assert time.monotonic() - sent < 5  # the test's process allows 2 s; the default is 15 s
+    assert time.monotonic() - sent < 10  # the test's process allows 2 s; the default is 15 s
     assert "the current step did not end in time" in errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
     with start(python, tmp_path, False) as process:
@@ -262,7 +266,7 @@ def whole_regression(steps):
 
 
 def test_a_second_signal_leaves_at_once(python, tmp_path):
-    with start(python, tmp_path, True) as process:
+    with start(python, tmp_path, True, grace=30.0) as process:
         while process.stdout.readline() != "stalled\n":
             assert process.poll() is None, process.stderr.read()
         time.sleep(0.5)  # the input reads ahead of the step that will wait for it
@@ -271,7 +275,7 @@ def test_a_second_signal_leaves_at_once(python, tmp_path):
         sent = time.monotonic()
         process.send_signal(signal.SIGTERM)
         errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - sent < 1.5
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - sent < 15
     assert "received a second signal (SIGTERM): exiting without a save" in errors
 
 
@@ -356,7 +360,7 @@ def test_a_second_interrupt_raises_in_a_session_once_the_op_has_ended_and_traini
     assert code == 0, errors
     first, last = output.strip().splitlines()
     # Step 6 ends first, as Python cannot leave a TensorFlow op; a few of the fast ones may follow it.
-    assert 6 <= int(first.removeprefix("KeyboardInterrupt at step ")) <= 12
+    assert 6 <= int(first.removeprefix("KeyboardInterrupt at step ")) < 20
     assert last == f"weights {[weight.tolist() for weight in whole_regression(20)]}"
     assert "(a second one raises KeyboardInterrupt)" in errors
     assert "the current step has not ended yet" in errors  # at the end of the grace, which ends no session
