@@ -31,6 +31,7 @@ from looplib import _tf, command_line, console, runtime, source_locations
 from looplib import config as configuration
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import Workers
+from looplib.checkpoint.run_directory import resolve
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, UsageError
@@ -228,6 +229,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
     command_line.check(values, argv)
+    values["model_dir"] = values["model_dir"] and resolve(values["model_dir"])
     trains = values["mode"] in TRAINING_MODES
     trackers = _make_trackers(values) if trains and values["trackers"] and not values["dry_run"] else []
     session.earlier = run_json.read(session.report_path)

@@ -231,6 +231,13 @@ def test_side_files_never_block_a_start(names, make, folder):
     assert json.loads((folder / "run.json").read_text())["status"] == "done"
 
 
+def test_a_fifo_blocks_no_start_of_a_directory_that_is_given_as_a_url(nursery, tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "run.json")
+    life = nursery.life(f"file://{tmp_path}/run", "--train_steps=5")
+    assert life.code() == 0, life.output()
+
+
 @pytest.mark.parametrize("make", MAKE, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["ckpt-6.commit", "ckpt-6.index", "ckpt-6.data-00000-of-00001"])
 def test_a_file_of_a_checkpoint_that_is_none_is_damage(name, make, folder, capsys):
