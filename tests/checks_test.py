@@ -20,15 +20,15 @@ MLP = [
     *("trainers.image_classification", "--config.model=mlp", "--train_steps=120", "--eval_interval=40"),
     *("--steps_per_loop=20", "--checkpoint_interval=30"),
 ]
-FEW = ["--train_steps=100", "--loop=eager"]
+FEW = ["--train_steps=100", "--loop=eager"]  # which engine runs the steps does not matter to the comparison
 CASES = {
     "resume": (["resume", "--kills=1"], MLP),
-    "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step"]),
+    "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step", "--train_steps=300", "--loop=eager"]),
     "data": (["resume", "--kills=1"], ["unreliable", "--config.fault=data"]),
     "unseeded": (["resume", "--baseline=2"], ["unreliable", "--config.fault=unseeded", *FEW]),
     "crash": (["resume"], ["unreliable", "--config.fault=crash"]),
     "slow": (["resume", "--timeout=2"], MLP),
-    "replicas": (["replicas", "--counts=1,2"], MLP),
+    "replicas": (["replicas", "--counts=1,2"], [*MLP, "--loop=eager"]),
     "csv": (["resume", "--kills=1"], ["csv_reader", "--train_steps=400"]),
     "loss": (["replicas", "--counts=1,2"], ["unreliable", "--config.fault=loss", *FEW]),
 }

@@ -82,8 +82,10 @@ class Terminal:
 
 @pytest.mark.parametrize(
     "what, prompt, leave",
-    [("breakpoint()", "(Pdb)", "continue"), ("import code; code.interact()", ">>>", "\x04")],  # the end of the input
-    ids=["pdb", "code.interact"],
+    [
+        pytest.param("breakpoint()", "(Pdb)", "continue", id="pdb"),
+        pytest.param("import code; code.interact()", ">>>", "\x04", id="code.interact", marks=pytest.mark.repetition),
+    ],  # \x04: the end of the input
 )
 def test_a_prompt_in_a_step_may_wait_as_long_as_it_likes(what, prompt, leave, python, tmp_path):
     terminal = Terminal(what, tmp_path, python)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tf_keras
-from conftest import make_strategy, more
+from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib import UsageError
 from looplib.loop.optimizers import TrainingOptimizers
 
+pytestmark = pytest.mark.any_engine  # where a test does not name one
 STEPS, BATCH, FEATURES, CLASSES, WORDS = 7, 8, 5, 3, 7
 _random = np.random.RandomState(0)
 # Errors of very different size, so that replicas' own gradients are clipped otherwise than their sum.
@@ -200,7 +201,8 @@ def test_every_option_equals_keras_on_one_device_in_a_graph_too(keras):
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
 def test_four_replicas_equal_keras_on_one_device_too(keras):
     """In a graph, where an update that depends on the step or on the gradients is a branch."""
-    names = ["average overwrites", "accumulate, average", "dynamic", "several"]
+    few = ["average overwrites", "accumulate, average"]
+    names = repetitions(few, [*few, "dynamic", "several"])
     check(keras, {name: case for name, case in options(keras).items() if name in names}, "mirrored_x4")
 
 

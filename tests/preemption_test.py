@@ -1,6 +1,7 @@
 """Signals, sent to this very process while it trains, evaluates, saves, traces or waits for its input."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -64,6 +65,7 @@ def signal_when(condition, signum=signal.SIGTERM):
     thread.join(10)
 
 
+@functools.cache
 def weights_of_an_uninterrupted_run(steps):
     trainer = Quiet()
     toy.controller(DEFAULT, trainer, steps_per_loop=4).train(steps)
@@ -259,6 +261,7 @@ def test_a_stalled_input_ends_within_the_bound_and_loses_no_example(python, tmp_
     assert output.strip() == f"weights {expected}", errors
 
 
+@functools.cache
 def whole_regression(steps):
     trainer = toy.Regression()
     toy.controller(DEFAULT, trainer).train(steps)
@@ -414,6 +417,7 @@ def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(tmp_p
     assert float(errors.rpartition("left out: ")[2].split()[0]) > 2.5, errors
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("first", preemption.SIGNALS)
 def test_a_second_interrupt_while_python_runs_raises_too(first):
     def act(event):
@@ -438,6 +442,4 @@ def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(python, t
     last = errors.strip().splitlines()[-1]
     assert "no progress for" in last and "in the phase 'train' after " in last
     assert f"run the same command to resume from {tmp_path}/run/checkpoints/ckpt-8" in last
-    with start(python, tmp_path, False) as process:
-        output, errors = process.communicate(timeout=120)
-    assert output.strip() == f"weights {[weight.tolist() for weight in whole_regression(20)]}", errors
+    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8

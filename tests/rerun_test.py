@@ -10,7 +10,7 @@ import pytest
 from looplib.__main__ import main
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
 
-SMALL = ("--config.model=mlp", "--train_steps=20", "--eval_interval=10", "--steps_per_loop=10")
+SMALL = ("--config.model=mlp", "--train_steps=20", "--eval_interval=10", "--steps_per_loop=10", "--loop=eager")
 
 PROGRAM = """
 import swept
@@ -23,7 +23,7 @@ def build(config):
     return swept.build(config)
 
 if __name__ == "__main__":
-    launch.run(build, swept.Config(), train_steps=10, eval_interval=10, global_batch_size=4)
+    launch.run(build, swept.Config(), train_steps=10, eval_interval=10, global_batch_size=4, loop="eager")
 """
 
 

@@ -23,14 +23,14 @@ def in_a_new_process(code, python=sys.executable, **environment):
     return result.stdout.strip().splitlines()[-1]
 
 
-def test_virtual_devices_and_precision():
+def test_virtual_devices_and_precision(python):
     code = """
 s = runtime.setup("auto", num_virtual_devices=3, mixed_precision="mixed_bfloat16", deterministic=True)
 from tensorflow.python.framework import config  # TensorFlow has no public question for it
 layer = keras.layers.Dense(1)
 print(runtime.describe(s), layer.compute_dtype, config.is_op_determinism_enabled())
 """
-    assert in_a_new_process(code) == "MirroredStrategy, 3 replicas bfloat16 True"
+    assert in_a_new_process(code, python) == "MirroredStrategy, 3 replicas bfloat16 True"
 
 
 def test_a_deterministic_run_trains_and_evaluates(python):

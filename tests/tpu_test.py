@@ -217,17 +217,17 @@ def test_only_a_tpus_loss_is_one():
     assert not tpu.is_lost(tpu_strategy(), tf.errors.InvalidArgumentError(None, None, "no"))
 
 
-def train(folder, *arguments, module="tpu_stand_in"):
+def train(folder, *arguments, module="tpu_stand_in", python=sys.executable):
     log = folder / "calls"
     result = subprocess.run(
-        [sys.executable, "-m", module, "--strategy=tpu", "--tpu=mine", f"--model_dir={folder}/run", *arguments],
+        [python, "-m", module, "--strategy=tpu", "--tpu=mine", f"--model_dir={folder}/run", *arguments],
         capture_output=True, text=True, timeout=240, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "TPU_STAND_IN_LOG": str(log)},
     )  # fmt: skip
     return result, log.read_text().splitlines()
 
 
-def test_a_run_whose_tpu_is_lost_waits_for_it_and_continues_as_if_it_had_not_been(tmp_path):
+def test_a_run_whose_tpu_is_lost_waits_for_it_and_continues_as_if_it_had_not_been(python, tmp_path):
     """With a stand-in for the TPU; the processes, the new start and the checkpoint are real."""
     lost, whole = tmp_path / "lost", tmp_path / "whole"
     lost.mkdir()
@@ -238,7 +238,7 @@ def test_a_run_whose_tpu_is_lost_waits_for_it_and_continues_as_if_it_had_not_bee
     assert calls == ["resolve mine", "initialize", "lost"] + ["resolve mine", "initialize"] * 2
     assert "the TPU was lost: restarting (1) to resume from step 20" in result.stderr
     assert "the TPU mine is not back yet (failed to connect to all addresses)" in result.stderr
-    uninterrupted, _ = train(whole)
+    uninterrupted, _ = train(whole, python=python)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     curves = [
         [(record["step"], record["loss"]) for record in read_jsonl(str(folder / "run" / "metrics.jsonl"))]

@@ -19,7 +19,7 @@ from kill_test import records, saved_step
 
 from looplib.checkpoint import commits
 
-COMMON = ["--train_steps=20", "--mode=train", "--config.letter=λ"]
+COMMON = ["--train_steps=20", "--mode=train", "--config.letter=λ", "--loop=eager"]
 STALLS = "--config.slow_step=1000"
 CONSOLES = ("good", "ascii", "full", "closed", "reader dies", "reader stops")
 # Ending -> (flags, signals that it gets in a step, exit code).

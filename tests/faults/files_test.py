@@ -10,7 +10,6 @@ import pathlib
 import random
 import shutil
 import subprocess
-import sys
 
 import keras as keras3
 import pytest
@@ -186,6 +185,7 @@ def test_a_damaged_file_of_the_newest_checkpoint_costs_that_checkpoint_only(kind
     check_it_resumes(folder, whole, caplog, 6, [NEWEST])
 
 
+@pytest.mark.few(5)
 @each_damage
 def test_tensorflows_own_list_of_checkpoints_may_be_damaged(damage, how, folder, whole, caplog):
     damage(folder / "checkpoints" / "checkpoint", how)
@@ -225,7 +225,7 @@ def test_no_truncation_and_no_flipped_bit_of_any_file_goes_unnoticed(folder):
     assert commits.newest_intact(directory, tidy=False) == intact
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, *more(range(3, 8))])
+@pytest.mark.parametrize("number", [0, *more(range(1, 8))])
 def test_the_two_newest_damaged_cost_both(number, folder, whole, caplog):
     chance = random.Random(number)
     for step in (6, 9):
@@ -234,7 +234,7 @@ def test_the_two_newest_damaged_cost_both(number, folder, whole, caplog):
     check_it_resumes(folder, whole, caplog, 3, [6, 9])
 
 
-@pytest.mark.parametrize("number", [0, 1, *more([2, 3])])
+@pytest.mark.parametrize("number", [0, *more([1, 2, 3])])
 def test_all_damaged_is_refused_and_starts_from_the_beginning_if_asked_and_ends_equal(number, folder, whole):
     chance = random.Random(number)
     for step in KEPT:
@@ -267,8 +267,14 @@ def test_a_run_whose_checkpoints_are_gone_is_refused_and_its_records_are_kept(fo
     assert compare(whole, folder).differences == []
 
 
-@pytest.mark.parametrize("kind", FILES)
-@pytest.mark.parametrize("damage, how", [(truncate, 0), (remove, None), (replace_by_directory, None)])
+@pytest.mark.parametrize(
+    "kind, damage, how",
+    [
+        ("data", truncate, 0), ("index", remove, None), ("marker", replace_by_directory, None),
+        *more([("data", remove, None), ("data", replace_by_directory, None), ("index", truncate, 0)]),
+        *more([("index", replace_by_directory, None), ("marker", truncate, 0), ("marker", remove, None)]),
+    ],
+)  # fmt: skip
 def test_an_older_checkpoint_that_is_damaged_hinders_nothing(damage, how, kind, folder, whole, caplog):
     """It is looked at only when it is needed; to delete it when it is no longer kept must not fail."""
     damage(file_of(folder, kind, 3), how)
@@ -315,8 +321,14 @@ def half_written():
     return moments
 
 
-@pytest.mark.parametrize("noted", [True, False], ids=["noted", "of an earlier looplib"])
-@pytest.mark.parametrize("moment", half_written())
+# Each moment once, by turns with the note that a save is under way and, as an earlier looplib left it, without.
+@pytest.mark.parametrize(
+    "moment, noted",
+    [
+        *((moment, number % 2 == 0) for number, moment in enumerate(half_written())),
+        *more([(moment, number % 2 == 1) for number, moment in enumerate(half_written())]),
+    ],
+)
 def test_a_save_that_was_cut_off_does_not_count(moment, noted, folder, whole, caplog):
     contents = {suffix: (folder / "checkpoints" / f"ckpt-{NEWEST}{suffix}").read_bytes() for suffix in FILES.values()}
     for kind in FILES:
@@ -376,7 +388,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(folder):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file to another user than the run's")
-def test_a_file_that_this_user_may_not_read_is_no_damage_and_nothing_is_moved(folder):
+def test_a_file_that_this_user_may_not_read_is_no_damage_and_nothing_is_moved(folder, python):
     for path in [folder, *folder.rglob("*")]:
         os.chown(path, 65534, 65534)
     for parent in folder.parents:
@@ -384,10 +396,12 @@ def test_a_file_that_this_user_may_not_read_is_no_damage_and_nothing_is_moved(fo
             parent.chmod(parent.stat().st_mode | 0o001)
     os.chown(file_of(folder, "data"), 0, 0)
     file_of(folder, "data").chmod(0o600)
-    code = f"import files_test; files_test.train({str(folder)!r}, {LAST})"
+    code = (
+        "import os, files_test; os.setgroups([]); os.setresgid(*[65534] * 3); os.setresuid(*[65534] * 3); "
+        f"files_test.train({str(folder)!r}, {LAST})"
+    )
     result = subprocess.run(
-        ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code],
-        capture_output=True, text=True, timeout=120, cwd="/",
+        [python, "-c", code], capture_output=True, text=True, timeout=120, cwd="/",
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'faults'}", "HOME": "/nonexistent"},
     )  # fmt: skip
     if "Permission denied" in result.stderr and "files_test" in result.stderr and result.returncode:

@@ -12,7 +12,7 @@ from kill_test import records, saved_step
 
 from looplib.extras.tools.compare import compare
 
-LONG = ["--train_steps=100000", "--config.slow_step=0.01", "--eval_interval=100000"]
+LONG = ["--train_steps=100000", "--config.slow_step=0.01", "--eval_interval=100000", "--loop=eager"]
 
 
 def wait_for_step(life, folder, step):
