@@ -135,6 +135,37 @@ def test_an_array_reaches_loop_end_as_numpy(name):
     assert (found["largest_bin"], found["bins"], found["examples"]) == (counts.max(), 5, 23)
 
 
+def test_many_metrics_of_one_kind_reduce_as_each_alone_would():
+    many, n = range(5), 48
+
+    def outputs(i, v):
+        last = tf.cast(tf.reduce_max(i), tf.float32)
+        return {
+            "alone": v > 0,
+            **{f"value_{k}": tf.cast(v * 3**k, tf.float32) for k in many},
+            **{f"weighted_{k}": looplib.mean(v, weight=tf.cast(i % (k + 2), tf.float64)) for k in many},
+            **{f"of_means_{k}": looplib.mean(tf.reduce_mean(v + k), weight=tf.size(v)) for k in many},
+            **{f"total_{k}": looplib.total(tf.reduce_sum(i + k)) for k in many},
+            **{f"last_{k}": looplib.last(last + k) for k in many},
+        }
+
+    def dataset(context):
+        data = tf.data.Dataset.range(n).map(lambda i: (i, tf.gather(VALUES, i)))
+        return data.batch(context.per_replica_batch_size, drop_remainder=True)
+
+    found = evaluate(make_strategy("mirrored_x2"), Values(n, outputs, dataset), global_batch_size=16)
+    values, ids = VALUES[:n], np.arange(n)
+    assert list(found) == sorted(found)
+    assert found["examples"] == n and found["alone"] == (values > 0).mean()
+    for k in many:
+        assert found[f"value_{k}"] == (values * 3**k).astype(np.float32).astype(np.float64).mean()
+        weights = ids % (k + 2)
+        assert found[f"weighted_{k}"] == pytest.approx((values * weights).sum() / weights.sum(), rel=1e-12)
+        assert found[f"of_means_{k}"] == pytest.approx((values + k).mean(), rel=1e-12)
+        assert found[f"total_{k}"] == (ids + k).sum() and isinstance(found[f"total_{k}"], int)
+        assert found[f"last_{k}"] == n - 9 + k  # of the first replica, whose last batch is the last but one
+
+
 def test_what_is_not_weighted_is_ignored_even_where_it_is_not_finite():
     masked = lambda i, v: {"m": looplib.mean(tf.where(i < 5, v, np.nan), weight=tf.cast(i < 5, tf.float32))}
     assert evaluate(None, Values(20, masked))["m"] == pytest.approx(VALUES[:5].mean())

@@ -59,10 +59,10 @@ class GraphLoop(InnerLoop):
         self._workers = Workers(step.strategy)
         self._spec = None
         self._taken: np.ndarray | None = None  # the totals that the last call has read
-        self._ran = False
+        self._ran: set[bool] = set()  # of the loop (False) and of one round (True), which have run
         self._loop, self._one_round = tf.function(self._run), tf.function(self._run_round)
         self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
-        self._bound: tuple[Iterator, list[Callable[[], tf.Tensor]]] | None = None  # the loop, and one round
+        self._bound: tuple[Iterator, dict[bool, Callable[[], tf.Tensor]]] | None = None  # as in `_ran`
         self._at_most = self._rounds_one_by_one()
         self._numbers_now: Numbers | None = None
         self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
@@ -197,30 +197,33 @@ class GraphLoop(InnerLoop):
         steps = _TO_THE_END if request.steps < 0 else request.steps
         request = dataclasses.replace(request, steps=steps)
         first = self.round_size if self._fetches_in_step or self.chunk is None else self.round_size + 1
-        if self._ran or steps < first or (self.chunk is not None and request.sure < self.round_size):
-            return self._run_for(iterator, request)
-        # TensorFlow optimizes and compiles a loop in its first run; this time is not training.
-        self._ran = True
+        alone = 0 < self._rounds(request) <= self._at_most
+        if alone in self._ran or steps < first or (self.chunk is not None and request.sure < self.round_size):
+            return self._run_for(iterator, request, alone)
+        # TensorFlow optimizes and compiles a program in its first run; this time is not training.
+        self._ran.add(alone)
         started = time.perf_counter()
-        ran = self._run_for(iterator, request.first(first))
+        ran = self._run_for(iterator, request.first(first), alone)
         seconds = time.perf_counter() - started - ran.waited
         if ran.done == first < steps and ran.finite:
-            ran = ran.then(self._run_for(iterator, request.after(first)))
+            ran = ran.then(self._run_for(iterator, request.after(first), alone))
             seconds -= first * self.seconds_per_step
         return dataclasses.replace(ran, compiled=max(0.0, seconds))
 
-    def _run_for(self, iterator: Iterator, request: Request) -> Ran:
+    def _rounds(self, request: Request) -> int:
         # Where the data ends, one step at least is left to the part of the loop that checks for it.
-        steps = request.steps
-        chunks = min(steps if self._fetches_in_step else steps - 1, request.sure) // self.round_size
-        alone = self._workers.count == 1
-        stride_seconds = _STRIDE_SECONDS if alone else _STRIDE_SECONDS_OF_WORKERS
+        steps = request.steps if self._fetches_in_step else request.steps - 1
+        return min(steps, request.sure) // self.round_size
+
+    def _run_for(self, iterator: Iterator, request: Request, one_by_one: bool) -> Ran:
+        steps, rounds = request.steps, self._rounds(request)
+        if one_by_one and rounds:
+            return self._run_rounds(iterator, request, rounds)
+        stride_seconds = _STRIDE_SECONDS if self._workers.count == 1 else _STRIDE_SECONDS_OF_WORKERS
         stride = max(1, min(_LONGEST_STRIDE, int(stride_seconds / self.seconds_per_step)))
         # A power of two, and no more than is needed, so that it is often the same as in the last call.
         stride = 1 << min(stride.bit_length() - 1, (steps - 1).bit_length())
-        if 0 < chunks <= self._at_most:
-            return self._run_rounds(iterator, request, chunks)
-        return self._run_once(iterator, Numbers(steps, chunks, stride, int(request.read)))
+        return self._run_once(iterator, Numbers(steps, rounds, stride, int(request.read)))
 
     def _rounds_one_by_one(self) -> int:
         """Returns how many rounds at most are called one by one; 0 for none."""
@@ -240,7 +243,7 @@ class GraphLoop(InnerLoop):
             ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_round=True))
             if not ran.finite:
                 return ran
-        return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done)))
+        return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done), False))
 
     def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> Ran:
         alone = self._workers.count == 1
@@ -257,21 +260,20 @@ class GraphLoop(InnerLoop):
     def _call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
         if not self._binds:
             return self._loop(iterator, tf.constant(numbers, tf.int64)).numpy()
-        if self._bound is None or self._bound[0] is not iterator:
-            self._bind(iterator)
+        self._bind(iterator, one_round)
         if numbers != self._numbers_now:
             self._numbers.assign(numbers)
             self._numbers_now = numbers
         return self._bound[1][one_round]().numpy()
 
-    def _bind(self, iterator: Iterator) -> None:
-        """Makes functions without arguments, which take a third of the time to call."""
-
-        def bind(run: Callable) -> Callable[[], tf.Tensor]:
-            return tf.function(lambda: run(iterator, self._numbers.read_value())).get_concrete_function()
-
-        runs = [self._loop, self._one_round] if self._at_most else [self._loop]
-        self._bound, self._ran = (iterator, [bind(run) for run in runs]), False
+    def _bind(self, iterator: Iterator, one_round: bool) -> None:
+        """Makes a function without arguments, if there is none; it takes a third of the time to call."""
+        if self._bound is None or self._bound[0] is not iterator:
+            self._bound, self._ran = (iterator, {}), set()
+        if one_round not in self._bound[1]:
+            run = self._one_round if one_round else self._loop
+            bound = tf.function(lambda: run(iterator, self._numbers.read_value()))
+            self._bound[1][one_round] = bound.get_concrete_function()
 
     def read(self) -> Metrics:
         """See `InnerLoop`."""
@@ -286,7 +288,7 @@ class GraphLoop(InnerLoop):
     def trace(self, iterator: Iterator) -> None:
         """See `InnerLoop`."""
         if self._binds:
-            self._bind(iterator)
+            self._bind(iterator, one_round=False)
         else:
             self._loop.get_concrete_function(iterator, tf.TensorSpec([4], tf.int64))
         if self._reducer.has_keras_metrics:

@@ -1,6 +1,7 @@
 """Packs the outputs of a step into one vector that sums, and unpacks the sums into metrics."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from looplib.task.media import Media
 from looplib.task.reductions import Reduction, total, weighted_sum
 
 BatchSize = tuple[set[int], tf.Tensor]
+_MANY = 4  # metrics alike that are cheaper to sum together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Packer:
                 'such as {"loss": losses} with losses of shape [per_replica_batch]'
             )
         batch = batch_size(inputs)
-        slots, parts, metrics, collected, start = [], [], {}, {}, 0
+        reductions, metrics, collected = {}, {}, {}
         values = dict(outputs)
         if self._count_examples and "examples" not in values and batch is not None:
             values["examples"] = total(batch[1])
@@ -107,10 +109,7 @@ class Packer:
             if isinstance(value, Media) or (isinstance(value, Reduction) and value.kind == "each"):
                 collected[name] = value
                 continue
-            slot, part = self._pack(name, value, batch, start)
-            slots.append(slot)
-            parts += part
-            start += slot.size
+            reductions[name] = self._reduction(name, value, batch)
         self.media = {name: value for name, value in collected.items() if isinstance(value, Media)}
         each = collected.keys() - self.media.keys()
         if each and not self._count_examples:
@@ -118,6 +117,7 @@ class Packer:
                 f"{self._who}.step_fn returned {', '.join(map(repr, sorted(each)))} as looplib.each, and a training "
                 "collects nothing on the host; only an evaluator does"
             )
+        slots, parts = _packed(reductions)
         if self.slots is None:
             self.slots, self.keras = slots, metrics
         elif self.slots != slots or self.keras != metrics:
@@ -127,30 +127,19 @@ class Packer:
             )
         return _joined(parts), collected
 
-    def _pack(self, name: str, value: Any, batch: BatchSize | None, start: int) -> tuple[_Slot, list[tf.Tensor]]:
+    def _reduction(self, name: str, value: Any, batch: BatchSize | None) -> Reduction:
         where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
         if not isinstance(value, Reduction):
             value = self._per_example(where, value, batch)
         for tensor in (value.value, value.weight):
             if tensor is not None and not _is_number(tensor):
                 raise UsageError(f"{where}; expected real numbers, integers or booleans")
-        data = tf.cast(value.value, tf.float64)
-        integer = value.value.dtype.is_integer or value.value.dtype.is_bool
-        if value.kind == "mean":
-            slot = _Slot(name, "mean", (), False, start)
-            if value.weight is None:
-                return slot, [tf.reduce_sum(data), tf.cast(tf.size(data), tf.float64)]
-            return slot, list(weighted_sum(data, tf.cast(value.weight, tf.float64)))
-        if not data.shape.is_fully_defined():
+        if value.kind != "mean" and not value.value.shape.is_fully_defined():
             raise UsageError(
                 f"{where}, and that shape is not fully known; sum over the batch first, "
                 f"as in looplib.{value.kind}(tf.reduce_sum(value))"
             )
-        slot = _Slot(name, value.kind, tuple(data.shape), integer, start)
-        if value.kind == "last":
-            first = tf.distribute.get_replica_context().replica_id_in_sync_group
-            data = tf.where(tf.equal(first, 0), data, tf.zeros_like(data))
-        return slot, [data]
+        return value
 
     def _per_example(self, where: str, value: Any, batch: BatchSize | None) -> Reduction:
         try:
@@ -188,7 +177,7 @@ class Packer:
         """
         totals = np.asarray(totals)
         metrics = {}
-        for slot in self.slots:
+        for slot in sorted(self.slots, key=lambda slot: slot.name):
             part = totals[slot.start : slot.start + slot.size]
             if slot.kind == "mean":
                 metrics[slot.name] = float(part[0] / part[1]) if part[1] else math.nan
@@ -203,11 +192,59 @@ class Packer:
         return metrics
 
 
+def _packed(reductions: dict[str, Reduction]) -> tuple[list[_Slot], list[tf.Tensor]]:
+    """Returns where metrics lie in the packed vector, and its elements, float64 tensors one after another."""
+    slots, parts, start = [], [], 0
+    for names in _groups(reductions):
+        parts += _sums([reductions[name] for name in names])
+        for name in names:
+            kind, value = reductions[name].kind, reductions[name].value
+            integer = value.dtype.is_integer or value.dtype.is_bool
+            slots.append(_Slot(name, kind, () if kind == "mean" else tuple(value.shape), integer, start))
+            start += slots[-1].size
+    return slots, parts
+
+
+def _groups(reductions: dict[str, Reduction]) -> list[list[str]]:
+    """Divides metrics into those that are summed together: many of one kind, dtype and known shape, else each alone."""
+    groups: dict[Any, list[str]] = {}
+    for name, reduction in reductions.items():
+        value, weight = reduction.value, reduction.weight
+        key = (reduction.kind, value.dtype, str(value.shape), weight is not None and weight.dtype)
+        known = value.shape.is_fully_defined() and (weight is None or weight.shape == value.shape)
+        groups.setdefault(key if known else name, []).append(name)
+    together = [names for names in groups.values() if len(names) >= _MANY]
+    return [[name] for name in reductions if not any(name in names for names in together)] + together
+
+
+def _sums(group: list[Reduction]) -> list[tf.Tensor]:
+    """Returns what metrics of one kind, dtype and shape add to the totals: scalars for one, a tensor for several."""
+
+    def joined(tensors: list[tf.Tensor]) -> tf.Tensor:
+        return tf.cast(tensors[0] if len(group) == 1 else tf.stack(tensors), tf.float64)
+
+    kind, data = group[0].kind, joined([reduction.value for reduction in group])
+    if kind == "last":
+        first = tf.distribute.get_replica_context().replica_id_in_sync_group
+        return [tf.where(tf.equal(first, 0), data, tf.zeros_like(data))]
+    if kind != "mean":
+        return [data]
+    axes = None if len(group) == 1 else list(range(1, data.shape.rank))
+    if group[0].weight is not None:
+        sums = weighted_sum(data, joined([reduction.weight for reduction in group]), axes)
+    else:
+        size = tf.cast(tf.size(data) // len(group), tf.float64)
+        sums = tf.reduce_sum(data, axes), size if axes is None else tf.fill([len(group)], size)
+    return list(sums) if axes is None else [tf.stack(sums, axis=1)]
+
+
 def _joined(parts: list[tf.Tensor]) -> tf.Tensor:
-    """Returns the elements of float64 tensors one after another; scalars, which most are, by one op."""
-    if parts and all(part.shape.rank == 0 for part in parts):
-        return tf.stack(parts)
-    return tf.concat([tf.reshape(part, [-1]) for part in parts] or [tf.zeros([0], tf.float64)], axis=0)
+    """Returns the elements of float64 tensors one after another; neighbouring scalars, which most are, by one op."""
+    pieces = []
+    for scalars, run in itertools.groupby(parts, lambda part: part.shape.rank == 0):
+        tensors = list(run)
+        pieces += [tf.stack(tensors)] if scalars else [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return pieces[0] if len(pieces) == 1 else tf.concat(pieces or [tf.zeros([0], tf.float64)], axis=0)
 
 
 def check_metric_name(who: str, name: object) -> None:

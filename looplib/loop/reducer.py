@@ -134,7 +134,7 @@ class Reducer(Accumulator):
         if not self._watched:
             watch = tf.constant([1.0, 0.0], tf.float64)
             return self._with_collected(tf.concat([contribution, watch], axis=0), collected)
-        parts = [contribution[slot.start : slot.start + 1] for slot in losses]
+        parts = [tf.gather(contribution, [slot.start for slot in losses])] if losses else []
         if norms:
             parts.append(tf.cast(tf.stack([norm for _, norm in norms]), tf.float64))
         total_watched = tf.reduce_sum(tf.concat(parts, axis=0), keepdims=True)

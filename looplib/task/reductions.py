@@ -1,6 +1,7 @@
 """Reductions: a step's author says with them how a value reduces over steps, replicas and workers."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,17 +25,20 @@ class Reduction:
 
 
 @tf.autograph.experimental.do_not_convert
-def weighted_sum(values: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+def weighted_sum(
+    values: tf.Tensor, weights: tf.Tensor, axis: Sequence[int] | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the sum of `values * weights` and that of the weights; a value whose weight is 0 is ignored.
 
     Args:
       values: tensor of any shape.
       weights: tensor of the same dtype; both are broadcast to a common shape, so that a weight is summed as often as it
         is used.
+      axis: the dimensions to sum over; None for all.
     """
     shape = tf.broadcast_dynamic_shape(tf.shape(values), tf.shape(weights))
     weights = tf.broadcast_to(weights, shape)
-    return tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), tf.reduce_sum(weights)
+    return tf.reduce_sum(tf.math.multiply_no_nan(values, weights), axis), tf.reduce_sum(weights, axis)
 
 
 @tf.autograph.experimental.do_not_convert
