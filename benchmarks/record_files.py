@@ -5,10 +5,11 @@
     python -m benchmarks.record_files resume
     python -m benchmarks.record_files speed --kind=small --cold=false
 
-`make` writes a million records of 1 kB in 64 TFRecord files and an ArrayRecord file, and JPEGs of about 100 kB. The
+`make` writes a million records of 1 kB in 64 TFRecord files and in 64 ArrayRecord files, and JPEGs of about 100 kB. The
 other commands print one JSON object a line.
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -33,8 +34,10 @@ _BLOCK = flags.DEFINE_integer("block", None, "Neighbouring records that are read
 _BATCH = flags.DEFINE_integer("batch", 128, "Examples of a batch.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds of each.")
 _SECONDS = flags.DEFINE_float("seconds", 3.0, "Seconds of a round.")
+_THREADS = flags.DEFINE_integer("threads", 4, "Threads of grain's loader; with 4 it is fastest on two cores.")
 _WORKER = flags.DEFINE_list("worker", None, "WORKER,WORKERS,BLOCK of a process of `resume`.")
 _FILES, _RECORDS, _IMAGES, _STEP, _STEPS = 64, 1_000_000, 2000, 10_000, 7812
+_WARM = {"small": 64, "images": 8}  # batches before a turn is timed, so that what is read ahead is there already
 
 
 def context(batch, worker=0, workers=1, start=0):
@@ -51,16 +54,17 @@ def make(folder):
 
     folder.mkdir(parents=True, exist_ok=True)
     noise, number = np.random.default_rng(0).bytes(2_000_000), 0
-    array = array_record_module.ArrayRecordWriter(str(folder / "small.array_record"), "group_size:1")
     for file in range(_FILES):
-        with tf.io.TFRecordWriter(str(folder / f"small.tfrecord-{file:05d}-of-{_FILES:05d}")) as writer:
+        of_all = f"{file:05d}-of-{_FILES:05d}"
+        array = array_record_module.ArrayRecordWriter(str(folder / f"small.array_record-{of_all}"), "group_size:1")
+        with tf.io.TFRecordWriter(str(folder / f"small.tfrecord-{of_all}")) as writer:
             for _ in range(_RECORDS // _FILES):
                 at = number * 7919 % 1_900_000
                 record = number.to_bytes(8, "little") + noise[at : at + 1016]
                 writer.write(record)
                 array.write(record)
                 number += 1
-    array.close()
+        array.close()
     pixels = np.random.default_rng(0).integers(0, 256, [40, 27, 27, 3], np.uint8)
     images = [tf.image.resize(image, [400, 400], "bicubic") + 12 * np.random.randn(400, 400, 3) for image in pixels]
     jpegs = [
@@ -195,34 +199,55 @@ def by_tf_data(folder):
 
 
 def by_grain(folder):
-    """Yields grain's batches of the ArrayRecord file, shuffled as a whole, read by threads of this process."""
+    """Returns grain's batches of the ArrayRecord file, shuffled as a whole, read by threads of this process."""
     import grain.python as grain
 
-    source = grain.ArrayRecordDataSource(f"{folder}/small.array_record")
+    source = grain.ArrayRecordDataSource(sorted(map(str, folder.glob("small.array_record-*"))))
     numbers = grain.MapDataset.source(source).seed(1).shuffle().repeat()
-    loaded = numbers.map(lambda record: np.frombuffer(record, np.uint8)).batch(_BATCH.value, drop_remainder=True)
-    return loaded.to_iter_dataset(grain.ReadOptions(num_threads=16, prefetch_buffer_size=500))
+    loaded = numbers.batch(_BATCH.value, drop_remainder=True, batch_fn=parse_by_numpy)
+    return loaded.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS.value, prefetch_buffer_size=64))
+
+
+def parse_by_numpy(records):
+    """Parses records of 1 kB into a batch, uint8 `[b, 1024]`."""
+    return np.frombuffer(b"".join(records), np.uint8).reshape(-1, 1024)
 
 
 def own_of_array_record(folder):
     """Returns looplib's batches of the ArrayRecord file."""
-    batches = context(_BATCH.value).records(f"{folder}/small.array_record", block=_BLOCK.value)
+    batches = context(_BATCH.value).records(f"{folder}/small.array_record-*", block=_BLOCK.value)
     return batches.map(parse, tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
 
 
+def idle():
+    """Waits until the turn before has ended in all of its threads; a loader that reads ahead slows the next one."""
+    gc.collect()
+    for _ in range(100):
+        before = time.process_time()
+        time.sleep(0.1)
+        if time.process_time() - before < 0.002:
+            return
+    raise RuntimeError("the loader of the turn before still uses the processor")
+
+
 def rate(make_batches, folder):
-    """Returns examples per second of a round, after its first batch, or from the start if the cache is cold."""
+    """Returns examples per second of a round, after its first batches, or from the start if the cache is cold."""
     if _COLD.value:
         drop_cache()
     batches = iter(make_batches(folder))
     if not _COLD.value:
-        for _ in range(20):
+        for _ in range(_WARM[_KIND.value]):
             next(batches)
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < _SECONDS.value:
-        next(batches)
+        np.asarray(next(batches))
         count += _BATCH.value
-    return count / (time.perf_counter() - start)
+    found = count / (time.perf_counter() - start)
+    if make_batches is by_grain:
+        batches.close()  # else its threads fill their buffer in the next turn
+    del batches
+    idle()
+    return found
 
 
 def speed(folder):
