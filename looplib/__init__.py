@@ -2,13 +2,12 @@
 
 Subclass `Trainer` (and `Evaluator`), write one `step_fn` for one replica, and a `Controller` does the rest.
 
-A name is loaded when it is first used, so that a program pays only for the parts that it uses.
+A name is loaded when it is first used, and TensorFlow with the first one, so that a program pays only for the parts
+that it uses.
 """
 
 import importlib
 from typing import Any
-
-from looplib import _tf  # noqa: F401  (imports TensorFlow, before anything else of the program does)
 
 __version__ = "0.1.0"
 
@@ -71,6 +70,8 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOMES or name in _MODULES:
+        from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:

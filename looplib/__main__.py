@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
+    if options.run not in (_status, _launch):
+        from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     try:
         return options.run(options)
     except UsageError as error:

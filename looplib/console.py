@@ -214,3 +214,8 @@ def _ready(descriptor: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(1e3 * seconds))
+
+
+def printable(text: str) -> str:
+    """Escapes what a terminal would take for a command; a run directory may come from somebody else."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

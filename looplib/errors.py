@@ -18,6 +18,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
 EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
 
 _LAYERS = 20
+_LONGEST = 300  # characters of a sentence
 _WRAPPED = re.compile(r"in user code:|Exception encountered when calling")
 _ROOT = re.compile(r"\d+ root error\(s\) found\.\s*\(0\) [^\n:]*:\s*(.*?)(?:\n\s*\(1\) |\Z)", re.DOTALL)
 # Bold type of Keras 3; the functions and nodes of TensorFlow's graphs; lines of these alone; the op of an eager call.
@@ -124,7 +125,7 @@ class Gist:
 
     Attributes:
       kind: the name of its type, also of an error in AutoGraph or `tf.numpy_function`, which raise one of another type.
-      sentence: its message on one line of at most 300 characters; "" if it has none.
+      sentence: its message on one line of at most 300 characters, cut between words; "" if it has none.
     """
 
     kind: str
@@ -189,4 +190,5 @@ def _first_sentence(text: str) -> str:
     size = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     found = " ".join(lines if size > 1 else lines[:1])
     found = re.sub(r"'\{\{node (\S+?)\}\} = \w+\[.*?\]\(.*?\)'", r"\1", found)
-    return re.sub(r"\{\{node (\S+?)\}\}", r"\1", found)[:300]
+    found = re.sub(r"\{\{node (\S+?)\}\}", r"\1", found)
+    return found if len(found) <= _LONGEST else f"{found[: _LONGEST - 1].rpartition(' ')[0] or found[: _LONGEST - 2]} …"

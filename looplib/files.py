@@ -18,13 +18,11 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-import tensorflow as tf
-
 from looplib.errors import UsageError, gist
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
 # The errors that prove a damaged file; any other error may be temporary.
-_DAMAGE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, tf.errors.NotFoundError, tf.errors.DataLossError)
+_DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 class NotRegularError(ValueError):
@@ -38,7 +36,18 @@ def is_remote(path: str) -> bool:
 
 def proves_damage(error: Exception) -> bool:
     """Returns whether a read error proves that a file is damaged, and not only that it cannot be read now."""
-    return isinstance(error, (ValueError, KeyError, TypeError, *_DAMAGE))
+    import tensorflow as tf
+
+    return isinstance(error, (*_DAMAGE, tf.errors.NotFoundError, tf.errors.DataLossError))
+
+
+def failures(path: str) -> tuple[type[Exception], ...]:
+    """Returns the types of error with which reading or writing a path can fail: TensorFlow's only of a remote one."""
+    if not is_remote(path):
+        return (OSError,)
+    import tensorflow as tf
+
+    return OSError, tf.errors.OpError
 
 
 def open_regular(path: str) -> BinaryIO:
@@ -55,7 +64,7 @@ def open_regular(path: str) -> BinaryIO:
       OSError, tf.errors.OpError: if it cannot be opened.
     """
     if is_remote(path):
-        return tf.io.gfile.GFile(path, "rb")
+        return _gfile().GFile(path, "rb")
     name = os.path.basename(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -112,9 +121,9 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
     content = content.encode() if isinstance(content, str) else content
     folder = os.path.dirname(path) or "."
     if is_remote(path):
-        with tf.io.gfile.GFile(path + ".new", "wb") as file:
+        with _gfile().GFile(path + ".new", "wb") as file:
             file.write(content)
-        tf.io.gfile.rename(path + ".new", path, overwrite=True)
+        _gfile().rename(path + ".new", path, overwrite=True)
         return
     new = path + ".new"  # one name, so that a crash leaves one file at most
     with contextlib.suppress(FileNotFoundError):
@@ -142,7 +151,7 @@ def appending(path: str) -> Iterator[BinaryIO]:
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
-        with tf.io.gfile.GFile(path, "ab") as file:
+        with _gfile().GFile(path, "ab") as file:
             yield file
         return
     with _alone(path) as file:
@@ -220,15 +229,15 @@ def check_writable(directory: str) -> None:
     """
     try:
         if is_remote(directory):
-            tf.io.gfile.makedirs(directory)
+            _gfile().makedirs(directory)
             probe = f"{directory}/.looplib-{os.getpid()}-{time.time_ns()}"
-            with tf.io.gfile.GFile(probe, "w") as file:
+            with _gfile().GFile(probe, "w") as file:
                 file.write("")
-            tf.io.gfile.remove(probe)
+            _gfile().remove(probe)
         else:
             os.makedirs(os.path.realpath(directory), exist_ok=True)  # it may be a link to one that is not there yet
             tempfile.TemporaryFile(dir=directory).close()
-    except (OSError, tf.errors.OpError) as error:
+    except failures(directory) as error:
         raise UsageError(
             f"model_dir {directory} cannot be written to ({gist(error)}); use a writable directory, or fix "
             "its permissions"
@@ -243,4 +252,11 @@ def safe_name(name: str) -> str:
 def free_name(path: str) -> str:
     """Returns a path that does not exist: `path`, or `path` with a number after it."""
     numbered = (f"{path}.{number}" if number else path for number in itertools.count())
-    return next(name for name in numbered if not (os.path.lexists(name) or tf.io.gfile.exists(name)))
+    return next(name for name in numbered if not (os.path.lexists(name) or (is_remote(name) and _gfile().exists(name))))
+
+
+def _gfile() -> Any:
+    """Returns TensorFlow's file systems, which only a remote path needs: what reads local files starts without them."""
+    import tensorflow as tf
+
+    return tf.io.gfile

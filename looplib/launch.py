@@ -36,7 +36,7 @@ from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, UsageError
 from looplib.health.preemption import notice
-from looplib.report import outcome, run_json
+from looplib.report import outcome, run_file, run_json
 from looplib.report.outcome import Outcome
 from looplib.report.program import this_program
 from looplib.report.writer import Writer
@@ -186,7 +186,7 @@ class _Session:
     @property
     def report_path(self) -> str:
         """The path of the run's report."""
-        return run_json.path_of(self.values["model_dir"], self.values["mode"] in TRAINING_MODES)
+        return run_file.path_of(self.values["model_dir"], self.values["mode"] in TRAINING_MODES)
 
     @property
     def advice(self) -> str:
@@ -232,7 +232,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
     values["model_dir"] = values["model_dir"] and resolve(values["model_dir"])
     trains = values["mode"] in TRAINING_MODES
     trackers = _make_trackers(values) if trains and values["trackers"] and not values["dry_run"] else []
-    session.earlier = run_json.read(session.report_path)
+    session.earlier = run_file.read(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
@@ -307,7 +307,7 @@ def _make_controller(
 
 def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     """Names the settings of a job that does not train that differ from those of the training."""
-    trained = run_json.read(run_json.path_of(model_dir, trains=True)) if model_dir else {}
+    trained = run_file.read(run_file.path_of(model_dir, trains=True)) if model_dir else {}
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={new} (the training has {old})" for name, (old, new) in sorted(changed.items())]
@@ -327,7 +327,7 @@ def _done(session: _Session, _: None) -> Outcome:
 
 
 def _served(session: _Session, gone: CoordinatorGone) -> Outcome:
-    report = run_json.read(session.report_path)
+    report = run_file.read(session.report_path)
     return outcome.served(gone, "not known" if report == session.earlier else report.get("status"))
 
 

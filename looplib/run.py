@@ -28,7 +28,7 @@ from looplib.loop.loops import Loops, LoopSettings
 from looplib.loop.recorded import RecordedParts
 from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
-from looplib.report import run_json
+from looplib.report import run_file, run_json
 from looplib.report.clock import Clock
 from looplib.report.page import Page
 from looplib.report.progress import Pace
@@ -142,7 +142,7 @@ class Run:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
         self._page = Page(self.model_dir if writes and self.directory.writes else None, self._flush_for_page)
         return run_json.RunReport(
-            path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
+            path=run_file.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,

@@ -83,6 +83,24 @@ def test_where_training_waits_for_its_input_the_slowest_stage_is_in_the_verdict(
     assert clock.summary()[1] == f"{start}, and most of it is read; read less"
 
 
+def verdict(**phases):
+    """The verdict of a run whose phases took so many seconds, in calls of a second."""
+    time = Time()
+    clock = Clock(now=time)
+    for phase, seconds in phases.items():
+        with clock.phase(phase):
+            time.now += seconds
+    return clock.summary()[1]
+
+
+def test_a_short_run_is_told_that_its_start_took_its_time():
+    start = "start-bound: start-up took 60% of the time (start 50%, compile 10%)"
+    assert verdict(start=5, compile=1, restore=0.05, train=3, save=0.95) == f"{start}; train more steps per start"
+    assert verdict(start=5, compile=1, train=7).startswith("compute-bound: the device computes 54% ")
+    assert verdict(start=2, compile=1, train=1, save=6).startswith("overhead-bound: ")
+    assert verdict(start=2, compile=1, train=1, evaluate=4).startswith("evaluation-bound: ")
+
+
 @pytest.mark.alone
 def test_a_run_that_evaluates_often_and_saves_seldom_is_advised_to_evaluate_less_often(tmp_path, monkeypatch):
     commit = commits.commit

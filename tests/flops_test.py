@@ -1,5 +1,6 @@
 """The floating-point operations of a step are those that one counts by hand, forward and backward."""
 
+import dataclasses
 import json
 
 import keras
@@ -102,4 +103,7 @@ def test_the_reports_have_the_share_of_the_measured_peak_unless_the_training_is_
     rate = 30 / (seconds["train"] + seconds["input"])
     assert found["share_of_peak"] == pytest.approx(found["flops_per_step"] * rate / found["peak"], rel=0.05)
     assert str(speed).startswith("a step takes 480 FLOPs, ")
+    shares = {0.456: "46%", 0.0123: "1.2%", 0.0031: "0.31%", 0.0002: "<0.1%"}
+    for share, text in shares.items():
+        assert f", {text} of the measured peak" in str(dataclasses.replace(speed, share_of_peak=share))
     assert found["peak"] == measured_peak("CPU:0", "float32") > 1e8  # measured once

@@ -133,6 +133,8 @@ def marked(mark):
         (KeyError("x"), "'x'"),
         (AssertionError(), "AssertionError"),
         (ValueError("\n\n one\ntwo"), "one"),
+        (ValueError("word " * 59 + "@tf.function"), "word " * 59 + "…"),
+        (ValueError("x" * 400), "x" * 298 + " …"),
         (OSError(28, "No space left on device", "ckpt"), "[Errno 28] No space left on device: 'ckpt'"),
         (
             ValueError("Graph execution error:\n\nDetected at node div defined at (most recent call last):\n<stack traces>\n\n"

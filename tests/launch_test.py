@@ -1,6 +1,7 @@
 """Binaries: flags, exit codes, last lines, run.json."""
 
 import concurrent.futures
+import datetime
 import json
 import os
 import pathlib
@@ -87,6 +88,9 @@ def test_the_run_directory_is_complete(replicas):
     assert {"looplib", "tensorflow", "keras", "numpy", "python"} <= set(run["versions"])
     seconds = run["seconds"]
     assert sum(seconds.values()) == pytest.approx(2 * seconds["wall"], rel=0.02)
+    began = datetime.datetime.fromisoformat(run["started"]).timestamp()
+    assert began == pytest.approx(run["starts"][0]["process"]["since"], abs=1.5)
+    assert began + seconds["wall"] == pytest.approx((folder / "run.json").stat().st_mtime, abs=1.5)
     assert "-bound: " in run["verdict"] and run["engines"] == {}
 
 

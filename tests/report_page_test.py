@@ -177,6 +177,14 @@ def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
     assert set(sheet.locator(".phases b").all_inner_texts()) == set(waits)
     assert report["versions"]["tensorflow"] in sheet.inner_text("#history")
     assert "480 FLOPs" in sheet.inner_text("#model") and report["speed"]["flops_per_step"] == 480
+    colors = sheet.evaluate("""() => [...document.querySelectorAll("#time .phases li")].map((row) => [
+      row.querySelector("b").textContent, getComputedStyle(row.firstChild).backgroundColor])""")
+    drawn = sheet.evaluate("""() => [...charts].at(-2).lines.map((line) => {
+      const probe = Object.assign(document.createElement("i")); probe.style.color = color(line.color);
+      return [line.label, probe.style.color]; })""")
+    assert dict(drawn).items() <= dict(colors).items() and len(set(dict(colors).values())) == len(colors)
+    tops = sheet.evaluate("[...document.querySelectorAll('.tile')].map((tile) => tile.getBoundingClientRect().top)")
+    assert len(tops) >= 6 and len(set(tops)) == 1  # none stands alone
     shares = dict(sheet.evaluate("[...charts].at(-2).lines.map((line) => [line.label, [line.steps, line.values]])"))
     up_to_9 = report["starts"][1]["points"][0]["seconds"]  # a report each step
     assert shares["train"][0] == list(range(13)) and set(shares) <= set(waits)
@@ -265,6 +273,7 @@ def test_a_hostile_directory_runs_no_script_and_shows_nothing_from_outside(evil,
         and EVIL in sheet.inner_text("#samples")
         and EVIL in sheet.inner_text("#profile")
     )
+    assert sheet.evaluate("[...document.images].map((image) => image.width)") == [128]  # a pixel is enlarged
     assert sheet.locator("#samples img").count() == 1 and sheet.locator("script").count() == 2
     assert "root:" not in (tmp_path / "page.html").read_text() and "not finite" in sheet.inner_text("#verdict")
     policy = sheet.locator("meta[http-equiv='Content-Security-Policy']").get_attribute("content")

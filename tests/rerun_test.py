@@ -98,6 +98,8 @@ def test_a_run_has_the_commit_and_the_changes_and_a_rerun_the_changes_since(pyth
     assert main(["rerun", str(run), f"--to={tmp_path / 'same'}"]) == EXIT_DONE
     assert "versions and code are those of the run" in capfd.readouterr().out
     git(source, "commit", "-qam", "second")  # the code is the same
+    subprocess.run([python, program, f"--model_dir={tmp_path / 'same'}"], check=True, cwd=tmp_path, capture_output=True)
+    assert not (tmp_path / "same" / "code.diff").exists()  # nothing differs from the commit now
     program.write_text(PROGRAM.replace("RATE = 0.1", "RATE = 0.3"))
     assert main(["rerun", str(run)]) == EXIT_DIFFERENT
     out = capfd.readouterr().out

@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -86,6 +87,7 @@ def runs(nursery, tmp_path_factory):
 def test_a_run_is_starting_then_running_then_silent_then_killed(runs):
     _, moments, rows = runs
     assert [moments[state][0] for state in ("starting", "running", "silent")] == ["starting", "running", "silent"]
+    assert re.search(r" \d+ s ago", moments["starting"][1])
     assert re.search(r"process \d+ is alive, and reports nothing", moments["silent"][1])
     assert rows["moving"][0] == "killed"
     ahead = re.search(r" ([\d,]+)/100,000 +([\d.]+) +([\d.]+) (min|h|s) ", moments["running"][1])
@@ -163,6 +165,13 @@ def test_hostile_directories_cost_little_and_send_nothing_to_the_terminal(tmp_pa
     }  # fmt: skip
     assert all(line.isprintable() for _, line in rows.values())
     assert r"\x1b]0;x\x07\nbad\u202e" in rows[r"names\x1b[2J"][1]
+
+
+def test_it_starts_without_tensorflow(runs):
+    code = "import sys; from looplib.__main__ import main; main(sys.argv[1:]); print('tensorflow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "status", runs[0]], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 + len(runs[2]) and lines[-1] == "False" and not done.stderr
 
 
 def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Trackers: each has the metrics of a run that was killed and resumed, and none can fail or delay a training."""
 
 import csv
+import json
 import shutil
 import signal
 import threading
@@ -11,6 +12,7 @@ import tensorflow as tf
 import toy
 
 import looplib
+from looplib import launch
 from looplib.extras.trackers import by_name
 from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
@@ -88,6 +90,23 @@ def test_a_table_gets_the_columns_of_later_metrics(tmp_path):
     assert (tmp_path / "csv" / "train.csv").read_text() == "step,a,b\n2,,2\n1,3.0,\n4,nan,\n"
 
 
+def failed_after_training(directory):
+    """A run whose training was done when its binary failed, as in an export."""
+    trainer, _ = toy.build(tf.distribute.get_strategy())
+    trackers = [looplib.MlflowWriter(str(directory))]
+    session = launch._Session(
+        controller=toy.controller(None, trainer, model_dir=directory, writers=None, trackers=trackers)
+    )
+    session.controller.train(2)
+    assert json.loads((directory / "run.json").read_text())["status"] == "done"
+    session.close("failed", "the model cannot be exported")
+    return directory
+
+
+def how_mlflow_says_it_ended(client, directory):
+    return client.get_run((directory / "mlflow.id").read_text().strip()).info.status
+
+
 def test_mlflow_continues_its_run_and_says_how_it_ended(tracked, monkeypatch, tmp_path):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -100,7 +119,8 @@ def test_mlflow_continues_its_run_and_says_how_it_ended(tracked, monkeypatch, tm
     with pytest.raises(Preempted):
         train(directory, [looplib.MlflowWriter(str(directory))], [preempt])
     other = mlflow.MlflowClient(f"file://{tmp_path / 'mlruns'}")
-    assert other.get_run((directory / "mlflow.id").read_text().strip()).info.status == "KILLED"
+    assert how_mlflow_says_it_ended(other, failed_after_training(tmp_path / "exported")) == "FAILED"
+    assert how_mlflow_says_it_ended(other, directory) == "KILLED"
     assert run.data.params["config.rate"] == "0.1" and run.data.tags["changed.config.rate"] == "0.2"
     history = [(n, m.step, m.value) for n in run.data.metrics for m in client.get_metric_history(run.info.run_id, n)]
     exact = {key: value for key, value in expected(tracked).items() if not key[0].endswith("per_second")}

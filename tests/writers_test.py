@@ -26,8 +26,8 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter, UsageError
 from looplib.report.clock import Clock
-from looplib.report.console_writer import format_number
 from looplib.report.event_files import read_events
+from looplib.report.formats import format_number
 from looplib.report.ownership import event_files, this_process
 from looplib.report.progress import Pace, Progress
 from looplib.report.records import read_jsonl
@@ -245,6 +245,7 @@ def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_ro
     spend(train=1)
     found = pace.at(1150, None, None)
     assert found.rate == pytest.approx(100, rel=0.01) and found.left is None and found.to_evaluation is None
+    assert found.waiting == 0  # of this interval, as the numbers beside it are
     spend(train=600)  # a slow loop: what was long ago counts no more
     assert pace.at(1250, 2000, None).rate == pytest.approx(100 / 600, rel=0.01)
 

@@ -1,3 +1,3 @@
 """Ready trainers, each an absl binary: `python -m trainers.<name> --help`."""
 
-import looplib  # noqa: F401  (before TensorFlow is imported, which it makes faster)
+from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does, and faster)

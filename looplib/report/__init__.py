@@ -2,8 +2,9 @@
 
 Names that other rooms may use, by file:
     clock: Clock
-    console_writer: ConsoleWriter, format_number
+    console_writer: ConsoleWriter
     event_files: none
+    formats: format_number, format_seconds
     hparams: none
     jsonl_writer: JsonlWriter
     media_writer: none
@@ -13,11 +14,12 @@ Names that other rooms may use, by file:
     points: none
     pieces: KINDS, Record, check_kind, rows_of
     prediction_folder: PredictionFolder, Source
-    progress: Pace, format_seconds, headline
+    progress: Pace, headline
     record_file: none
     records: Record, cut_short, each_record, key, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
-    run_json: RunReport, Standing, as_dict, changed_settings, path_of, read, settings_of
+    run_file: path_of, read
+    run_json: RunReport, Standing, as_dict, changed_settings, settings_of
     shown: Histogram, Images, Shown, Texts
     speed: Speed
     tensorboard_writer: TensorBoardWriter

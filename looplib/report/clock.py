@@ -5,6 +5,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from looplib.report.formats import format_share
+
 _IMPORTED = time.perf_counter()
 _SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, however many steps it runs
 # The advice for the phase that takes most of the time.
@@ -15,10 +17,8 @@ _AGAINST = {
     "report": "raise steps_per_loop",
     "save": "save less often",
     "save before evaluations": "evaluate less often, because each evaluation saves first; save no more often",
-    "compile": "run more steps per start",
-    "start": "run more steps per start",
-    "restore": "run more steps per start",
 }
+_OF_A_START = ("start", "compile", "restore")
 
 
 class Clock:
@@ -107,14 +107,20 @@ class Clock:
         seconds = self.seconds()
         wall = max(seconds.pop("wall"), 1e-9)
         longest = sorted((item for item in seconds.items() if item[1] >= 0.0005), key=lambda item: -item[1])
-        shares = ", ".join(f"{name} {value:.1f} ({value / wall:.0%})" for name, value in longest)
+        shares = ", ".join(f"{name} {value:.1f} ({format_share(value / wall)})" for name, value in longest)
         return f"time {wall:.1f} s: {shares}", self._verdict(seconds, wall)
 
     def _verdict(self, seconds: dict[str, float], wall: float) -> str:
         train, waited, evaluated = (seconds.get(name, 0.0) for name in ("train", "input", "evaluate"))
         training, calls = train + waited, self._calls.get("train", 0)
+        of_start = {name: seconds[name] for name in _OF_A_START if seconds.get(name, 0.0) >= 0.01 * wall}
+        begun = sum(of_start.values())
         others = {name: value for name, value in seconds.items() if name not in ("train", "input", "evaluate")}
         most, overhead = max(others, key=others.get), sum(others.values()) / wall
+        if begun > max(training, evaluated, overhead * wall - begun):
+            parts = ", ".join(f"{name} {format_share(value / wall)}" for name, value in of_start.items())
+            what = f"start-up took {begun / wall:.0%} of the time ({parts})"
+            return f"start-bound: {what}; train more steps per start"
         if overhead > 0.5:
             forced = most == "save" and self._before_evaluations > 0.5 * seconds["save"]
             advice = _AGAINST.get("save before evaluations" if forced else most, "check what else the program does")

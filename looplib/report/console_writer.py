@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from looplib import console
+from looplib.report.formats import format_number
 from looplib.report.progress import Progress, headline
 from looplib.report.writer import Writer
 
@@ -159,17 +160,3 @@ def _in_notebook() -> bool:
 
 def _joined(metrics: Mapping[str, float], between: str) -> str:
     return between.join(f"{name} {format_number(value)}" for name, value in metrics.items())
-
-
-def format_number(value: float) -> str:
-    """Formats a number for a person: whole numbers as they are, others with four significant digits.
-
-    Args:
-      value: int or float.
-
-    Returns:
-      str, such as `1797`, `0.9833`, `1.2e-05`.
-    """
-    if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
-        return f"{value:.0f}"
-    return f"{value:.4g}"

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 
 from looplib.report.clock import Clock
+from looplib.report.formats import format_seconds, format_share
 
 _HALF_LIFE = 30.0  # seconds of training after which a measurement counts half
 _NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
@@ -21,7 +22,7 @@ class Progress:
       rate: steps per second of training, of about the last minute; None before the first loop.
       left: seconds until the end, with the evaluations and saves on the way; None where it is not known.
       to_evaluation: seconds until the next evaluation; None without any.
-      waiting: share of the training's time that was spent waiting for input, of about the last minute.
+      waiting: share of the training's time that was spent waiting for input, since the measurement before.
     """
 
     step: int
@@ -42,7 +43,7 @@ class Progress:
         elif self.to_evaluation is not None and self.step != self.end:
             texts.append(f"evaluation in {format_seconds(self.to_evaluation)}")
         if self.waiting is not None:
-            texts.append(f"input {self.waiting:.0%}")
+            texts.append(f"input {format_share(self.waiting)}")
         return ", ".join(texts)
 
 
@@ -57,7 +58,8 @@ class Pace:
         self._clock = clock
         self._overhead_start = self._outside()
         self._ran = 0  # steps in all, those before a rollback too
-        self._steps = self._train = self._input = 0.0  # of which older ones count less
+        self._steps = self._seconds = 0.0  # of which older ones count less
+        self._waiting = 0.0
         self._mark = (0, 0.0, 0.0)
 
     def measure_from(self, step: int) -> None:
@@ -75,16 +77,17 @@ class Pace:
         """
         before, train, waited = self._mark
         self.measure_from(step)
-        train, waited = self._mark[1] - train, self._mark[2] - waited
-        keep = 0.5 ** (max(0.0, train + waited) / _HALF_LIFE)
+        waited = self._mark[2] - waited
+        passed = self._mark[1] - train + waited
+        keep = 0.5 ** (max(0.0, passed) / _HALF_LIFE)
         self._ran += step - before
         self._steps = keep * self._steps + step - before
-        self._train = keep * self._train + train
-        self._input = keep * self._input + waited
-        seconds = self._train + self._input
-        if not self._steps or seconds <= 0:
+        self._seconds = keep * self._seconds + passed
+        if passed > 0:
+            self._waiting = min(1.0, max(0.0, waited / passed))
+        if not self._steps or self._seconds <= 0:
             return Progress(step, end, evaluating)
-        rate = self._steps / seconds
+        rate = self._steps / self._seconds
         overhead = max(0.0, self._outside() - self._overhead_start) / self._ran
         return Progress(
             step,
@@ -93,7 +96,7 @@ class Pace:
             rate=rate,
             left=None if end is None else (end - step) * (1 / rate + overhead),
             to_evaluation=None if evaluation is None else (evaluation - step) / rate,
-            waiting=min(1.0, max(0.0, self._input / seconds)),
+            waiting=self._waiting,
         )
 
     def _outside(self) -> float:
@@ -107,12 +110,3 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     losses = sorted((name for name in names if "loss" in name.lower()), key=lambda name: name != "loss")
     others = [name for name in names if name not in losses]
     return {name: metrics[name] for name in losses[:1] + others[:1]}
-
-
-def format_seconds(seconds: float) -> str:
-    """Formats a duration for a person, such as `19 s`, `12 min`, `5.2 h` or `3.1 days`."""
-    for unit, limit in (("s", 120), ("min", 120), ("h", 48)):
-        if seconds < limit:
-            return f"{seconds:.1f} h" if unit == "h" else f"{seconds:.0f} {unit}"
-        seconds /= 60 if unit != "h" else 24
-    return f"{seconds:.1f} days"

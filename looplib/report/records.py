@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-import tensorflow as tf
 from absl import logging
 
 from looplib import files
@@ -29,6 +28,8 @@ def divided(records: Iterable[_T], condition: Callable[[_T], bool]) -> tuple[lis
 
 def cut_short(path: str) -> bool:
     """Returns whether a crash left the last line without its end, so that the next one would be lost with it."""
+    import tensorflow as tf
+
     if not tf.io.gfile.exists(path):
         return False
     with tf.io.gfile.GFile(path, "rb") as file:
@@ -54,6 +55,8 @@ def each_record(path: str) -> Iterator[Record]:
     Args:
       path: the file.
     """
+    import tensorflow as tf
+
     if not tf.io.gfile.exists(path):
         return
     try:

@@ -17,15 +17,15 @@ from absl import logging
 
 from looplib import console
 from looplib.errors import Preempted, UsageError, gist
-from looplib.files import parse_json, read_text, write_whole
+from looplib.files import write_whole
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
 from looplib.report.points import Points
 from looplib.report.program import DIFF, Program
+from looplib.report.run_file import OF_TRAINING, read
 from looplib.report.speed import Speed
 from looplib.report.writer import Setting
 
-_OF_TRAINING = "run.json"
 _MOST_TRACEBACK = 20_000  # characters, of its end
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
 
@@ -61,10 +61,11 @@ class RunReport:
     """The report of a run directory, replaced atomically whenever its status changes.
 
     Its fields are those of the newest start, except `started`, which is the first start's, and `seconds`, which adds up
-    all starts. `starts` lists them, each with `started`, `command`, `program`, `process`, `versions`, `restored_from`,
-    `status`, `step`, `seconds`, `verdict`, `points`, `changed` (the settings that differ from the start before) and, if
-    there were any, `rollbacks`. `traceback` is that of the newest start, if it failed. `not_default` lists the settings
-    that differ from their defaults. Where something that was printed is lost, `console` says why.
+    all starts. `starts` lists them, each with `started` (when its process was, so that `seconds` end when it ends),
+    `command`, `program`, `process`, `versions`, `restored_from`, `status`, `step`, `seconds`, `verdict`, `points`,
+    `changed` (the settings that differ from the start before) and, if there were any, `rollbacks`. `traceback` is that
+    of the newest start, if it failed. `not_default` lists the settings that differ from their defaults. Where something
+    that was printed is lost, `console` says why.
 
     Attributes:
       path: the file; None writes nothing.
@@ -133,7 +134,7 @@ class RunReport:
         self._earlier = read(self.path) if self.path else {}
         changed = changed_settings(self._earlier, {"flags": self.flags, "config": as_dict(self.config)})
         self._start = {
-            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "started": _ago(self.clock.seconds()["wall"]),
             "command": sys.argv,
             "program": self.program.as_dict() if self.program else None,
             "process": dataclasses.asdict(this_process()),
@@ -141,9 +142,9 @@ class RunReport:
             "restored_from": restored_from,
             "changed": {name: list(values) for name, values in changed.items()},
         }
-        if self.program and self.program.commit and os.path.basename(self.path or "") == _OF_TRAINING:
-            self._write(os.path.join(os.path.dirname(self.path), DIFF), self.program.diff)
-        if changed and restored_from and os.path.basename(self.path or "") == _OF_TRAINING:
+        if self.program and self.program.commit and os.path.basename(self.path or "") == OF_TRAINING:
+            self._write_diff(os.path.join(os.path.dirname(self.path), DIFF), self.program.diff)
+        if changed and restored_from and os.path.basename(self.path or "") == OF_TRAINING:
             unused = "not used, because the run has a checkpoint"
             texts = [
                 f"{name}={new} ({unused if name in _FOR_NEW_RUNS else f'was {old}'})"
@@ -200,6 +201,14 @@ class RunReport:
         if status != "running":
             self.at_end()
 
+    def _write_diff(self, path: str, diff: str) -> None:
+        if diff:
+            self._write(path, diff)
+            return
+        with contextlib.suppress(UsageError, OSError, tf.errors.OpError):  # an earlier start may have written one
+            self.check()
+            tf.io.gfile.remove(path)
+
     def _write(self, path: str, text: str) -> None:
         try:
             self.check()
@@ -249,17 +258,10 @@ def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
     return {name: value if isinstance(value, Setting) else str(value) for name, value in flat.items()}
 
 
-def path_of(model_dir: str, trains: bool) -> str:
-    """Returns the path of the report of a training, or of an evaluation job, in a run directory."""
-    return os.path.join(model_dir, _OF_TRAINING if trains else "run_eval.json")
-
-
-def read(path: str) -> dict[str, Any]:
-    """Returns the content of a report; {} if none can be read."""
-    try:
-        return dict(parse_json(read_text(path)))
-    except (tf.errors.OpError, OSError, ValueError, TypeError):
-        return {}
+def _ago(seconds: float) -> str:
+    """Returns the time so many seconds ago, as ISO 8601 has it."""
+    then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=seconds)
+    return then.isoformat(timespec="seconds")
 
 
 def _starts(earlier: dict[str, Any]) -> list[dict[str, Any]]:

@@ -42,9 +42,8 @@ class Speed:
         text = f"a step takes {_short(self.flops_per_step)}FLOPs"
         if self.share_of_peak is None:
             return text
-        return (
-            f"{text}, {self.share_of_peak:.1%} of the measured peak ({_short(self.peak)}FLOPs a second, {self.dtype})"
-        )
+        share = f"{100 * self.share_of_peak:.2g}%" if self.share_of_peak >= 0.001 else "<0.1%"
+        return f"{text}, {share} of the measured peak ({_short(self.peak)}FLOPs a second, {self.dtype})"
 
 
 @functools.cache

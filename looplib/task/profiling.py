@@ -95,7 +95,8 @@ class Profile(Action):
                 return
             op_times.write(profile, self._start, steps, model_dir)
             logging.info(
-                "profiled steps %d to %d: tensorboard --logdir=%s, or %s in https://ui.perfetto.dev\n%s",
+                "profiled steps %d to %d: tensorboard --logdir=%s, or %s in https://ui.perfetto.dev\n"
+                "the most time in all of these steps:\n%s",
                 self._start + 1,
                 step,
                 model_dir,

@@ -6,8 +6,9 @@ import time
 import tensorflow as tf
 
 from looplib.checkpoint import commits
+from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
-from looplib.report.progress import format_seconds
+from looplib.report.formats import format_seconds
 
 
 def inspect(directory: str, verify: bool = False) -> int:
@@ -47,11 +48,6 @@ def inspect(directory: str, verify: bool = False) -> int:
     if tf.io.gfile.isdir(aside) and (names := sorted(tf.io.gfile.listdir(aside))):
         print(printable(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}"))
     return EXIT_DONE if good and not damaged else EXIT_DIFFERENT
-
-
-def printable(text: str) -> str:
-    """Escapes what a terminal would take for a command; a run directory may come from somebody else."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _size(size: float) -> str:

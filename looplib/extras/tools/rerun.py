@@ -21,7 +21,7 @@ from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.compare import compare
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
-from looplib.report import program, run_json
+from looplib.report import program, run_file, run_json
 from looplib.report.records import read_jsonl
 
 # Settings that a resumed run may have changed: they decide when it ends and what it keeps, but not what it computes.
@@ -91,8 +91,8 @@ def report_of(directory: str) -> dict[str, Any]:
     Raises:
       UsageError: if it cannot be read.
     """
-    path = run_json.path_of(directory, trains=True)
-    if report := run_json.read(path):
+    path = run_file.path_of(directory, trains=True)
+    if report := run_file.read(path):
         return report
     sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
     raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
@@ -124,7 +124,7 @@ def command_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple
 
 def _untold(directory: str, error: Exception) -> UsageError:
     return UsageError(
-        f"{run_json.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
+        f"{run_file.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
         "directory of a training by this version of looplib"
     )
 
@@ -189,7 +189,7 @@ def _differences_now(report: dict[str, Any], directory: str) -> list[str]:
     if commit != then["commit"]:
         lines.append(f"git commit {then['commit'][:12]} is now {commit[:12] or 'not known'}")
     try:
-        before = files.read_text(os.path.join(directory, program.DIFF))
+        before = files.read_text(os.path.join(directory, program.DIFF)) if then["changes"] else ""
     except (OSError, ValueError, tf.errors.OpError):
         return [*lines, f"the changes since the commit are not known ({program.DIFF} cannot be read)"]
     if not program.git(then["repository"], "cat-file", "-t", then["commit"]):
@@ -228,7 +228,7 @@ def environment(directory: str) -> dict[str, str]:
 
 def _verdict(report: dict[str, Any], directory: str, to: str) -> int:
     """Compares both runs, prints the result, and returns the exit code."""
-    again = run_json.read(run_json.path_of(to, trains=True))
+    again = run_file.read(run_file.path_of(to, trains=True))
     for name, (before, now) in sorted(run_json.changed_settings(report, again).items()):
         say(f"setting {name} was {before} and is now {now}, though the command does not say so")
     found = compare(directory, to)

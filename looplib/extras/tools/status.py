@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from looplib.checkpoint import lock
+from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.page import values
-from looplib.extras.tools.inspect import printable
-from looplib.report import run_json
-from looplib.report.console_writer import format_number
-from looplib.report.progress import format_seconds, headline
+from looplib.report import run_file
+from looplib.report.formats import format_number, format_seconds
+from looplib.report.progress import headline
 from looplib.report.records import Record, read_newest
 
 _MOST_FOLDERS, _MOST_ENTRIES, _DEEPEST = 10_000, 100_000, 12
@@ -39,7 +39,7 @@ class RunStatus:
       step: the last known step, or None.
       end: the step that it trains to, or None.
       rate: steps per second, or None.
-      age: seconds since it last wrote a record or its report.
+      age: seconds since it last wrote a record or its report; if there is none, since it started.
       metrics: dict from name, or evaluator/name, to the last value.
     """
 
@@ -159,11 +159,12 @@ def read_status(folder: str) -> RunStatus:
     Args:
       folder: the run directory, whose contents may be anything.
     """
-    report = run_json.read(run_json.path_of(folder, trains=True))
+    report = run_file.read(run_file.path_of(folder, trains=True))
     records = read_newest(os.path.join(folder, "metrics.jsonl"))
     train = next((record for record in reversed(records) if record["split"] == "train"), None)
     rate = values.number(train.get("steps_per_second")) if train else None
-    age = max(0.0, time.time() - max(_changed(os.path.join(folder, name)) for name in ("metrics.jsonl", "run.json")))
+    changed = [_changed(os.path.join(folder, name)) for name in ("metrics.jsonl", "run.json")]
+    age = max(0.0, time.time() - (max(changed) or _changed(os.path.join(folder, "lock"))))
     state, detail = _state(report, lock.holder(folder), age, _interval(records, rate))
     step = values.whole(report.get("step"))
     if train and state in ("running", "silent", "killed"):  # the report is written at the start and at the end

@@ -13,7 +13,7 @@ from looplib import _keras, _tf, source_locations
 from looplib.errors import gist
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
-from looplib.report.console_writer import format_number
+from looplib.report.formats import format_number
 from looplib.report.records import Record, read_jsonl
 from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer

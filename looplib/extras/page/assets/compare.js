@@ -58,7 +58,7 @@ function runTable(runs) {
       { class: "note" },
       "The best final value of each metric is bold. Columns sort by a click; a run's box shows or hides its curves.",
     ),
-    table("Runs", columns, rows, { sortable: true }),
+    table("All runs", columns, rows, { sortable: true }),
   ];
 }
 

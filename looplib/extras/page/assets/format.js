@@ -34,6 +34,7 @@ function metric(value) {
   return `${number(value / 1000 ** size, 3)} ${prefixes[size]}`;
 }
 
+/** A share of a whole, as the console writes it. */
 function percent(share) {
   return share > 0 && share < 0.01 ? "<1%" : `${Math.round(100 * share)}%`;
 }
@@ -66,9 +67,14 @@ function time(value) {
   return date.toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
 }
 
-/** The color of the palette with a number, as CSS has it now: light or dark. */
+/** The color of the palette with a number, or the name of one beside it, as CSS has it now: light or dark. */
 function color(index) {
-  return style(`--series-${index % 8}`);
+  return style(`--${seriesOf(index)}`);
+}
+
+/** The name of that color, which is also a class. */
+function seriesOf(index) {
+  return `series-${typeof index === "number" ? index % 8 : index}`;
 }
 
 function style(name) {

@@ -29,5 +29,5 @@ function drawMarks(plot, marks) {
 }
 
 function swatch(index) {
-  return el("span", { class: `swatch series-${index % 8}`, "aria-hidden": "true" });
+  return el("span", { class: `swatch ${seriesOf(index)}`, "aria-hidden": "true" });
 }

@@ -7,7 +7,7 @@ function samples({ images, texts, histograms, left_out: out }) {
         "div",
         { class: "images" },
         sample.images.map((url, index) =>
-          el("img", { src: url, alt: `${sample.name}, step ${sample.step}, image ${index + 1}` }),
+          el("img", { src: url, alt: `${sample.name}, step ${sample.step}, image ${index + 1}`, load: enlarge }),
         ),
       ),
     ),
@@ -35,6 +35,12 @@ function samples({ images, texts, histograms, left_out: out }) {
         )
       : null,
   ];
+}
+
+/** Shows each pixel of a small image as a square of several, and a large image not larger than the page's charts. */
+function enlarge({ target: image }) {
+  const longest = Math.max(image.naturalWidth, image.naturalHeight);
+  image.width = image.naturalWidth * Math.max(Math.min(1, 320 / longest), Math.floor(128 / longest));
 }
 
 /** The samples of each name, of which the newest is shown and the others can be chosen by their steps. */

@@ -15,7 +15,9 @@ function profile(run) {
     { value: op.share, shown: op.share === null ? "–" : percent(op.share) },
   ]);
   return [
-    run.profiled ? el("p", {}, `The operations that took most of the time in ${run.profiled}.`) : null,
+    run.profiled
+      ? el("p", {}, `The operations that took most of the time in ${run.profiled}; times are those of all these steps.`)
+      : null,
     table("Operations", columns, rows, { sortable: true }),
   ];
 }
@@ -52,7 +54,7 @@ function checkpointTable(run) {
   const text = `${number(run.checkpoints.length)} checkpoint${run.checkpoints.length === 1 ? "" : "s"}, ${bytes(size)}.`;
   return [
     el("p", {}, text, best ? ` The best by ${run.best_metric} is that of step ${number(best.step)}.` : ""),
-    table("Checkpoints", columns, rows, { sortable: true }),
+    table("All checkpoints", columns, rows, { sortable: true }),
   ];
 }
 
@@ -81,7 +83,7 @@ function speedOf(run) {
   if (!flops) return "";
   const text = ` A step takes ${metric(flops)}FLOPs in products of matrices and convolutions`;
   if (!share || !peak) return `${text}.`;
-  return `${text}: ${number(100 * share, 3)}% of the ${metric(peak)}FLOPs a second (${run.dtype}) that the device reaches in a product of large matrices.`;
+  return `${text}: ${share < 0.001 ? "<0.1" : number(100 * share, 2)}% of the ${metric(peak)}FLOPs a second (${run.dtype}) that the device reaches in a product of large matrices.`;
 }
 
 function settings(run) {
@@ -120,11 +122,13 @@ function startsOf(run) {
     { name: "Time", numeric: true },
     { name: "Changed" },
   ];
-  const rows = run.starts.map((start) => [
+  const rows = run.starts.map((start, index) => [
     time(start.started),
     badge(start.status),
     number(start.restored_step ?? 0),
-    start.status === "killed" ? `${number(start.step)} or later` : number(start.step),
+    start.status === "killed"
+      ? `${number(Math.max(start.step ?? 0, run.starts[index + 1]?.restored_step ?? 0))} or later`
+      : number(start.step),
     duration(total(start.seconds)),
     start.changed.map((one) => `${one.name} ${one.before} → ${one.now}`).join(", ") || "–",
   ]);

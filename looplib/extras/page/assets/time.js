@@ -1,7 +1,17 @@
 // Where the time went, as bars of phases.
 
-const PHASES = ["train", "input", "evaluate", "save", "compile", "restore", "report", "start", "other"];
-const PHASE_COLORS = { train: 0, input: 1, evaluate: 2, save: 3, compile: 6, restore: 4, report: 5 };
+// The colors of the phases that looplib has, in the order in which they are drawn; another one has that of "other".
+const PHASE_COLORS = {
+  train: 0,
+  input: 1,
+  evaluate: 2,
+  save: 3,
+  compile: 6,
+  restore: 4,
+  report: 5,
+  start: "start",
+  other: 7,
+};
 
 function timeOf(run) {
   if (!run.wall) return null;
@@ -44,7 +54,7 @@ function overSteps(run) {
   }
   const lines = phasesOf(sums).map((phase) => ({
     label: phase,
-    color: PHASE_COLORS[phase] ?? 7,
+    color: colorOf(phase),
     steps: ends,
     values: [spans[0], ...spans].map((span) => (span.seconds[phase] ?? 0) / (total(span.seconds) || 1)),
   }));
@@ -68,11 +78,12 @@ function total(seconds) {
 
 /** The phases of some seconds, those that the page has colors for in their order and then the others. */
 function phasesOf(seconds) {
-  const known = PHASES.filter((phase) => seconds[phase] > 0);
-  return [
-    ...known,
-    ...Object.keys(seconds).filter((phase) => phase !== "wall" && !PHASES.includes(phase) && seconds[phase] > 0),
-  ];
+  const names = new Set([...Object.keys(PHASE_COLORS), ...Object.keys(seconds)]);
+  return [...names].filter((phase) => phase !== "wall" && seconds[phase] > 0);
+}
+
+function colorOf(phase) {
+  return Object.hasOwn(PHASE_COLORS, phase) ? PHASE_COLORS[phase] : PHASE_COLORS.other;
 }
 
 function timeBar(name, seconds, wall, width) {
@@ -83,7 +94,7 @@ function timeBar(name, seconds, wall, width) {
     { class: "bar", role: "img", "aria-label": `Time of ${name}: ${text}` },
     parts.map((phase) => {
       const part = el("span", {
-        class: `phase ${PHASES.includes(phase) ? phase : "other"}`,
+        class: `phase ${seriesOf(colorOf(phase))}`,
         title: `${phase}: ${duration(seconds[phase])} (${percent(seconds[phase] / wall)})`,
       });
       part.style.flexGrow = seconds[phase];
@@ -103,7 +114,7 @@ function timeList(seconds, wall) {
       el(
         "li",
         {},
-        el("span", { class: `swatch phase ${PHASES.includes(phase) ? phase : "other"}`, "aria-hidden": "true" }),
+        swatch(colorOf(phase)),
         el("b", {}, phase),
         ` ${duration(seconds[phase])} · ${percent(seconds[phase] / wall)}`,
       ),
