@@ -29,9 +29,9 @@ from absl import app, flags, logging
 
 from looplib import _tf, command_line, console, runtime, source_locations
 from looplib import config as configuration
+from looplib.checkpoint.run_directory import resolve
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import Workers
-from looplib.checkpoint.run_directory import resolve
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, UsageError
