@@ -566,6 +566,7 @@ class Scalar(Tagger):
         (lambda: Returns(lambda losses: losses[:4]), r"the shape \(4, 6\), and its batch has 32 examples"),
         (lambda: Returns(lambda losses: losses[:4], micro_batches=2), r"and its batch has 16 examples"),
         (lambda: Returns(lambda losses: (losses, {"a": losses[:1]}), micro_batches=2), "the metric 'a' has the shape"),
+        (lambda: Returns(lambda losses: (losses, {"a": 1.0})), r"^Returns\.loss_fn returned 'a' as .* without a reduction"),
         (lambda: Returns(tf.zeros_like), "depend on none of the trained variables"),
         (lambda: Returns(tf.zeros_like, micro_batches=2), "depend on none of the trained variables"),
         (lambda: Returns(lambda losses: (losses, {"loss": losses})), "a metric 'loss', which is the losses' own name"),

@@ -57,7 +57,7 @@ class LocalReplicas(Backend):
         """See `Backend`."""
         spec = self._spec
         return Reducer(
-            spec.strategy, spec.who, count_examples=not spec.training, guarded=spec.guarded, skips=spec.skips
+            spec.strategy, spec.step_name, count_examples=not spec.training, guarded=spec.guarded, skips=spec.skips
         )
 
     def tables(self, arrays: Any) -> Any:

@@ -171,6 +171,11 @@ class Specification:
         return type(self.task).__name__
 
     @property
+    def step_name(self) -> str:
+        """The user's method that a step calls, such as "Digits.step_fn", for messages."""
+        return f"{self.who}.{self.task.step_method}"
+
+    @property
     def guarded(self) -> bool:
         """Returns whether values that are not finite are looked for in each step."""
         return self.non_finite != "off"

@@ -36,7 +36,7 @@ class Packer:
     """Packs the outputs of one `step_fn`. It learns their structure when the step is first traced or called.
 
     Args:
-      who: the class name of the user's trainer or evaluator, for messages.
+      who: the user's method, such as "Digits.step_fn", for messages.
       count_examples: adds the total `examples`, from the first dimension of the inputs.
       skips: makes room for `skipped_steps`, a count of steps that were undone.
 
@@ -91,7 +91,7 @@ class Packer:
         """
         if not isinstance(outputs, dict):
             raise UsageError(
-                f"{self._who}.step_fn returned {_describe(outputs)}; expected a dict from metric name to value, "
+                f"{self._who} returned {_describe(outputs)}; expected a dict from metric name to value, "
                 'such as {"loss": losses} with losses of shape [per_replica_batch]'
             )
         batch = batch_size(inputs)
@@ -114,7 +114,7 @@ class Packer:
         each = collected.keys() - self.media.keys()
         if each and not self._count_examples:
             raise UsageError(
-                f"{self._who}.step_fn returned {', '.join(map(repr, sorted(each)))} as looplib.each, and a training "
+                f"{self._who} returned {', '.join(map(repr, sorted(each)))} as looplib.each, and a training "
                 "collects nothing on the host; only an evaluator does"
             )
         slots, parts = _packed(reductions)
@@ -122,13 +122,13 @@ class Packer:
             self.slots, self.keras = slots, metrics
         elif self.slots != slots or self.keras != metrics:
             raise UsageError(
-                f"{self._who}.step_fn returned metrics {_names(slots, metrics)} after "
+                f"{self._who} returned metrics {_names(slots, metrics)} after "
                 f"{_names(self.slots, self.keras)}; expected the same names, kinds and shapes at every step"
             )
         return _joined(parts), collected
 
     def _reduction(self, name: str, value: Any, batch: BatchSize | None) -> Reduction:
-        where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
+        where = f"{self._who} returned {name!r} as {_describe(value)}"
         if not isinstance(value, Reduction):
             value = self._per_example(where, value, batch)
         for tensor in (value.value, value.weight):

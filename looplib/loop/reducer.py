@@ -52,7 +52,7 @@ class Reducer(Accumulator):
 
     Args:
       strategy: the `tf.distribute.Strategy`.
-      who: the class name of the user's trainer or evaluator, for messages.
+      who: the user's method, such as "Digits.step_fn", for messages.
       count_examples: adds the total `examples`, from the first dimension of the inputs.
       guarded: watches losses and gradients for values that are not finite. Accumulation stops at the first such step,
         so that the totals identify the failing step and value.

@@ -298,18 +298,18 @@ class TaskLoop(TrainingLoop):
         names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
         if names:
             logging.warning(
-                "%s.step_fn uses variables that are not attributes of the trainer; they are not saved, and a resumed "
+                "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "
                 "run starts them from their initial values: %s",
-                self.who,
+                self._spec.step_name,
                 ", ".join(sorted(names)[:10]),
             )
         if random := self._inner.step.random_ops:
             logging.warning(
-                "%s.step_fn draws random numbers whose state cannot be saved (%s); a resumed run draws different ones; "
+                "%s draws random numbers whose state cannot be saved (%s); a resumed run draws different ones; "
                 "use tf.random.stateless_* with seed=self.step_seed(), a tf.random.Generator attribute, or layers of "
                 "Keras 3; with tf_keras, call tf_keras.backend.experimental.enable_tf_random_generator() before making "
                 "layers",
-                self.who,
+                self._spec.step_name,
                 join_names(random),
             )
 

@@ -3,7 +3,7 @@
 import abc
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -46,6 +46,7 @@ class Evaluator(abc.ABC):
     batches: str = "per_replica"
     global_step: tf.Variable | None = None
     averages: WeightAverages | None = None
+    step_method: ClassVar[str] = "step_fn"  # as in a trainer
 
     def __init__(self, model: Any = None) -> None:
         if model is not None:

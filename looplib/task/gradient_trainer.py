@@ -109,6 +109,8 @@ class GradientTrainer(Trainer):
         ```
     """
 
+    step_method = "loss_fn"
+
     def __init__(
         self,
         model: Any,

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -62,6 +62,7 @@ class Trainer(abc.ABC):
     batches: str = "per_replica"
     batch_size_varies: bool = False
     loss_name: str = "loss"
+    step_method: ClassVar[str] = "step_fn"  # what a subclass defines, for messages
 
     @abc.abstractmethod
     def dataset(self, context: InputContext) -> tf.data.Dataset:

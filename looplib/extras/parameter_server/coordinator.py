@@ -66,7 +66,7 @@ class ParameterServers(Backend):
         """See `Backend`."""
         spec = self._spec
         return RemoteReducer(
-            spec.strategy, spec.who, count_examples=not spec.training, guarded=spec.guarded, skips=spec.skips
+            spec.strategy, spec.step_name, count_examples=not spec.training, guarded=spec.guarded, skips=spec.skips
         )
 
     def tables(self, arrays: Any) -> Any:
@@ -85,7 +85,7 @@ class ParameterServers(Backend):
         if reducer.collects:
             names = ", ".join(sorted(reducer.collects))
             raise UsageError(
-                f"{spec.who}.step_fn returns {names} as looplib.each or as media, which parameter server workers "
+                f"{spec.step_name} returns {names} as looplib.each or as media, which parameter server workers "
                 "cannot send back; evaluate in a separate job, with --mode=continuous_eval and another "
                 "strategy"
             )
