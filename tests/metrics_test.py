@@ -167,6 +167,20 @@ def test_many_metrics_of_one_kind_reduce_as_each_alone_would():
         assert found[f"last_{k}"] == n - 9 + k  # of the first replica, whose last batch is the last but one
 
 
+def test_metrics_stay_apart_where_a_smaller_batch_has_the_shape_of_another_metric():
+    """In an eager evaluation, whose shapes are known: 12 examples are batches of 8 and 4."""
+
+    def outputs(i, v):
+        ones = tf.ones([4], tf.float64)
+        return {
+            name: each for k in range(3) for name, each in ((f"{k}_v", v + k), (f"{k}_fixed", looplib.mean(ones * k)))
+        }
+
+    found = evaluate(None, Values(12, outputs), global_batch_size=8, loop="eager")
+    for k in range(3):
+        assert found[f"{k}_v"] == pytest.approx(VALUES[:12].mean() + k) and found[f"{k}_fixed"] == k
+
+
 def test_what_is_not_weighted_is_ignored_even_where_it_is_not_finite():
     masked = lambda i, v: {"m": looplib.mean(tf.where(i < 5, v, np.nan), weight=tf.cast(i < 5, tf.float32))}
     assert evaluate(None, Values(20, masked))["m"] == pytest.approx(VALUES[:5].mean())
