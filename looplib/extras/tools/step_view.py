@@ -32,8 +32,8 @@ def look(player: Player, order: Order) -> Answer:
       player: before its first step.
       order: the step, and how to run it.
     """
-    records = read_jsonl(f"{order.directory}/metrics.jsonl")
-    records = {record["step"]: record for record in records if record["split"] == "train"}
+    records = _trained(f"{order.directory}/metrics.jsonl")
+    first_pass = {**records, **_trained(f"{order.directory}/metrics.voided.jsonl")}
     player.play(order.step - 1)
     view = _View(player)
     lines = [f"batch of step {order.step}", *view.batch_lines()]
@@ -44,16 +44,23 @@ def look(player: Player, order: Order) -> Answer:
     if order.eager:
         lines += [*_table(view.run_eagerly(order.debug)), *view.norm_lines()]
     else:
-        if order.step in records:
+        if order.step in first_pass:
             player.reported[order.step] = player.play_one()
             player.go_back(view.before)
         metrics = view.run()
         view.run_eagerly()
         lines += [*_table(metrics), *view.norm_lines(), *view.op_lines()]
-    compared = {step: metrics for step, metrics in player.reported.items() if step in records}
-    different = [step for step, metrics in compared.items() if _differing(metrics, records[step], order.exact)]
-    verdict = _verdict(order, compared, different, records)
-    return Answer([*lines, verdict], equal=not different)
+    for reported in (first_pass, records):  # a replay through a rollback does again what that took back
+        compared = {step: metrics for step, metrics in player.reported.items() if step in reported}
+        different = [step for step, metrics in compared.items() if _differing(metrics, reported[step], order.exact)]
+        if not different:
+            break
+    return Answer([*lines, _verdict(order, compared, different, reported)], equal=not different)
+
+
+def _trained(path: str) -> dict[int, Record]:
+    """Returns the records of the training in a file, by step."""
+    return {record["step"]: record for record in read_jsonl(path) if record["split"] == "train"}
 
 
 def _table(metrics: Mapping[str, int | float]) -> list[str]:
