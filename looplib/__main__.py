@@ -235,6 +235,7 @@ def _add_check(tools: Any) -> None:
     )
     counts = _add_kind(kinds, "replicas", "compare runs on different numbers of replicas", _replicas)
     counts.add_argument("--counts", type=_counts, default=(1, 2, 4), help="numbers of replicas (default 1,2,4)")
+    counts.add_argument("--workers", type=_counts, default=(), help="numbers of workers, compared too (default none)")
     counts.add_argument("--rtol", type=float, default=1e-4, help="relative tolerance (default %(default)s)")
     counts.add_argument("--atol", type=float, default=1e-5, help="absolute tolerance (default %(default)s)")
     for name, platform in (("tpu", "TPU"), ("gpu", "GPU")):
@@ -372,6 +373,7 @@ def _replicas(options: argparse.Namespace) -> int:
         options.command,
         options.dir,
         counts=options.counts,
+        workers=options.workers,
         rtol=options.rtol,
         atol=options.atol,
         timeout=options.timeout,

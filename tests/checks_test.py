@@ -114,7 +114,9 @@ def test_replicas_that_agree(results, folder):
     result = results["replicas"]
     assert result.returncode == 0, result.stdout + result.stderr
     for split in ("train", "eval", "final checkpoint"):
-        assert re.search(rf"2 replicas against 1, {split}: largest relative difference \S+e-\d\d \(\S+ ", result.stdout)
+        assert re.search(
+            rf"2 replicas against 1 replica, {split}: largest relative difference \S+e-\d\d \(\S+ ", result.stdout
+        )
     runs = [json.loads((folder / "replicas" / name / "run.json").read_text()) for name in ("replicas_1", "replicas_2")]
     assert [run["num_replicas"] for run in runs] == [1, 2]
 
@@ -161,6 +163,7 @@ BAD = {
     "the check's own flag": (["check", "resume", *COMMAND, "--model_dir=/tmp/x"], "has --model_dir, which the check sets itself"),
     "the other": (["check", "replicas", *COMMAND, "--num_virtual_devices", "2"], "has --num_virtual_devices, which"),
     "one count": (["check", "replicas", "--counts=2", *COMMAND], "--counts is 2; expected two or more numbers"),
+    "a strategy besides workers": (["check", "replicas", "--workers=2", *COMMAND, "--strategy=tpu"], "has --strategy, which"),
     "no kills": (["check", "resume", "--kills=0", *COMMAND], "--kills is 0; expected at least 1"),
     "no tolerance": (["check", "replicas", "--rtol=0", *COMMAND], "--rtol is 0.0 and --atol 1e-05; expected positive numbers"),
     "used directory": (["check", "resume", f"--dir={ROOT}", *COMMAND], f"--dir {ROOT} is not empty"),

@@ -99,7 +99,7 @@ KINDS = {  # ways to read, of those that `recorded` has
 }
 CHECKS = {
     "resume": (["resume", "--kills=2"], [], []),
-    "replicas": (["replicas", "--counts=1,2,4"], [], []),
+    "replicas": (["replicas", "--counts=1,2,4", "--workers=2"], [], []),
     "resume of two workers": (
         ["resume", "--kills=2"],
         [sys.executable, "-m", "looplib", "launch", "--workers=2", "--"],

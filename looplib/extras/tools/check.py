@@ -9,6 +9,7 @@ import random
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -109,11 +110,12 @@ def replicas(
     directory: str | None = None,
     *,
     counts: Sequence[int] = (1, 2, 4),
+    workers: Sequence[int] = (),
     rtol: float = 1e-4,
     atol: float = 1e-5,
     timeout: float = 3600.0,
 ) -> int:
-    """Runs a command on several numbers of replicas, and compares examples exactly, all else up to rounding.
+    """Runs a command on several numbers of replicas or workers; compares examples exactly, all else up to rounding.
 
     Runs on the first number of replicas whose initial weights are changed in their last bit measure how far rounding
     alone drives two runs apart. The steps are reported one by one, so that a difference is seen where it begins, before
@@ -122,7 +124,8 @@ def replicas(
     Args:
       command: a looplib binary and its flags without `--model_dir` and `--num_virtual_devices`.
       directory: where to keep the run directories; default a temporary one, which stays if they differ.
-      counts: the numbers of replicas; the others are compared with the first.
+      counts: the numbers of replicas; all other runs are compared with the first.
+      workers: the numbers of workers, of one replica each, that the command also runs on, on this machine.
       rtol: relative tolerance of metrics and floating point tensors.
       atol: absolute tolerance of metrics and floating point tensors.
       timeout: seconds that one run may take.
@@ -133,28 +136,40 @@ def replicas(
     Raises:
       UsageError: for bad input, or if the command fails.
     """
-    _refuse_flags(command, "model_dir", "num_virtual_devices")
-    if len(set(counts)) < 2 or len(set(counts)) < len(counts) or min(counts) < 1:
-        raise UsageError(f"--counts is {','.join(map(str, counts))}; expected two or more numbers, such as 1,2,4")
+    _refuse_flags(command, "model_dir", "num_virtual_devices", *["strategy"] * bool(workers))
+    for flag, numbers, least in (("counts", counts, 1 if workers else 2), ("workers", workers, 0)):
+        if not least <= len(set(numbers)) == len(numbers) or min(numbers, default=1) < 1:
+            raise UsageError(f"--{flag} is {','.join(map(str, numbers))}; expected two or more numbers, such as 1,2,4")
     if not (rtol > 0 and atol > 0):
         raise UsageError(f"--rtol is {rtol} and --atol {atol}; expected positive numbers")
     folder = _prepare(directory)
     command = [*_pinned(command), "--steps_per_loop=1"]
-    runs = {count: os.path.join(folder, f"replicas_{count}") for count in counts}
-    for count, place in runs.items():
-        run_to_the_end([*command, f"--num_virtual_devices={count}"], place, timeout)
-    first, *others = counts
-    rounding = _rounding([*command, f"--num_virtual_devices={first}"], runs[first], folder, rtol, atol, timeout)
-    for count in others:
-        comparison = compare(runs[first], runs[count], rtol, atol, rounding)
+    launch = [sys.executable, "-m", "looplib", "launch"]
+    commands = {f"replicas_{count}": [*command, f"--num_virtual_devices={count}"] for count in counts}
+    for count in workers:
+        commands[f"workers_{count}"] = [
+            *launch, f"--workers={count}", "--", *command, "--strategy=multi_worker"
+        ]  # fmt: skip
+    runs = {name: os.path.join(folder, name) for name in commands}
+    for name, place in runs.items():
+        run_to_the_end(commands[name], place, timeout)
+    first, *others = runs
+    rounding = _rounding(commands[first], runs[first], folder, rtol, atol, timeout)
+    for name in others:
+        comparison = compare(runs[first], runs[name], rtol, atol, rounding)
         for split, (relative, where, one, other) in comparison.largest.items():
             found = f"{relative:.2g} ({where}: {one} and {other})" if relative else "none"
-            say(f"{count} replicas against {first}, {split}: largest relative difference {found}")
-        names = [f"on {number} replica{'s' if number > 1 else ''}" for number in (first, count)]
-        keep = bool(directory) or count != others[-1]  # the last comparison deletes the directories
-        if code := _verdict(comparison, _REPLICAS_HINT, *names, folder, keep):
+            say(f"{_shown(name)} against {_shown(first)}, {split}: largest relative difference {found}")
+        keep = bool(directory) or name != others[-1]  # the last comparison deletes the directories
+        if code := _verdict(comparison, _REPLICAS_HINT, f"on {_shown(first)}", f"on {_shown(name)}", folder, keep):
             return code
     return EXIT_DONE
+
+
+def _shown(name: str) -> str:
+    """Returns the name of a run's directory in words."""
+    kind, _, count = name.partition("_")
+    return f"{count} {kind.removesuffix('s') if count == '1' else kind}"
 
 
 def _rounding(
