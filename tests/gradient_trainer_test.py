@@ -17,7 +17,6 @@ from looplib import UsageError, _keras
 from looplib.__main__ import main as looplib_main
 from looplib.task import model_table
 
-pytestmark = pytest.mark.any_engine
 # A global batch is an epoch, so that each step sees all examples, in any order.
 BATCH, TOKENS, FEATURES, CLASSES, RATE = 32, 6, 5, 3, 0.5
 _random = np.random.RandomState(1)
@@ -155,6 +154,7 @@ def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family
     assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
 
 
+@pytest.mark.any_engine
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):
@@ -199,7 +199,6 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, family",
@@ -433,7 +432,6 @@ def test_rows_of_an_embedding_that_come_twice_are_summed_before_they_are_squared
     assert trainer.model.get_weights()[0].item() == pytest.approx(0.9, abs=1e-5)  # a gradient of 4 over its own size
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("count", [1, 2])
 def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
@@ -486,7 +484,6 @@ def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     np.testing.assert_allclose(trainer.model.get_weights()[0], table, rtol=1e-5)
 
 
-@pytest.mark.any_engine(False)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
@@ -610,7 +607,6 @@ def test_guards_see_values_that_clipping_could_hide(tmp_path):
         train(Infinite(clip_value=1.0), 2, model_dir=tmp_path)
 
 
-@pytest.mark.any_engine(False)
 def test_toy_regression_as_a_loss_equals_its_step_of_ones_own():
     """Without options, not one bit differs from a hand-written step."""
 
@@ -696,13 +692,13 @@ print("parts", trainer.micro_batches, "moved", moved)
 
 
 @pytest.mark.parametrize("megabytes, expected", [(120, [4, 8]), pytest.param(1500, [1], marks=pytest.mark.repetition)])
-def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, python, tmp_path):
+def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, tmp_path):
     """TensorFlow's own limit for the CPU's memory stands for a GPU's; one activation has 205 MB."""
     program = tmp_path / "program.py"
     program.write_text(PROBED.format(path=sys.path))
     limits = {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(megabytes)}
     environment = {**os.environ, **limits, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    done = subprocess.run([python, program], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     parts, moved = done.stdout.split()[-3], done.stdout.split()[-1]
     assert int(parts) in expected and moved == "False", done.stdout
