@@ -117,7 +117,7 @@ class Packer:
                 f"{self._who}.step_fn returned {', '.join(map(repr, sorted(each)))} as looplib.each, and a training "
                 "collects nothing on the host; only an evaluator does"
             )
-        slots, parts = _packed(reductions)
+        slots, contribution = _packed(reductions)
         if self.slots is None:
             self.slots, self.keras = slots, metrics
         elif self.slots != slots or self.keras != metrics:
@@ -125,7 +125,7 @@ class Packer:
                 f"{self._who}.step_fn returned metrics {_names(slots, metrics)} after "
                 f"{_names(self.slots, self.keras)}; expected the same names, kinds and shapes at every step"
             )
-        return _joined(parts), collected
+        return contribution, collected
 
     def _reduction(self, name: str, value: Any, batch: BatchSize | None) -> Reduction:
         where = f"{self._who}.step_fn returned {name!r} as {_describe(value)}"
@@ -177,7 +177,7 @@ class Packer:
         """
         totals = np.asarray(totals)
         metrics = {}
-        for slot in sorted(self.slots, key=lambda slot: slot.name):
+        for slot in self.slots:
             part = totals[slot.start : slot.start + slot.size]
             if slot.kind == "mean":
                 metrics[slot.name] = float(part[0] / part[1]) if part[1] else math.nan
@@ -192,17 +192,19 @@ class Packer:
         return metrics
 
 
-def _packed(reductions: dict[str, Reduction]) -> tuple[list[_Slot], list[tf.Tensor]]:
-    """Returns where metrics lie in the packed vector, and its elements, float64 tensors one after another."""
-    slots, parts, start = [], [], 0
-    for names in _groups(reductions):
-        parts += _sums([reductions[name] for name in names])
-        for name in names:
-            kind, value = reductions[name].kind, reductions[name].value
-            integer = value.dtype.is_integer or value.dtype.is_bool
-            slots.append(_Slot(name, kind, () if kind == "mean" else tuple(value.shape), integer, start))
-            start += slots[-1].size
-    return slots, parts
+def _packed(reductions: dict[str, Reduction]) -> tuple[list[_Slot], tf.Tensor]:
+    """Returns where metrics lie in the packed vector, which their shapes do not change, and the vector."""
+    slots, start = [], 0
+    for name, reduction in reductions.items():
+        kind, value = reduction.kind, reduction.value
+        integer = value.dtype.is_integer or value.dtype.is_bool
+        slots.append(_Slot(name, kind, () if kind == "mean" else tuple(value.shape), integer, start))
+        start += slots[-1].size
+    groups = _groups(reductions)
+    vector = _joined([part for names in groups for part in _sums([reductions[name] for name in names])])
+    elements = {slot.name: range(slot.start, slot.start + slot.size) for slot in slots}
+    places = [place for names in groups for name in names for place in elements[name]]
+    return slots, vector if places == sorted(places) else tf.gather(vector, np.argsort(places))
 
 
 def _groups(reductions: dict[str, Reduction]) -> list[list[str]]:
