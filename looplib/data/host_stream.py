@@ -112,12 +112,14 @@ class HostStream(Stream):
     def end(self, iterator: tf.data.Iterator) -> None:
         """See `Stream`; returns at once.
 
-        Sometimes the end of an iterator that tunes itself takes as long as it has lived, and at most 60 s: TensorFlow
-        2.20 wakes its tuning thread before it notes that the thread has to end, so that a thread which looks at once
-        sleeps for another whole period. A thread of looplib's waits for that in an op, because the end of a Python
-        object would block Python.
+        An iterator without tuning ends by itself as soon as it is dropped. The end of one that tunes itself sometimes
+        takes as long as it has lived, and at most 60 s: TensorFlow 2.20 wakes its tuning thread before it notes that
+        the thread has to end, so that a thread which looks at once sleeps for another whole period. A thread of
+        looplib's waits for that in an op, because the end of a Python object would block Python.
         """
-        self._is_short = self.renew is None and time.perf_counter() - self._started < _SHORT
+        untuned, self._is_short = self._is_short, self.renew is None and time.perf_counter() - self._started < _SHORT
+        if untuned:
+            return
         if self._nothing is None or self._nothing[0] is not self.dataset:  # making it copies arrays in the pipeline
             self._nothing = self.dataset, tf.data.experimental.to_variant(self._read_from(self.dataset).take(0))
         nothing = self._nothing[1]

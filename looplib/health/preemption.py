@@ -49,7 +49,8 @@ class Notice:
         self._busy: Callable[[], bool] = lambda: False
         self._owns_the_process = False
         self._received = self._handled = 0  # signals that the thread, and Python's handler, have counted
-        self._ran: RunningTime | None = None  # of the thread that listens
+        self._ran: RunningTime | None = None  # of the thread, while it listens
+        self._thread: threading.Thread | None = None  # which stays for later blocks, because a start takes time
 
     @property
     def suspended(self) -> float:
@@ -146,12 +147,19 @@ class Notice:
         self._received = self._handled = 0
         if self._flag is not None:
             self._flag.assign(False)
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
+        if self._thread is None or not self._thread.is_alive():  # a fork of the process has none
+            self._start_thread()
         heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
         self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
         self._ran = RunningTime(_TICK)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        os.write(self._write, b"\0")  # no signal; the thread looks up
+
+    def _start_thread(self) -> None:
+        self._lock = threading.Lock()
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
         self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
         self._thread.start()
 
@@ -159,10 +167,9 @@ class Notice:
         for signum in self._handlers:
             signal.signal(signum, signal.SIG_IGN)
         signal.set_wakeup_fd(self._previous)
-        os.close(self._write)  # the thread reads the end of the pipe
-        self._thread.join()
-        os.close(self._read)
-        self._ran = None
+        with self._lock:
+            self._received_now()  # so that the next block does not count them
+            self._ran = None
         if not to_the_end:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
@@ -185,22 +192,31 @@ class Notice:
         """Returns whether the process is a notebook or a console, whose state is worth more than the run."""
         return not self._owns_the_process and (getattr(sys, "ps1", None) is not None or bool(sys.flags.interactive))
 
+    def _received_now(self) -> bytes:
+        try:
+            return os.read(self._read, 64)
+        except BlockingIOError:  # nothing
+            return b""
+
     def _listen(self) -> None:
-        left, asked = math.inf, False  # left: seconds that the current step has to end
+        block = None  # the `_ran` of the block that `left` and `asked` belong to
         while True:
-            ready = select.select([self._read], [], [], _TICK)[0]
-            received = os.read(self._read, 64) if ready else None
-            if received == b"":
-                return  # closed by _end
-            left -= self._ran.since_last()
-            for signum in received or b"":
-                self._count(signum)
-            if bool(self.requested) != asked:
-                asked = not asked
-                left = max(GRACE_SECONDS, 3 * self.step_seconds) if asked else math.inf
-            if left < 0 and not self._busy():
-                self._end_the_step()
-                left = math.inf
+            select.select([self._read], [], [], None if self._ran is None else _TICK)
+            with self._lock:
+                received = self._received_now()
+                if self._ran is not block:
+                    block, left, asked = self._ran, math.inf, False  # left: seconds that the current step has to end
+                if block is None:
+                    continue
+                left -= block.since_last()
+                for signum in received:
+                    self._count(signum)
+                if bool(self.requested) != asked:
+                    asked = not asked
+                    left = max(GRACE_SECONDS, 3 * self.step_seconds) if asked else math.inf
+                if left < 0 and not self._busy():
+                    self._end_the_step()
+                    left = math.inf
 
     def _count(self, signum: int) -> None:
         """Counts a signal, and asks the run to end if it is the first."""

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -53,6 +54,8 @@ class Watchdog:
         self._limit = limit
         self._longest: dict[str, float] = {}
         self._depth = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # which ends at its first look after the `with` block
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -60,15 +63,14 @@ class Watchdog:
         if self._limit == 0 or self._depth:
             yield
             return
-        self._depth += 1
-        ended = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(ended,), name="looplib-watchdog", daemon=True)
-        thread.start()
+        with self._lock:
+            self._depth += 1
+            if self._thread is None or not self._thread.is_alive():  # as in a fork of the process
+                self._thread = threading.Thread(target=self._watch, name="looplib-watchdog", daemon=True)
+                self._thread.start()
         try:
             yield
         finally:
-            ended.set()
-            thread.join()
             self._depth -= 1
 
     def allowed(self, phase: str) -> float:
@@ -77,10 +79,19 @@ class Watchdog:
             return self._limit
         return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
 
-    def _watch(self, ended: threading.Event) -> None:
+    def _is_needed(self) -> bool:
+        with self._lock:
+            if not self._depth:
+                self._thread = None
+            return self._depth > 0
+
+    def _watch(self) -> None:
         interval = min(1.0, (self._limit or 4.0) / 4)
         seen, paused, ran = None, 0.0, RunningTime(interval)
-        while not ended.wait(interval):
+        while True:
+            time.sleep(interval)
+            if not self._is_needed():
+                return
             phase, entered = self._clock.current
             progress = phase, entered, self._steps()
             paused += ran.since_last()

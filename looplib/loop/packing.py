@@ -117,7 +117,7 @@ class Packer:
                 f"{self._who} returned {', '.join(map(repr, sorted(each)))} as looplib.each, and a training "
                 "collects nothing on the host; only an evaluator does"
             )
-        slots, packed = _packed(reductions)
+        slots, contribution = _packed(reductions)
         if self.slots is None:
             self.slots, self.keras = slots, metrics
         elif self.slots != slots or self.keras != metrics:
@@ -125,7 +125,7 @@ class Packer:
                 f"{self._who} returned metrics {_names(slots, metrics)} after "
                 f"{_names(self.slots, self.keras)}; expected the same names, kinds and shapes at every step"
             )
-        return packed, collected
+        return contribution, collected
 
     def _reduction(self, name: str, value: Any, batch: BatchSize | None) -> Reduction:
         where = f"{self._who} returned {name!r} as {_describe(value)}"
@@ -194,18 +194,18 @@ class Packer:
 
 def _packed(reductions: dict[str, Reduction]) -> tuple[list[_Slot], tf.Tensor]:
     """Returns where metrics lie in the packed vector, in the order of their names, and the vector, float64 `[n]`."""
-    slots, start = {}, 0
+    slots, start = [], 0
     for name, reduction in reductions.items():
         kind, value = reduction.kind, reduction.value
         integer = value.dtype.is_integer or value.dtype.is_bool
-        slots[name] = _Slot(name, kind, () if kind == "mean" else tuple(value.shape), integer, start)
-        start += slots[name].size
+        slots.append(_Slot(name, kind, () if kind == "mean" else tuple(value.shape), integer, start))
+        start += slots[-1].size
     groups = _groups(reductions)
-    packed = _joined([part for names in groups for part in _sums([reductions[name] for name in names])])
-    places = [slots[name].start + element for names in groups for name in names for element in range(slots[name].size)]
-    # An eager step may have other groups for a smaller batch; the order in the vector is always the same.
-    in_order = packed if places == sorted(places) else tf.gather(packed, np.argsort(places))
-    return list(slots.values()), in_order
+    vector = _joined([part for names in groups for part in _sums([reductions[name] for name in names])])
+    # An eager step may have other groups for a smaller batch; the order in the vector stays.
+    elements = {slot.name: range(slot.start, slot.start + slot.size) for slot in slots}
+    places = [place for names in groups for name in names for place in elements[name]]
+    return slots, vector if places == sorted(places) else tf.gather(vector, np.argsort(places))
 
 
 def _groups(reductions: dict[str, Reduction]) -> list[list[str]]:
