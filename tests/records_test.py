@@ -307,6 +307,8 @@ def test_data_sources_of_other_libraries(tmp_path):
     [
         ("/nowhere/*.tfrecord", "'/nowhere/.*' matches no file of records"),
         ([], "the training data set is empty"),
+        ("https://example.com/a.tfrecord", "cannot be looked up .*download files of the web first"),
+        (os.path.dirname(__file__), "tests is a folder; expected files, such as .*tests/.*tfrecord"),
         (3, "was given a int; expected files, or an object with __len__ and __getitem__"),
     ],
 )
@@ -321,3 +323,20 @@ def test_files_of_no_known_format_are_a_sentence(tmp_path):
         context().records(f"{tmp_path}/train-*")
     with pytest.raises(looplib.UsageError, match="the format of .* is 'zip'; expected one of tfrecord, array_record"):
         looplib.open_records(f"{tmp_path}/train-*", "zip")
+    for format, options in (("parquet", {}), ("array_record", {}), ("binary", {}), ("tfrecord", {"columns": ["a"]})):
+        with pytest.raises(looplib.UsageError, match=f"train-00000 cannot be opened as {format} with the options"):
+            looplib.open_records(f"{tmp_path}/train-*", format, **options)
+
+
+def test_columns_of_parquet_that_hold_no_tensor_are_a_sentence(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"a": [1, 2], "b": ["x", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(looplib.UsageError, match="rows.parquet has no column c; it has a, b"):
+        looplib.open_records(tmp_path / "rows.parquet", columns=["a", "c"])
+    with pytest.raises(looplib.UsageError, match="the column b of a Parquet file has rows without a value"):
+        next(iter(context().records(tmp_path / "rows.parquet")))
+    batches = context().records(looplib.open_records(tmp_path / "rows.parquet", columns=["a"]))
+    assert next(iter(batches))["a"].shape == [20]

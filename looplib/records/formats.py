@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from looplib.errors import UsageError, whole_number
+from looplib.errors import UsageError, join_names, whole_number
 from looplib.records.files import Files
 from looplib.records.index import offsets_of
 from looplib.records.indexed import IndexedFiles
@@ -81,12 +81,18 @@ class Parquet:
     Attributes:
       mean_bytes: the average size of a row.
       block: rows of a row group.
+
+    Raises:
+      UsageError: if a file lacks a column.
     """
 
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
         parquet = _imported("pyarrow.parquet", "pyarrow")
         self._files = [parquet.ParquetFile(path) for path in paths]
         self._columns = list(columns) if columns is not None else None
+        for path, file in zip(paths, self._files):
+            if lacking := set(self._columns or []) - set(names := file.schema_arrow.names):
+                raise UsageError(f"{path} has no column {join_names(sorted(lacking))}; it has {join_names(names)}")
         self._groups = [(file, group) for file in self._files for group in range(file.metadata.num_row_groups)]
         groups = [file.metadata.row_group(group) for file, group in self._groups]
         self._firsts = np.concatenate([[0], np.cumsum([group.num_rows for group in groups])])
@@ -112,7 +118,13 @@ class Parquet:
     def _read(self, index: int) -> list[dict[str, Any]]:
         file, group = self._groups[index]
         with self._lock:  # a file is read by one thread at a time
-            return file.read_row_group(group, columns=self._columns).to_pylist()
+            table = file.read_row_group(group, columns=self._columns)
+        if empty := [name for name in table.column_names if table[name].null_count]:
+            raise UsageError(
+                f"the column {join_names(empty)} of a Parquet file has rows without a value, which no tensor can hold; "
+                "fill them, or name the columns to read: looplib.open_records(files, columns=[...])"
+            )
+        return table.to_pylist()
 
 
 def array_records(paths: Sequence[str]) -> Any:

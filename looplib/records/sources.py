@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import UsageError, join_names
+from looplib.errors import UsageError, gist, join_names
 from looplib.records.formats import FixedLength, Lines, Parquet, array_records
 from looplib.records.tfrecord import TFRecords
 
@@ -66,13 +66,22 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
       A `Source` whose records are bytes; of parquet, dicts of values.
 
     Raises:
-      UsageError: if no file matches, or the format is not known; names what is damaged.
+      UsageError: if no file matches, the format is not known, or files are not of this format; names what is damaged.
     """
     paths = _matching(files)
     format = format or _format_of(paths)
     if format not in FORMATS:
         raise UsageError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
-    return FORMATS[format](paths, **options)
+    try:
+        return FORMATS[format](paths, **options)
+    except UsageError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError) as error:  # of another library, or from an unknown option
+        what = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else "".join(paths)
+        raise UsageError(
+            f"{what} cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); expected files "
+            "of this format, record_bytes for binary, maybe header_bytes, and columns at most for parquet"
+        ) from error
 
 
 def opened(source: Any) -> Source:
@@ -141,7 +150,16 @@ def _matching(files: Paths) -> list[str]:
     """Returns the files that patterns match, each pattern's in the order of their names."""
     paths = []
     for pattern in map(os.fspath, [files] if isinstance(files, (str, os.PathLike)) else files):
-        found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
+        try:
+            found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
+            is_folder = found == [pattern] and tf.io.gfile.isdir(pattern)
+        except (OSError, tf.errors.OpError) as error:
+            raise UsageError(
+                f"{pattern!r} cannot be looked up ({gist(error)}); expected local files, or a file system that "
+                "tf.io.gfile opens; download files of the web first"
+            ) from error
+        if is_folder:
+            raise UsageError(f"{pattern} is a folder; expected files, such as {pattern.rstrip('/')}/*.tfrecord")
         if not found:
             raise UsageError(f"{pattern!r} matches no file of records; check the path, or the pattern")
         paths += found

@@ -3,8 +3,10 @@
 import functools
 import heapq
 import math
+import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from numbers import Real
 
 import numpy as np
 import tensorflow as tf
@@ -50,10 +52,16 @@ class Mixture(Plan):
 
     def __init__(
         self,
-        sources: Mapping[str, int | str | Source | Plan],
+        sources: Mapping[str, int | str | os.PathLike[str] | Source | Plan],
         weights: Mapping[str, float],
         schedule: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
+        later = schedule.values() if isinstance(schedule, Mapping) else [schedule or {}]
+        if not all(isinstance(one, Mapping) for one in (sources, weights, *later)):
+            raise UsageError(
+                "looplib.Mixture expected a dict of sources by name, a dict of weights by the same names, and maybe a "
+                "dict of such weights by step; one of these is none"
+            )
         self.names = tuple(sources)
         self._plans = [_plan(name, source) for name, source in sources.items()]
         if any(plan.of_batches for plan in self._plans):
@@ -123,10 +131,10 @@ class _All(Plan):
         return lambda positions: positions
 
 
-def _plan(name: str, source: int | str | Source | Plan) -> Plan:
+def _plan(name: str, source: int | str | os.PathLike[str] | Source | Plan) -> Plan:
     if isinstance(source, Plan):
         return source
-    records = opened(source) if isinstance(source, (str, Source)) else None
+    records = opened(source) if isinstance(source, (str, os.PathLike, Source)) else None
     return _All(whole_number(f"source {name!r} of a mixture", source if records is None else len(records)), records)
 
 
@@ -177,7 +185,7 @@ def _parts(names: Sequence[str], weights: Mapping[str, float]) -> tuple[int, ...
             f"{join_names(names) or 'there is none'}"
         )
     numbers = [weights[name] for name in names]
-    if not all(math.isfinite(number) and number >= 0 for number in numbers) or not any(numbers):
+    if not all(isinstance(one, Real) and math.isfinite(one) and one >= 0 for one in numbers) or not any(numbers):
         raise UsageError(f"the weights of a mixture are {dict(weights)}; expected numbers of at least 0, not all 0")
     exact = [Fraction(str(float(number))) for number in numbers]  # 0.1 as it is written, not its nearest float
     shares = [number / sum(exact) for number in exact]
