@@ -195,20 +195,18 @@ def run(arguments):
         runpy.run_path(first, run_name="__main__")
 
 
-def run_to_the_end(arguments):
-    """Runs a command line and ends the process as Python does, but frees no objects, which takes 0.25 s of a processor.
+def run_and_exit(arguments):
+    """Runs a command line and ends the process as Python does, but frees no objects, which takes 0.3 s of a processor.
 
-    Python itself ends what fails, what cannot be printed, and workers, whose connections it closes in an order.
+    Python itself ends what fails and what cannot be printed.
     """
     try:
         run(arguments)
         code = 0
     except SystemExit as end:
-        if isinstance(end.code, str) or "TF_CONFIG" in os.environ:
+        if isinstance(end.code, str):
             raise
         code = end.code or 0
-    if "TF_CONFIG" in os.environ:
-        return
     threading._shutdown()
     atexit._run_exitfuncs()
     try:
@@ -229,7 +227,10 @@ def main():
     gc.freeze()  # so that no collection in a fork goes through, and copies, what was imported
     order, streams = serve(sys.argv[1])
     become(order, streams, own_paths)
-    run_to_the_end(order["arguments"])
+    if "TF_CONFIG" in os.environ:  # workers close their connections as Python frees them
+        run(order["arguments"])
+    else:
+        run_and_exit(order["arguments"])
 
 
 if __name__ == "__main__":
