@@ -20,7 +20,7 @@ MLP = [
     *("trainers.image_classification", "--config.model=mlp", "--train_steps=120", "--eval_interval=40"),
     *("--steps_per_loop=20", "--checkpoint_interval=30"),
 ]
-FEW = ["--train_steps=100", "--loop=eager"]  # which engine runs the steps does not matter to the comparison
+FEW = ["--train_steps=100", "--loop=eager"]
 CASES = {
     "resume": (["resume", "--kills=1"], MLP),
     "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step", "--train_steps=300", "--loop=eager"]),
@@ -28,7 +28,7 @@ CASES = {
     "unseeded": (["resume", "--baseline=2"], ["unreliable", "--config.fault=unseeded", *FEW]),
     "crash": (["resume"], ["unreliable", "--config.fault=crash"]),
     "slow": (["resume", "--timeout=2"], MLP),
-    "replicas": (["replicas", "--counts=1,2"], [*MLP, "--loop=eager"]),
+    "replicas": (["replicas", "--counts=1,2"], MLP),
     "csv": (["resume", "--kills=1"], ["csv_reader", "--train_steps=400"]),
     "loss": (["replicas", "--counts=1,2"], ["unreliable", "--config.fault=loss", *FEW]),
 }

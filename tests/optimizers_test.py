@@ -383,6 +383,7 @@ def test_an_optimizer_inside_of_another_one_sums_once_and_alone_too():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.any_engine(False)
 def test_a_trainer_of_orbits_kind_sums_first_too():
     strategy, zoo = make_strategy("mirrored_x2"), small_zoo("mirrored_x2")
 
@@ -410,6 +411,7 @@ def test_a_trainer_of_orbits_kind_sums_first_too():
     np.testing.assert_allclose(zoo.values()["one"][0], plainly(keras3, zoo.cases)["one"][0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.any_engine(False)
 def test_what_cannot_be_right_on_replicas_is_refused_when_the_controller_is_built(monkeypatch):
     with make_strategy("mirrored_x2").scope():
         nadam = Zoo(tf_keras, {"one": Case(lambda: tf_keras.optimizers.Nadam(0.01))})

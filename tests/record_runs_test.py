@@ -110,12 +110,7 @@ CHECKS = {
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    return [
-        f"--config.files={digits(tmp_path_factory.mktemp('digits'))}",
-        "--mode=train",
-        "--global_batch_size=32",
-        "--loop=eager",
-    ]
+    return [f"--config.files={digits(tmp_path_factory.mktemp('digits'))}", "--mode=train", "--global_batch_size=32"]
 
 
 @pytest.mark.repetition

@@ -8,6 +8,7 @@ that goes away takes its process with it.
 `python fork_server.py SOCKET MODULE...` imports the modules and listens on the socket.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -21,6 +22,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import types
 
 _CLONE_NEWNET = 0x40000000
@@ -193,6 +195,28 @@ def run(arguments):
         runpy.run_path(first, run_name="__main__")
 
 
+def run_and_exit(arguments):
+    """Runs a command line and ends the process as Python does, but frees no objects, which takes 0.3 s of a processor.
+
+    Python itself ends what fails and what cannot be printed.
+    """
+    try:
+        run(arguments)
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        code = end.code or 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    except (OSError, ValueError):
+        sys.exit(code)
+    os._exit(code & 0xFF)
+
+
 def main():
     """Imports, serves, and goes on as each of the processes that are asked for."""
     own_paths = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -203,7 +227,10 @@ def main():
     gc.freeze()  # so that no collection in a fork goes through, and copies, what was imported
     order, streams = serve(sys.argv[1])
     become(order, streams, own_paths)
-    run(order["arguments"])
+    if "TF_CONFIG" in os.environ:  # workers close their connections as Python frees them
+        run(order["arguments"])
+    else:
+        run_and_exit(order["arguments"])
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def check_damaged_positions(checkpoints, copies):
 @pytest.mark.parametrize("first, second", [(0, 2), *more([(2, 4)])])
 def test_a_run_resumes_with_more_and_with_fewer_workers(first, second, nursery, reference, tmp_path):
     for workers, steps in ((first, 7), (second, 14), (0, STEPS)):
-        run(nursery, tmp_path / "run", workers, *QUIET, "--mode=train", f"--train_steps={steps}", "--loop=eager")
+        run(nursery, tmp_path / "run", workers, *QUIET, "--mode=train", f"--train_steps={steps}")
     assert reported(tmp_path / "run", "train", "examples_checksum") == reported(reference, "train", "examples_checksum")
     check_weights(tmp_path / "run", reference)
 
@@ -187,7 +187,7 @@ def test_what_a_share_that_ends_early_leaves_out_of_the_others_is_said_once(nurs
 def test_two_workers_show_each_step_once_after_a_rollback_and_a_failure(nursery, tmp_path):
     folder = tmp_path / "run"
     schedule = ["--steps_per_loop=2", "--checkpoint_interval=5", "--eval_interval=10", "--train_steps=20"]
-    arguments = ["--config.noisy=False", "--config.shows=True", "--non_finite=rollback", "--loop=eager", *schedule]
+    arguments = ["--config.noisy=False", "--config.shows=True", "--non_finite=rollback", *schedule]
     first = nursery.workers(2, folder, *arguments, "--config.nan_at=8", "--config.fail_at=18")
     assert all(process.code(300) for process in first), "".join(process.output() for process in first)
     assert "rolling back to step 5" in first[0].output()
