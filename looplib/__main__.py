@@ -270,7 +270,10 @@ def _add_kind(
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} found; expected numbers such as 1,2") from None
 
 
 def _status(options: argparse.Namespace) -> int:

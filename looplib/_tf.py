@@ -11,6 +11,8 @@ is installed, and names what that version changed; all work with the versions of
 attributes of Keras.
 """
 
+import collections
+import dataclasses
 import gc
 import logging as python_logging
 import os
@@ -411,21 +413,59 @@ def stages_of_iterator_state(texts: list[bytes]) -> set[str]:
     return {stage.decode() for key in keys for stage in re.findall(rb"::([A-Z][A-Za-z0-9]*)", key)}
 
 
-def caches_of_shuffles(texts: list[bytes]) -> set[bytes]:
-    """Returns the cache that each shuffle in an iterator's state fills; b"" for a shuffle outside of caches."""
-    keys = b"\n".join(_without_epochs(texts))
-    found = re.findall(rb"^(?:(\S+)::MemoryCacheImpl)?\S*::Shuffle\b", keys, re.MULTILINE)
-    return set(found)
+@dataclasses.dataclass(frozen=True)
+class RepeatedSeeds:
+    """The stages below a repetition of a pipeline that draw new seeds for each epoch, as a shuffle does.
+
+    An iterator's state has to hold their seeds, because later epochs depend on them. It lacks those of a stage that has
+    ended, or that has not begun in this epoch.
+
+    Attributes:
+      outside: how many are not below a cache.
+      cached: how many are below a cache, which needs them until it is full.
+      caches: how many caches there are.
+    """
+
+    outside: int = 0
+    cached: int = 0
+    caches: int = 0
+
+    def lacking(self, texts: list[bytes]) -> bool:
+        """Returns whether one of them is not in an iterator's state."""
+        seeds, full = set(), set()
+        for key in keys_of_iterator_state(texts):
+            name, _, values = re.sub(rb"(Repeat)\[\d+\]", rb"\1", key).partition(b"@@")
+            stage = name.rpartition(b"::")[2]
+            if (b"Shuffle" in stage and not stage.endswith(b":buffer")) or stage == b"Random":
+                seeds.add(name)
+            if name.endswith(b"::MemoryCache") and values.startswith(b"cache_completed"):
+                full.add(name)
+        repeated = [name for name in seeds if b"Repeat" in name]  # ShuffleAndRepeat is one that repeats itself
+        cached = sum(b"MemoryCacheImpl" in name for name in repeated)
+        return len(repeated) - cached < self.outside or (cached < self.cached and len(full) < self.caches)
 
 
-def full_caches(texts: list[bytes]) -> set[bytes]:
-    """Returns the caches in an iterator's state that have all of their elements, as `caches_of_shuffles` names them."""
-    return set(re.findall(rb"(\S+)::MemoryCache@@cache_completed", b"\n".join(_without_epochs(texts))))
+def repeated_seeds(dataset: tf.data.Dataset) -> RepeatedSeeds | None:
+    """Finds the stages with seeds below the repetitions of a pipeline, except those in functions of other stages.
 
+    Returns:
+      What it found; None where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+    """
+    found = collections.Counter()
 
-def _without_epochs(texts: list[bytes]) -> list[bytes]:
-    """Returns the keys of an iterator's state without the numbers of repetitions in the names of stages."""
-    return [re.sub(rb"\[\d+\]::", b"::", key) for key in keys_of_iterator_state(texts)]
+    def walk(stage: tf.data.Dataset, repeated: bool, cached: bool) -> None:
+        name = type(stage).__name__
+        found["caches"] += "Cache" in name
+        if ("Shuffle" in name or "RandomDataset" in name) and (repeated or "Repeat" in name):
+            found["cached" if cached else "outside"] += 1
+        for before in stage._inputs() if "Snapshot" not in name else ():  # later epochs read what the first has written
+            walk(before, repeated or "Repeat" in name, cached or "Cache" in name)
+
+    try:
+        walk(dataset, False, False)
+    except (AttributeError, NotImplementedError):
+        return None
+    return RepeatedSeeds(**found)
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:

@@ -281,8 +281,7 @@ def test_data_that_is_read_many_batches_at_once_is_trained_to_its_last_step(loop
 def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, fast_trials, monkeypatch):
     controller, _ = train("auto", 200, model_dir=tmp_path)
     chosen = controller.engines["train"]
-    tried = chosen["seconds_per_step"].keys()  # how long a chunk of XLA is depends on the speed of a step
-    assert tried >= {"graph", "graph x4", "xla x1"} and any(name.startswith("xla x") for name in tried - {"xla x1"})
+    assert chosen["seconds_per_step"].keys() >= {"graph", "xla x1"}  # longer chunks depend on the speed of a step
     monkeypatch.setattr(auto.AutoLoop, "_try_all", lambda self: pytest.fail("it was tried again"))
     resumed, _ = train("auto", 300, model_dir=tmp_path)
     assert resumed.engines["train"] == chosen and resumed.global_step == 300

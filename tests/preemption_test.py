@@ -443,3 +443,23 @@ def test_the_watchdog_tells_where_every_thread_is_and_ends_the_process(python, t
     assert "no progress for" in last and "in the phase 'train' after " in last
     assert f"run the same command to resume from {tmp_path}/run/checkpoints/ckpt-8" in last
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_signals_of_a_fork_are_its_own():
+    """As of a pool of processes that an action uses, whose end sends them SIGTERM."""
+    ended = []
+
+    def act(event):
+        if event.step == 2:
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+                os._exit(1)
+            os.kill(child, signal.SIGTERM)
+            ended.append(os.waitpid(child, 0)[1])
+            time.sleep(0.3)  # the thread that listens would see it
+
+    with toy.controller(DEFAULT, Quiet(), actions=[act]) as controller:
+        controller.train(4)
+        assert controller.global_step == 4 and ended == [signal.SIGTERM]

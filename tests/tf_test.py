@@ -193,19 +193,23 @@ def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> Non
     (folder / "table.csv").write_text("1\n2\n")
     rows = tf.data.Dataset.range(8)
     table = tf.data.experimental.CsvDataset(str(folder / "table.csv"), [tf.int32])
-    nested = iter(rows.shuffle(4).flat_map(lambda i: tf.data.Dataset.range(i + 1)).batch(2))
+    pipeline = rows.shuffle(4).flat_map(lambda i: tf.data.Dataset.range(i + 1)).batch(2)
+    nested = iter(pipeline)
     next(nested)  # which makes the inner one
-    assert {"Root", "Range", "Shuffle", "FlatMap", "BatchV2"} <= iterator_state.save(nested)[1]
+    assert {"Root", "Range", "Shuffle", "FlatMap", "BatchV2"} <= iterator_state.save(nested, pipeline)[1]
     for dataset, reason in ((table, "it reads CSV files"), (rows.cache(str(folder / "cache")), "it caches in files")):
         with pytest.raises(iterator_state.UnsavableError, match=reason):
-            iterator_state.save(iter(dataset))
+            iterator_state.save(iter(dataset), dataset)
     order = tf.data.Dataset.from_tensor_slices(tf.constant([0, 0, 1, 1], tf.int64))
-    mixed = iter(tf.data.Dataset.choose_from_datasets([rows.take(1), rows], order, stop_on_empty_dataset=False))
-    iterator_state.save(mixed)
+    mixture = tf.data.Dataset.choose_from_datasets([rows.take(1), rows], order, stop_on_empty_dataset=False)
+    mixed = iter(mixture)
+    iterator_state.save(mixed, mixture)
     for _ in range(2):
         next(mixed)
     with pytest.raises(iterator_state.UnsavableError, match="mixes with others has ended"):
-        iterator_state.save(mixed)
+        iterator_state.save(mixed, mixture)
+    both = tf.data.Dataset.zip((rows.shuffle(2).cache(), tf.data.Dataset.random(rerandomize_each_iteration=True)))
+    assert _tf.repeated_seeds(both.shuffle(3).repeat().shuffle(2)) == _tf.RepeatedSeeds(outside=2, cached=1, caches=1)
 
 
 def the_events_of_a_profile(folder: pathlib.Path) -> None:

@@ -43,7 +43,6 @@ class HostStream(Stream):
         self._local_replicas = self.strategy.num_replicas_in_sync // self._workers.count
         self._savable = self.renew is not None and not self.positioned
         self._digest = None
-        self._shuffles: frozenset[bytes] = frozenset()
         self._unsavable = ""  # why, once it is known
         self._trusted = False  # whether stages that are not known were tried out
         self._spec = None
@@ -74,7 +73,7 @@ class HostStream(Stream):
         iterator = iter(self._without_tuning()) if self._is_short else self._iter()
         if self._savable:
             try:
-                self._digest, self._shuffles = iterator_state.at_start(iterator, *self._kind())
+                self._digest = iterator_state.digest(iterator, *self._kind())
             except iterator_state.UnsavableError as error:
                 self._give_up(str(error))
         if position is not None and self._savable:
@@ -112,14 +111,12 @@ class HostStream(Stream):
     def end(self, iterator: tf.data.Iterator) -> None:
         """See `Stream`; returns at once.
 
-        An iterator without tuning ends by itself as soon as it is dropped. The end of one that tunes itself sometimes
-        takes as long as it has lived, and at most 60 s: TensorFlow 2.20 wakes its tuning thread before it notes that
-        the thread has to end, so that a thread which looks at once sleeps for another whole period. A thread of
-        looplib's waits for that in an op, because the end of a Python object would block Python.
+        Sometimes the end of an iterator that tunes itself takes as long as it has lived, and at most 60 s: TensorFlow
+        2.20 wakes its tuning thread before it notes that the thread has to end, so that a thread which looks at once
+        sleeps for another whole period. A thread of looplib's waits for that in an op, because the end of a Python
+        object would block Python. An iterator without tuning needs no such thread, whose start would take longer.
         """
         untuned, self._is_short = self._is_short, self.renew is None and time.perf_counter() - self._started < _SHORT
-        if untuned:
-            return
         if self._nothing is None or self._nothing[0] is not self.dataset:  # making it copies arrays in the pipeline
             self._nothing = self.dataset, tf.data.experimental.to_variant(self._read_from(self.dataset).take(0))
         nothing = self._nothing[1]
@@ -128,7 +125,10 @@ class HostStream(Stream):
             with tf.device("/cpu:0"):
                 tf.raw_ops.MakeIterator(dataset=nothing, iterator=iterator_state.handle(iterator))
 
-        threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
+        if untuned:
+            replace()
+        else:
+            threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
 
     def _skip(self, iterator: tf.data.Iterator) -> None:
         # Reads the batches, because `Dataset.skip` would be part of the pipeline whose state is saved.
@@ -257,7 +257,7 @@ class HostStream(Stream):
         if not self._savable:
             return None
         try:
-            packed, stages = iterator_state.save(iterator, self._shuffles)
+            packed, stages = iterator_state.save(iterator, self.dataset)
             untried = sorted(stages - iterator_state.TRIED)
             if untried and not self._trusted:
                 self._try_out(untried)

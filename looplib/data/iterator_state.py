@@ -1,7 +1,6 @@
 """The state of a `tf.data` iterator as bytes, restored from them if TensorFlow does that exactly."""
 
 import hashlib
-from collections.abc import Set
 
 import tensorflow as tf
 
@@ -31,7 +30,7 @@ class UnsavableError(Exception):
 
 
 class BetweenEpochsError(Exception):
-    """A repeated data set was just read to its end, and its state lacks the seeds of a shuffle in it."""
+    """The state of a repeated data set lacks the seeds of a shuffle: in this epoch, it has ended or not begun."""
 
 
 def handle(iterator: tf.data.Iterator) -> tf.Tensor:
@@ -39,30 +38,27 @@ def handle(iterator: tf.data.Iterator) -> tf.Tensor:
     return tf.nest.flatten(iterator, expand_composites=True)[0]
 
 
-def at_start(iterator: tf.data.Iterator, *kind: object) -> tuple[bytes, frozenset[bytes]]:
-    """Returns what later states of a new iterator are compared with.
+def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
+    """Returns a hash of a new iterator's stages and buffer sizes, and of `kind`.
 
-    Returns:
-      A hash of its stages and buffer sizes, and of `kind`, because restoring a state of others fails late; and its
-      shuffles, by the caches that they fill, for `save`.
+    A state is restored into an iterator of the same hash only, because restoring that of another one fails late.
 
     Raises:
       UnsavableError: if the iterator's state cannot be saved.
     """
     texts = _texts(_state(iterator))
-    digest = hashlib.sha256(repr((*kind, _tf.keys_of_iterator_state(texts))).encode()).digest()[:_DIGEST_BYTES]
-    return digest, frozenset(_tf.caches_of_shuffles(texts))
+    return hashlib.sha256(repr((*kind, _tf.keys_of_iterator_state(texts))).encode()).digest()[:_DIGEST_BYTES]
 
 
-def save(iterator: tf.data.Iterator, shuffles: Set[bytes] = frozenset()) -> tuple[bytes, set[str]]:
+def save(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> tuple[bytes, set[str]]:
     """Returns the state of an iterator, and the names of its stages, those made inside of functions included.
 
     Args:
       iterator: the iterator.
-      shuffles: those that `at_start` returned.
+      dataset: its pipeline.
 
     Raises:
-      BetweenEpochsError: if a shuffle is not in the state, so that a later epoch would have another order.
+      BetweenEpochsError: if the seeds of a shuffle are not in it, so that a later epoch would have another order.
       UnsavableError: if it cannot be saved, or would be restored wrongly.
     """
     state = _state(iterator)
@@ -70,9 +66,12 @@ def save(iterator: tf.data.Iterator, shuffles: Set[bytes] = frozenset()) -> tupl
     found = _tf.stages_of_iterator_state(texts)
     if not found:
         raise UnsavableError("TensorFlow saves it in a form that looplib does not know")
-    # A cache that is full has no more need of the shuffle that filled it.
-    if "Shuffle" not in found and shuffles - _tf.full_caches(texts) and any("Repeat" in stage for stage in found):
-        raise BetweenEpochsError
+    if any("Repeat" in stage for stage in found):
+        seeds = _tf.repeated_seeds(dataset)
+        if seeds is None:
+            raise UnsavableError("this version of TensorFlow does not tell which shuffles it repeats")
+        if seeds.lacking(texts):
+            raise BetweenEpochsError
     if why := _tf.why_restored_wrongly(texts):
         raise UnsavableError(why)
     pieces, size = _pack(state, _MOST_BYTES)
@@ -109,7 +108,7 @@ def restores_exactly(first: tf.data.Dataset, second: tf.data.Dataset, count: int
     """
     original, restored = iter(first), iter(second)
     _read(original, count)
-    packed, _ = save(original)
+    packed, _ = save(original, first)
     expected = _read(original, 2 * count)
     try:
         restore(restored, packed)

@@ -50,6 +50,7 @@ class Notice:
         self._owns_the_process = False
         self._received = self._handled = 0  # signals that the thread, and Python's handler, have counted
         self._ran: RunningTime | None = None  # of the thread, while it listens
+        self._held = threading.local()  # `signals`, the mask before a fork
         self._thread: threading.Thread | None = None  # which stays for later blocks, because a start takes time
 
     @property
@@ -163,6 +164,28 @@ class Notice:
         self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
         self._thread.start()
 
+    def before_a_fork(self) -> None:
+        """Holds signals back in this thread until a fork of the process has handlers of its own."""
+        self._held.signals = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self._depth else ())
+
+    def after_a_fork(self) -> None:
+        """Lets signals through again, in the parent and in the fork."""
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.signals)
+
+    def in_a_fork(self) -> None:
+        """Leaves the signals of a fork of the process to it: the parent's pipe and handlers are not for them."""
+        if self._thread is not None:
+            os.close(self._read)
+            os.close(self._write)
+            self._thread, self._lock = None, threading.Lock()  # the thread, which may hold the lock, is not in the fork
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._read, False)
+        if self._depth:
+            signal.set_wakeup_fd(-1)
+            for signum, handler in self._handlers.items():
+                signal.signal(signum, handler)
+        self.after_a_fork()
+
     def _end(self, to_the_end: bool) -> None:
         for signum in self._handlers:
             signal.signal(signum, signal.SIG_IGN)
@@ -263,3 +286,4 @@ def _leave(code: int, sentence: str) -> None:
 
 
 notice = Notice()
+os.register_at_fork(before=notice.before_a_fork, after_in_parent=notice.after_a_fork, after_in_child=notice.in_a_fork)

@@ -139,7 +139,8 @@ def replicas(
     _refuse_flags(command, "model_dir", "num_virtual_devices", *["strategy"] * bool(workers))
     for flag, numbers, least in (("counts", counts, 1 if workers else 2), ("workers", workers, 0)):
         if not least <= len(set(numbers)) == len(numbers) or min(numbers, default=1) < 1:
-            raise UsageError(f"--{flag} is {','.join(map(str, numbers))}; expected two or more numbers, such as 1,2,4")
+            found, expected = ",".join(map(str, numbers)), "two or more numbers" if least == 2 else "numbers"
+            raise UsageError(f"--{flag} is {found}; expected {expected} of at least 1, each once, such as 1,2,4")
     if not (rtol > 0 and atol > 0):
         raise UsageError(f"--rtol is {rtol} and --atol {atol}; expected positive numbers")
     folder = _prepare(directory)
