@@ -229,16 +229,14 @@ print("weights", [w.tolist() for w in trainer.weights()])
 """
 
 
+def program(template, tmp_path, **values):
+    """The text of a program that imports this folder's files, with a run directory of its own."""
+    tests = os.path.dirname(os.path.abspath(__file__))
+    return template.format(tests=tests, root=os.path.dirname(tests), folder=str(tmp_path / "run"), **values)
+
+
 def start(python, tmp_path, stalls, limit=None, grace=2.0):
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    text = STALLED.format(
-        tests=os.path.join(root, "tests"),
-        root=root,
-        folder=str(tmp_path / "run"),
-        stalls=stalls,
-        limit=limit,
-        grace=grace,
-    )
+    text = program(STALLED, tmp_path, stalls=stalls, limit=limit, grace=grace)
     return subprocess.Popen([python, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -335,16 +333,7 @@ def interrupted(python, tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignore
         for signum in ignored:
             signal.signal(signum, signal.SIG_IGN)
 
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    text = INTERRUPTED.format(
-        tests=os.path.join(root, "tests"),
-        root=root,
-        folder=str(tmp_path / "run"),
-        ps1=ps1,
-        grace=grace,
-        step=step,
-        first=first,
-    )
+    text = program(INTERRUPTED, tmp_path, ps1=ps1, grace=grace, step=step, first=first)
     command = [python, "-c", text]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=ignore

@@ -369,9 +369,8 @@ def test_resumes_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])
     assert len(whole) > STOPS[-1]
     assert rests == [whole[stop:] for stop in STOPS]
-    between_epochs = (
-        name == "make_batched_features_dataset"
-    )  # step 8 is, where the seeds of shuffles are not in the state
+    # At step 8 the seeds of its shuffles are not in the state.
+    between_epochs = name == "make_batched_features_dataset"
     assert log.count("from its saved state") >= len(STOPS) - between_epochs and "no position" not in log
 
 

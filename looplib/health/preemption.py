@@ -50,6 +50,8 @@ class Notice:
         self._owns_the_process = False
         self._received = self._handled = 0  # signals that the thread, and Python's handler, have counted
         self._ran: RunningTime | None = None  # of the thread, while it listens
+        self._read: int | None = None  # the ends of the pipe of signals, once it is open
+        self._write: int | None = None
         self._held = threading.local()  # `signals`, the mask before a fork
         self._thread: threading.Thread | None = None  # which stays for later blocks, because a start takes time
 
@@ -148,21 +150,22 @@ class Notice:
         self._received = self._handled = 0
         if self._flag is not None:
             self._flag.assign(False)
+        if self._read is None:
+            self._open_pipe()
         if self._thread is None or not self._thread.is_alive():  # a fork of the process has none
-            self._start_thread()
+            self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
+            self._thread.start()
         heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
         self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
         self._ran = RunningTime(_TICK)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         os.write(self._write, b"\0")  # no signal; the thread looks up
 
-    def _start_thread(self) -> None:
+    def _open_pipe(self) -> None:
         self._lock = threading.Lock()
         self._read, self._write = os.pipe()
         for end in (self._read, self._write):
             os.set_blocking(end, False)
-        self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
-        self._thread.start()
 
     def before_a_fork(self) -> None:
         """Holds signals back in this thread until a fork of the process has handlers of its own."""
@@ -174,12 +177,10 @@ class Notice:
 
     def in_a_fork(self) -> None:
         """Leaves the signals of a fork of the process to it: the parent's pipe and handlers are not for them."""
-        if self._thread is not None:
+        if self._read is not None:
             os.close(self._read)
             os.close(self._write)
-            self._thread, self._lock = None, threading.Lock()  # the thread, which may hold the lock, is not in the fork
-            self._read, self._write = os.pipe()
-            os.set_blocking(self._read, False)
+            self._open_pipe()  # with another lock, because the thread, which may hold it, is not in the fork
         if self._depth:
             signal.set_wakeup_fd(-1)
             for signum, handler in self._handlers.items():

@@ -121,7 +121,7 @@ class BlockOrder:
         number = place // self.block
         piece_start = tf.maximum(number * self.block, start)
         piece_stop = tf.minimum(tf.minimum((number + 1) * self.block, stop), n)
-        # Blocks are permuted in the epoch, but for a short last one, and records in their piece: both at once, because
+        # Blocks are permuted in the epoch, except a short last one, and records in their piece: both at once, because
         # the ops of a permutation are most of what a first batch costs.
         whole = n // self.block
         blocks = tf.fill(tf.shape(number), tf.constant(max(1, whole), tf.int64))

@@ -148,9 +148,7 @@ def replicas(
     launch = [sys.executable, "-m", "looplib", "launch"]
     commands = {f"replicas_{count}": [*command, f"--num_virtual_devices={count}"] for count in counts}
     for count in workers:
-        commands[f"workers_{count}"] = [
-            *launch, f"--workers={count}", "--", *command, "--strategy=multi_worker"
-        ]  # fmt: skip
+        commands[f"workers_{count}"] = [*launch, f"--workers={count}", "--", *command, "--strategy=multi_worker"]
     runs = {name: os.path.join(folder, name) for name in commands}
     for name, place in runs.items():
         run_to_the_end(commands[name], place, timeout)
