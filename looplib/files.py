@@ -249,6 +249,12 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
 
 
+def cache_directory() -> str:
+    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's."""
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib")
+
+
 def free_name(path: str) -> str:
     """Returns a path that does not exist: `path`, or `path` with a number after it."""
     numbered = (f"{path}.{number}" if number else path for number in itertools.count())

@@ -10,6 +10,7 @@ import os
 import signal
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["LOOPLIB_CACHE"] = os.devnull  # no directory: no test depends on what an earlier one has left
 
 import pytest
 import rooms

@@ -1,6 +1,8 @@
 """Every engine computes what the graph loop does; auto finds the fastest and loses no step on the way."""
 
 import functools
+import json
+import os
 import shutil
 import time
 
@@ -285,6 +287,38 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
     monkeypatch.setattr(auto.AutoLoop, "_try_all", lambda self: pytest.fail("it was tried again"))
     resumed, _ = train("auto", 300, model_dir=tmp_path)
     assert resumed.engines["train"] == chosen and resumed.global_step == 300
+
+
+def test_a_second_run_starts_with_what_the_first_one_chose_as_long_as_it_holds(tmp_path, fast_trials, monkeypatch):
+    monkeypatch.setenv("LOOPLIB_CACHE", str(tmp_path))
+    monkeypatch.setattr(auto.AutoLoop, "_candidates", lambda self, seconds: iter([Plan("graph", 4)]))
+    trials = []
+
+    def measured(self, loop):
+        yield loop, loop.round_size
+        trials.append(loop)
+        return {1: 3e-3, 4: 2e-3}[loop.round_size]
+
+    def measurements(**settings):
+        trials.clear()
+        record = train("auto", 60, **settings)[0].engines["train"]
+        assert (record["loop"], record["chunk"]) == ("graph", 4)
+        return len(trials)
+
+    monkeypatch.setattr(auto.AutoLoop, "_measure", measured)
+    of_a_trial = measurements()
+    (kept,) = tmp_path.glob("engines/*.json")
+    good = json.loads(kept.read_text())
+    assert good == {"loop": "graph", "chunk": 4, "seconds_per_step": {"graph": 3e-3, "graph x4": 2e-3}}
+    assert measurements() == 2 < of_a_trial
+    otherwise_fast = json.dumps(good | {"seconds_per_step": {"graph": 1.0}})
+    for text in ("[", json.dumps(good | {"chunk": 10**9}), otherwise_fast):
+        kept.write_text(text)
+        assert measurements() == of_a_trial and json.loads(kept.read_text()) == good
+    os.utime(kept, (0, time.time() - 31 * 86_400))
+    assert measurements() == of_a_trial
+    assert measurements(steps_per_loop=20) == of_a_trial  # another program
+    assert len(list(tmp_path.glob("engines/*"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_each_worker_reads_its_own_part(tmp_path):
 
 
 def test_the_index_is_built_once_and_again_for_other_files(copy, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(copy / "cache"))
+    monkeypatch.setenv("LOOPLIB_CACHE", str(copy / "cache"))
     pattern = f"{copy}/data.tfrecord-*"
     for path in copy.glob(".looplib-*"):
         path.unlink()
@@ -181,7 +181,7 @@ def test_the_index_is_built_once_and_again_for_other_files(copy, monkeypatch):
     index.unlink()
     index.mkdir()  # where it cannot be written, it is in the cache directory
     (index / "file").touch()
-    assert len(looplib.open_records(pattern)) == TOTAL + 1 and len(list((copy / "cache/looplib").iterdir())) == 1
+    assert len(looplib.open_records(pattern)) == TOTAL + 1 and len(list((copy / "cache").iterdir())) == 1
 
 
 def flip(path, byte):

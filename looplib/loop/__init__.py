@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     base: InnerLoop, Loop, Metrics, Ran, Request, Specification, TrainingLoop
     batch_sizes: none
     calls: none
+    choices: none
     chunks: none
     eager: none
     engines: ENGINES

@@ -10,6 +10,7 @@ from collections.abc import Iterator as PythonIterator
 import tensorflow as tf
 from absl import logging
 
+from looplib.loop import choices
 from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
 from looplib.loop.chunks import LONGEST, Unrolled, XlaProgram, size_of_chunk, why_not_xla
 from looplib.loop.evaluation import EvaluationLoop, single_steps
@@ -82,12 +83,15 @@ class AutoLoop(InnerLoop):
         self._lasted, self._horizon, self._misfits = 0.0, 0, 0
         self._trials: Generator[_Wanted, _Took, GraphLoop] | None = None
         self._wanted: _Wanted | None = None
-        fits = chosen and 1 <= chosen.chunk <= LONGEST  # it comes from a checkpoint, whose values may be any
-        if fits and (chosen.loop == "graph" or step.strategy.num_replicas_in_sync == 1):
+        if chosen and self._can_be(chosen):
             self._chosen = self._used = Plan(chosen.loop, chosen.chunk).build(step)
         else:
             self._trials = self._try_all()
             self._wanted = next(self._trials)
+
+    def _can_be(self, choice: EngineChoice) -> bool:
+        """Returns whether a choice from a file, whose values may be any, is a plan for this step."""
+        return 1 <= choice.chunk <= LONGEST and (choice.loop == "graph" or self.step.strategy.num_replicas_in_sync == 1)
 
     @property
     def record(self) -> EngineChoice | None:
@@ -150,18 +154,40 @@ class AutoLoop(InnerLoop):
         yield self._graph, 1  # in which the device allocates its memory
         yield from self._measure(self._graph)
         seconds = yield from self._measure(self._graph)
+        program = choices.key_of(self.step, self._steps_per_loop)
+        earlier = choices.find(program, seconds)
+        if earlier and self._can_be(earlier):
+            loop = yield from self._prepare(Plan(earlier.loop, earlier.chunk), seconds)
+            if loop:
+                self._record = earlier
+                return loop
         for plan in self._candidates(seconds):
-            cost = _READY[plan.loop] * self._tracing * _PAYS_BACK
-            while max(self._lasted, self._horizon * seconds) < cost:
-                yield from self._measure(self._graph)
-            loop = plan.build(self.step)
-            if self._is_ready(loop, self._iterator):
+            loop = yield from self._prepare(plan, seconds)
+            if loop:
                 loops[plan], taken[plan] = loop, []
                 yield loop, plan.chunk
         for _ in range(_ROUNDS):
             for plan, loop in loops.items():
                 taken[plan].append((yield from self._measure(loop)))
-        return loops[self._choose({plan: statistics.median(values) for plan, values in taken.items()})]
+        medians = {plan: statistics.median(values) for plan, values in taken.items()}
+        loop = loops[self._choose(medians)]
+        if all(map(math.isfinite, medians.values())):
+            choices.keep(program, self._record)
+        return loop
+
+    def _prepare(self, plan: Plan, seconds: float) -> Generator[_Wanted, _Took, GraphLoop | None]:
+        """Builds a loop once the training pays for it, where the graph loop takes so many seconds per step.
+
+        Returns:
+          The loop, or None if it cannot run.
+        """
+        if plan == Plan():
+            return self._graph
+        cost = _READY[plan.loop] * self._tracing * _PAYS_BACK
+        while max(self._lasted, self._horizon * seconds) < cost:
+            yield from self._measure(self._graph)
+        loop = plan.build(self.step)
+        return loop if self._is_ready(loop, self._iterator) else None
 
     def _choose(self, seconds: dict[Plan, float]) -> Plan:
         """Returns the plan with the fewest seconds per step, and records it."""

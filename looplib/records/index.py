@@ -69,9 +69,8 @@ def _places(paths: list[str]) -> list[str]:
     """Returns where the index of files may be: beside the first one, and in the user's cache directory."""
     names = [path if is_remote(path) else os.path.abspath(path) for path in paths]
     key = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     beside = f"{os.path.dirname(paths[0]) or '.'}/.looplib-{key}.index"
-    return [beside, os.path.join(cache, "looplib", f"{key}.index")]
+    return [beside, os.path.join(whole_files.cache_directory(), f"{key}.index")]
 
 
 def _read(path: str, head: bytes, count: int) -> list[np.ndarray] | None:

@@ -44,6 +44,18 @@ class EngineChoice:
         if self.loop not in ("graph", "xla") or self.chunk < 1:
             raise _MisfitError
 
+    @classmethod
+    def from_json(cls, text: str) -> "EngineChoice":
+        """Reads a choice that is kept by itself.
+
+        Args:
+          text: a JSON object of the attributes.
+
+        Raises:
+          ValueError: if it is not the text of a choice.
+        """
+        return _parsed(files.parse_json(text), cls)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunningTotals:
