@@ -11,7 +11,8 @@ from looplib.data.host_stream import HostStream
 
 # TensorFlow takes 20 to 50 microseconds for a `next` in a graph, whatever the batch: half of a small step.
 # A whole element has to be there before its first step, so that it may not be long where the input is slow.
-_LONGEST, _BYTES = 20, 4 * 2**20  # steps, and bytes, of an element
+# To take a batch out of an element copies it, which costs as much from about 64 KB on (W1 with 16 and 32 examples a batch).
+_LONGEST, _BYTES = 20, 2**16  # steps of an element, bytes of a step
 _AHEAD = 5  # elements of the longest kind that are read ahead
 IDS_BLOCK = 100  # ids are never slow
 
@@ -211,7 +212,7 @@ def block_of(spec: Any, replicas: int) -> int:
     if not specs or not all(isinstance(each, tf.TensorSpec) and each.shape.is_fully_defined() for each in specs):
         return 1
     size = replicas * sum(math.prod(each.shape) * each.dtype.size for each in specs)
-    return max(1, min(_LONGEST, _BYTES // max(1, size)))
+    return _LONGEST if size <= _BYTES else 1
 
 
 def _joined(*elements: list[tf.Tensor]) -> list[tf.Tensor]:
