@@ -48,9 +48,10 @@ class _Orbit(orbit.StandardTrainer):
         kind = dict(synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
         with strategy.scope():
             self._sums = tf.Variable(tf.zeros(3), **kind)
+        self._reset = tf.function(lambda: strategy.run(lambda: self._sums.assign(tf.zeros(3))), autograph=False)
 
     def train_loop_begin(self):
-        self._strategy.run(lambda: self._sums.assign(tf.zeros(3)))
+        self._reset()
 
     def train_step(self, iterator):
         self._strategy.run(self._step, args=(next(iterator),))
