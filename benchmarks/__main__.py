@@ -9,6 +9,7 @@ Workloads:
   W9: memory over 1,000 rounds of training and evaluation.
   W10: all guards on against off, in the runs of W1 to W4.
   K1 to K3: the compiled models of W1 to W3 in KerasTrainer, beside fit.
+  W1x2, W2x2, W3x2: the trainings of W1 to W3 on two replicas of one CPU, beside Orbit.
   choice: what a run of a minute gains or loses by `loop="auto"` against "graph", for W1 to W5.
 """
 
@@ -26,11 +27,12 @@ _COMMANDS = {
     **{name: ["benchmarks.speed", f"--workload={name}"] for name in ("W1", "W2", "W3", "W4", "W5", "W6")},
     **{name: ["benchmarks.speed", f"--workload={name}"] for name in ("W7-1", "W7-10")},
     **{name: ["benchmarks.speed", f"--workload={name}"] for name in ("K1", "K2", "K3")},
+    **{f"{name}x2": ["benchmarks.replicas", f"--workload={name}"] for name in ("W1", "W2", "W3")},
     "W8": ["benchmarks.checkpoint_stall"],
     "W9": ["benchmarks.memory"],
     "choice": ["benchmarks.choice"],
 }
-_OF_MODEL_GARDEN = ("W5", "W9", "choice")  # for its ResNet, and its Orbit
+_OF_MODEL_GARDEN = ("W1x2", "W2x2", "W3x2", "W5", "W9", "choice")  # for its ResNet, and its Orbit
 _WORKLOADS = flags.DEFINE_list("workloads", list(_COMMANDS), "The workloads to run; W10 is in W1 to W4.")
 _ROUNDS = flags.DEFINE_integer(
     "rounds", None, "Rounds of each workload but W9 and choice; by default each has its own."

@@ -209,12 +209,12 @@ class Task:
         self.optimizer = self.keras.optimizers.Adam(1e-3)
         self.optimizer.build(self.model.trainable_variables)
 
-    def dataset(self):
-        """Returns the pipeline of every contestant but those with their own input."""
+    def dataset(self, replicas=1):
+        """Returns the pipeline of every contestant but those with their own input, its batches those of a replica."""
         dataset = tf.data.Dataset.from_tensor_slices(self.arrays)
         if self.training:
             dataset = dataset.shuffle(1000, seed=1).repeat()
-        return dataset.batch(self.workload.batch, drop_remainder=self.training).prefetch(tf.data.AUTOTUNE)
+        return dataset.batch(self.workload.batch // replicas, drop_remainder=self.training).prefetch(tf.data.AUTOTUNE)
 
     def own_input(self, context):
         """Returns looplib's own input: ids in a keyed order, of rows that stay on the device."""

@@ -190,10 +190,17 @@ def _choose(strategy: str, gpus: list[tf.config.PhysicalDevice]) -> tuple[tf.dis
     if strategy == "one_device":
         return tf.distribute.OneDeviceStrategy(names[0]), f"asked for, on {names[0]}"
     if strategy == "mirrored":
-        return tf.distribute.MirroredStrategy(names), f"asked for, {kind}"
+        return _mirrored(devices), f"asked for, {kind}"
     if len(names) > 1:
-        return tf.distribute.MirroredStrategy(names), f"auto, {kind}"
+        return _mirrored(devices), f"auto, {kind}"
     return tf.distribute.get_strategy(), f"auto, {'one GPU' if gpus else 'no TPU and no GPU, one CPU'} found"
+
+
+def _mirrored(devices: list[tf.config.LogicalDevice]) -> tf.distribute.Strategy:
+    # In one process's memory a sum needs no collective op, which takes longer to meet and which XLA lacks for CPUs.
+    on_cpus = all(device.device_type == "CPU" for device in devices)
+    sums = tf.distribute.ReductionToOneDevice() if on_cpus else None
+    return tf.distribute.MirroredStrategy([device.name for device in devices], cross_device_ops=sums)
 
 
 def _has_other_workers() -> bool:

@@ -49,7 +49,7 @@ def evaluate(controller, steps=-1):
 
 
 def possible(params):
-    return params["loop"] != "xla" or params["strategy"] == "default"  # one XLA program runs on one replica
+    return params["loop"] != "xla" or params["strategy"] != "mirrored_x4"  # which has collective ops, which XLA lacks
 
 
 @pytest.mark.pairs(possible=possible)
@@ -58,8 +58,8 @@ def possible(params):
 @pytest.mark.parametrize("examples", [BATCH, 5 * BATCH + 3, *more([5, 5 * BATCH])])
 def test_the_totals_are_those_of_a_plain_loop(strategy, loop, known, examples):
     replicas = strategy.num_replicas_in_sync
-    if loop == "xla" and replicas > 1:
-        pytest.skip("one XLA program runs on one replica")
+    if loop == "xla" and replicas > 2:
+        pytest.skip("this strategy has collective ops, which XLA lacks")
     with strategy.scope():
         evaluator = Sums(examples, known)
     controller = looplib.Controller(

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import more
 
 from looplib import UsageError, runtime
 
@@ -33,14 +34,15 @@ print(runtime.describe(s), layer.compute_dtype, config.is_op_determinism_enabled
     assert in_a_new_process(code, python) == "MirroredStrategy, 3 replicas bfloat16 True"
 
 
-def test_a_deterministic_run_trains_and_evaluates(python):
+@pytest.mark.parametrize("loop", ["xla", *more(["graph"])])
+def test_a_deterministic_run_trains_and_evaluates(loop, python):
     code = f"""
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import toy
 strategy = runtime.setup("auto", num_virtual_devices=2, deterministic=True)
 trainer, evaluator = toy.build(strategy)
-with toy.controller(strategy, trainer, evaluator) as controller:
+with toy.controller(strategy, trainer, evaluator, loop={loop!r}) as controller:
     accuracy = controller.train_and_evaluate(6, 3)["eval"]["accuracy"]
 weights = list(trainer.weights())
 print(controller.global_step, accuracy == toy.numpy_accuracy(weights))

@@ -108,7 +108,7 @@ class BlockStream(HostStream):
 
     def next_steps(self, iterator: tf.data.Iterator, steps: int) -> Any:
         """See `Stream`."""
-        return self._packed(self._next(iterator, steps))
+        return self._packed(self._next(iterator, steps * self._local_replicas))
 
     def next(self, iterator: tf.data.Iterator) -> Any:
         """See `Stream`."""

@@ -67,6 +67,11 @@ class HostStream(Stream):
             tf.function(read, autograph=False).get_concrete_function(tf.data.IteratorSpec(self.dataset.element_spec))
         return self._spec
 
+    @property
+    def replica_spec(self) -> Any:
+        """See `Stream`."""
+        return self.dataset.element_spec
+
     def iterate(self, position: bytes | None = None) -> tf.data.Iterator:
         """See `Stream`."""
         self._started = start = time.perf_counter()

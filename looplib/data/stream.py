@@ -68,8 +68,13 @@ class Stream:
         return self.dataset.element_spec
 
     @property
+    def replica_spec(self) -> Any:
+        """The structure of `tf.TypeSpec`s of one replica's part of that."""
+        return self.element_spec
+
+    @property
     def full_spec(self) -> Any:
-        """The `element_spec` of batches of full size, where their size is not in the spec."""
+        """The `replica_spec` of batches of full size, where their size is not in the spec."""
 
         def full(spec: tf.TypeSpec) -> tf.TypeSpec:
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
@@ -77,7 +82,7 @@ class Stream:
             sizes = spec.shape.as_list()
             return tf.TensorSpec([sizes[0] or self.batch_size, *sizes[1:]] if sizes else [], spec.dtype)
 
-        return tf.nest.map_structure(full, self.element_spec)
+        return tf.nest.map_structure(full, self.replica_spec)
 
     def iterate(self, position: bytes | None = None) -> Any:
         """Starts to read.
@@ -114,7 +119,7 @@ class Stream:
         return next(iterator)
 
     def next_steps(self, iterator: Any, steps: int) -> Any:
-        """Returns the batches of some steps on one replica, tensors `[steps, ...]`; in a `tf.function` or not.
+        """Returns the batches of some steps, tensors `[steps * replicas, ...]`; in a `tf.function` or not.
 
         Only a stream that reads in blocks does; where the data ends, `steps` is at most `block`.
         """

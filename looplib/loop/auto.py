@@ -84,6 +84,8 @@ class AutoLoop(InnerLoop):
         self._trials: Generator[_Wanted, _Took, GraphLoop] | None = None
         self._wanted: _Wanted | None = None
         if chosen and self._can_be(chosen):
+        fits = chosen and 1 <= chosen.chunk <= LONGEST  # it comes from a checkpoint, whose values may be any
+        if fits and (chosen.loop == "graph" or not why_not_xla(step)):
             self._chosen = self._used = Plan(chosen.loop, chosen.chunk).build(step)
         else:
             self._trials = self._try_all()
@@ -213,7 +215,7 @@ class AutoLoop(InnerLoop):
         """Yields what may be faster than the graph loop, whose step takes so many seconds."""
         if self._steps_per_loop >= _UNROLLED and not isinstance(self._graph, EvaluationLoop):
             yield Plan("graph", _UNROLLED)
-        if self.step.strategy.num_replicas_in_sync > 1 or why_not_xla(self.step) or _convolves_on_a_cpu(self.step):
+        if why_not_xla(self.step) or _convolves_on_a_cpu(self.step):
             return
         chunk = size_of_chunk(int(_CHUNK_SECONDS / seconds), self.step, self._steps_per_loop)
         for size in sorted({1, chunk}, reverse=True):

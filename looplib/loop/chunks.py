@@ -5,7 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.loop import one_program
 from looplib.loop.base import Iterator
+from looplib.loop.one_program import OneProgram
 from looplib.loop.step import Step
 from looplib.loop.timing import timed
 
@@ -53,22 +55,27 @@ class XlaProgram(Chunk):
 
     def __init__(self, step: Step, size: int) -> None:
         super().__init__(step, size)
+        self._replicas = step.strategy.num_replicas_in_sync
         self._program: Any = None
 
     def prepare(self) -> None:
         """Compiles the program; raises one of XLA's errors if the step has an op that XLA lacks."""
         stream = self._step.stream
-        batches: Any = [stream.element_spec] * self.size
-        full: Any = [stream.full_spec] * self.size
+        batches: Any = [stream.replica_spec] * self.size * self._replicas
+        full: Any = [stream.full_spec] * self.size * self._replicas
         if stream.block > 1:
-            batches = full = tf.nest.map_structure(self._stacked, stream.element_spec)
+            batches = full = tf.nest.map_structure(self._stacked, stream.replica_spec)
         program = tf.function(self._steps_of, jit_compile=True)
-        self._program = program.get_concrete_function(batches)
+        if self._replicas > 1:
+            together = OneProgram(self._steps_of, batches, self._step.strategy)
+            self._program, program = together.run, together.program
+        else:
+            self._program = program.get_concrete_function(batches)
         zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), full)
         program.experimental_get_compiler_ir(zeros)(stage="hlo")
 
     def _stacked(self, spec: tf.TensorSpec) -> tf.TensorSpec:
-        return tf.TensorSpec([self.size, *spec.shape], spec.dtype)
+        return tf.TensorSpec([self.size * self._replicas, *spec.shape], spec.dtype)
 
     def run(self, iterator: Iterator) -> tf.Tensor:
         """See `Chunk`."""
@@ -77,7 +84,7 @@ class XlaProgram(Chunk):
             batches, seconds = timed(lambda: stream.next_steps(iterator, self.size))
             self._program(batches)
             return seconds
-        batches, seconds = timed(lambda: [stream.next(iterator) for _ in range(self.size)])
+        batches, seconds = timed(lambda: self._next(iterator))
         alike = _alike(batches)
         if alike is None:
             self._program(batches)
@@ -85,13 +92,25 @@ class XlaProgram(Chunk):
             tf.cond(alike, lambda: self._all_at_once(batches), lambda: self._one_by_one(batches))
         return seconds
 
+    @tf.autograph.experimental.do_not_convert
+    def _next(self, iterator: Iterator) -> list:
+        """Returns the batches of the steps, one after the other those of each step's replicas."""
+        replicas = self._step.strategy.experimental_local_results
+        batches = []
+        for _ in range(self.size):
+            batch = self._step.stream.next(iterator)
+            parts = zip(*(replicas(leaf) for leaf in tf.nest.flatten(batch)))
+            batches += [tf.nest.pack_sequence_as(batch, part) for part in parts]
+        return batches
+
     def _all_at_once(self, batches: list) -> int:
         self._program(batches)
         return 0
 
     def _one_by_one(self, batches: list) -> int:
         for i in tf.range(self.size):
-            self._step(tf.switch_case(i, [lambda batch=batch: batch for batch in batches]))
+            steps = [batches[first : first + self._replicas] for first in range(0, len(batches), self._replicas)]
+            self._do_step(tf.switch_case(i, [lambda step=step: step for step in steps]))
         return 0
 
     def _steps_of(self, batches: Any) -> None:
@@ -100,7 +119,14 @@ class XlaProgram(Chunk):
         if self._step.stream.block == 1:
             stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *batches)
         for i in tf.range(self.size):
-            self._step(_at(stacked, i))
+            self._do_step([_at(stacked, i * self._replicas + replica) for replica in range(self._replicas)])
+
+    @tf.autograph.experimental.do_not_convert
+    def _do_step(self, batches: list) -> None:
+        """Does one step with the batches of its replicas."""
+        to_replicas = self._step.strategy.experimental_distribute_values_from_function
+        several = len(batches) > 1
+        self._step(to_replicas(lambda context: batches[context.replica_id_in_sync_group]) if several else batches[0])
 
 
 def _at(batches: Any, i: int | tf.Tensor) -> Any:
@@ -116,7 +142,8 @@ def do_step(step: Step, iterator: Iterator) -> tf.Tensor:
 
 def size_of_chunk(longest: int, step: Step, steps_per_loop: int) -> int:
     """Returns the number of steps for an XLA program: at most `longest`, and leaving few steps of a call over."""
-    size = sum(spec.shape.num_elements() * spec.dtype.size for spec in tf.nest.flatten(step.stream.full_spec))
+    specs = tf.nest.flatten(step.stream.full_spec) * step.strategy.num_replicas_in_sync
+    size = sum(spec.shape.num_elements() * spec.dtype.size for spec in specs)
     # More than an element costs a copy, and where the data ends it is not sure that they are there.
     in_one = 1 < step.stream.block and (not step.stream.infinite or size * step.stream.block > _COPIED)
     most = step.stream.block if in_one else _BYTES // max(1, size)
@@ -126,6 +153,8 @@ def size_of_chunk(longest: int, step: Step, steps_per_loop: int) -> int:
 
 def why_not_xla(step: Step) -> str | None:
     """Returns why no chunk of the step can be an XLA program that computes the same; None if no reason is known."""
+    if step.strategy.num_replicas_in_sync > 1 and (reason := one_program.why_not(step)):
+        return reason
     for spec in tf.nest.flatten(step.stream.full_spec):
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
             return f"a batch has {spec}; only tensors with a static shape (except for the batch size) can be stacked"

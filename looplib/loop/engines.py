@@ -40,11 +40,6 @@ def make(
 
 
 def _make_xla(step: Step, steps_per_loop: int) -> GraphLoop:
-    if step.strategy.num_replicas_in_sync > 1:
-        raise UsageError(
-            f"loop is xla, and the strategy has {step.strategy.num_replicas_in_sync} replicas; one XLA program runs on "
-            "one device, so use one replica, or loop=graph or auto (on TPUs graph is compiled by XLA in any case)"
-        )
     if reason := why_not_xla(step):
         raise UsageError(f"loop is xla, and XLA cannot run the step: {reason}; use loop=graph, or auto")
     loop = GraphLoop(step, XlaProgram(step, size_of_chunk(_PINNED_CHUNK, step, steps_per_loop)))

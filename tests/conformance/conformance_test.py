@@ -14,13 +14,13 @@ import looplib
 
 @pytest.fixture(params=["graph", "xla", "eager"])
 def loop(request, strategy):
-    if request.param == "xla" and strategy.num_replicas_in_sync > 1:
-        pytest.skip("one XLA program runs on one device; see engines_test")
+    if request.param == "xla" and strategy.num_replicas_in_sync > 2:
+        pytest.skip("this strategy has collective ops, which XLA lacks; see engines_test")
     return request.param
 
 
 def possible(params):
-    return params["loop"] != "xla" or not params["strategy"].startswith("mirrored")
+    return params["loop"] != "xla" or params["strategy"] != "mirrored_x4"
 
 
 STOP, STEPS = 7, 12
