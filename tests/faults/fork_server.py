@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import pydoc
@@ -27,18 +28,34 @@ import types
 
 _CLONE_NEWNET = 0x40000000
 # What AutoGraph converts in nearly every run, which takes each new process a second: of which a tf.function is made, and
-# what is called in one.
+# what is called in one. After a slash, the name of a function inside of the one before.
 _LOOP, _REDUCER, _STREAM = "graph.GraphLoop", "reducer.Reducer", "looplib.data.host_stream.HostStream"
 _CHECKSUM = "example_checksum"
-_OUTER = [f"looplib.loop.{name}" for name in (f"{_LOOP}._run", f"{_REDUCER}.read")]
+_OUTER = [
+    *(f"looplib.loop.{_LOOP}.{name}" for name in ("_run", "_run_round", "_bind/<lambda>")),
+    *(f"looplib.loop.{name}" for name in (f"{_REDUCER}.read", "step.Step.__init__/step")),
+    "looplib.data.iterator_state._pack.python_function",
+]
 _INNER = [
-    *(f"looplib.loop.{_LOOP}.{name}" for name in ("_steps", "_repeat", "_repeat_to_the_end", "_do_step", "_outcome")),
+    *(f"looplib.loop.{_LOOP}.{name}" for name in (
+        "_steps", "_repeat", "_repeat_to_the_end", "_do_step", "_do_round", "_outcome")),
     *(f"looplib.loop.{_REDUCER}.{name}" for name in ("run_step", "_reset_local")),
     *(f"looplib.loop.{name}" for name in ("graph._strides", "chunks.do_step", "timing.timed", "step.Step.__call__")),
-    *(f"looplib.loop.{_CHECKSUM}.{name}" for name in ("examples_checksum", "_columns", "_has_rows", "_hash")),
+    *(f"looplib.loop.{_CHECKSUM}.{name}" for name in (
+        "examples_checksum", "_columns", "_has_rows", "_hash", "add_to/checked")),
     *(f"looplib.loop.evaluation.EvaluationLoop.{name}" for name in ("_steps", "_add", "_last")),
     "looplib.health.non_finite.run_watched", f"{_STREAM}.next", f"{_STREAM}._to_replicas", f"{_STREAM}._placed",
-    "faulty.Faulty.step_fn", "faulty.FaultyEvaluator.step_fn", "faulty.Notes.note_in_graph",
+    *(f"looplib.loop.{name}" for name in (
+        "step.Step.__init__/replica_step", "task_loop.TaskLoop._decorators/<lambda>/<lambda>",
+        "batch_sizes.BatchSizes.add_to/measured", "prediction.Prediction.step_fn")),
+    *(f"looplib.task.{name}" for name in (
+        "gradient_trainer.GradientTrainer.step_fn", "gradient_trainer.GradientTrainer._backward",
+        "gradient_checks.losses_and_metrics", "gradient_checks.joined")),
+    *(f"looplib._keras.{name}" for name in ("tf_variable", "is_variable", "family", "_is_a")),
+    *(f"faulty.Faulty{name}" for name in (
+        ".step_fn", ".dataset/<lambda>", "Evaluator.step_fn", "Evaluator.predict_fn", "Evaluator.dataset/<lambda>")),
+    "faulty.Notes.note_in_graph",
+    *(f"trainers.image_classification.ImageClassifier{name}" for name in (".loss_fn", "Evaluator.step_fn")),
 ]  # fmt: skip
 
 
@@ -166,6 +183,20 @@ def become(order, streams, own_paths):
         sys.modules["numpy"].random.seed()
 
 
+def functions(path):
+    """Returns the functions of that path; those inside of another one without the values that they close over."""
+    outer, *names = path.split("/")
+    found = [pydoc.locate(outer)]
+    for name in names:
+        found = [
+            types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
+            for function in found
+            for code in function.__code__.co_consts
+            if isinstance(code, types.CodeType) and code.co_name == name
+        ]
+    return found
+
+
 def convert_ahead():
     """Has AutoGraph convert looplib's own functions, so that the forks find them converted."""
     from tensorflow.python.autograph.core import converter
@@ -173,8 +204,8 @@ def convert_ahead():
 
     for names, asked in ((_OUTER, True), (_INNER, False)):
         options = converter.ConversionOptions(recursive=True, user_requested=asked, optional_features=None)
-        for name in names:
-            api._convert_actual(pydoc.locate(name), converter.ProgramContext(options))
+        for function in itertools.chain(*map(functions, names)):
+            api._convert_actual(function, converter.ProgramContext(options))
 
 
 def run(arguments):
@@ -225,6 +256,7 @@ def main():
     convert_ahead()
     gc.collect()
     gc.freeze()  # so that no collection in a fork goes through, and copies, what was imported
+    gc.set_threshold(10_000, 10, 10)  # as in tests/conftest.py
     order, streams = serve(sys.argv[1])
     become(order, streams, own_paths)
     if "TF_CONFIG" in os.environ:  # workers close their connections as Python frees them

@@ -22,7 +22,11 @@ from looplib.extras.tools.local_launch import hold_ports
 ROOT = pathlib.Path(__file__).parents[2]
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
 # What the binaries import is there in each life.
-MODULES = ("faulty", "keras", "tf_keras", "trainers.image_classification", "optuna", "matplotlib.figure")
+MODULES = (
+    "faulty", "keras", "tf_keras", "trainers.image_classification", "optuna", "matplotlib.figure", "sklearn.datasets",
+    "sklearn.model_selection", "looplib.extras.page.html", "looplib.extras.parameter_server.processes",
+    "looplib.extras.tools.replayer", "tensorboard.plugins.hparams.api",
+)  # fmt: skip
 
 
 class Nursery:
