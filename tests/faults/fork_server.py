@@ -52,9 +52,10 @@ _INNER = [
         "gradient_trainer.GradientTrainer.step_fn", "gradient_trainer.GradientTrainer._backward",
         "gradient_checks.losses_and_metrics", "gradient_checks.joined")),
     *(f"looplib._keras.{name}" for name in ("tf_variable", "is_variable", "family", "_is_a")),
-    *(f"faulty.Faulty{name}" for name in (
-        ".step_fn", ".dataset/<lambda>", "Evaluator.step_fn", "Evaluator.predict_fn", "Evaluator.dataset/<lambda>")),
-    "faulty.Notes.note_in_graph",
+    *(f"{task}{name}" for task in ("faulty.Faulty", "toy.Regression", "wrong.Wrong") for name in (
+        ".step_fn", ".dataset/<lambda>", "Evaluator.step_fn", "Evaluator.dataset/<lambda>")),
+    "faulty.FaultyEvaluator.predict_fn", "faulty.Notes.note_in_graph", "toy.Regression._in_global_batch",
+    "wrong.Wrong.go_wrong", "divided.Divided.step_fn", "divided.Divided.dataset/<lambda>",
     *(f"trainers.image_classification.ImageClassifier{name}" for name in (".loss_fn", "Evaluator.step_fn")),
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
 # What the binaries import is there in each life.
 MODULES = (
-    "faulty", "keras", "tf_keras", "trainers.image_classification", "optuna", "matplotlib.figure", "sklearn.datasets",
+    "faulty", "toy", "wrong", "divided", "keras", "tf_keras", "trainers.image_classification", "optuna", "matplotlib.figure", "sklearn.datasets",
     "sklearn.model_selection", "looplib.extras.page.html", "looplib.extras.parameter_server.processes",
     "looplib.extras.tools.replayer", "tensorboard.plugins.hparams.api",
 )  # fmt: skip
@@ -34,13 +34,14 @@ class Nursery:
 
     Args:
       modules: what it imports.
+      python: what runs it; another nursery's for a fork of that one, which has imported its modules already.
 
     Attributes:
       folder: for the lives' output.
       python: path of a program that stands for `python` on a command line, and is one of the forks.
     """
 
-    def __init__(self, modules=MODULES):
+    def __init__(self, modules=MODULES, python=sys.executable):
         self._numbers = itertools.count(1)
         self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
@@ -52,7 +53,7 @@ class Nursery:
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, ROOT / "tests" / "faults" / "fork_server.py", self.address, *modules],
+            [python, ROOT / "tests" / "faults" / "fork_server.py", self.address, *modules],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=self.environment, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout.readline() == b"ready\n"
