@@ -23,14 +23,16 @@ demo: env
 # Three processes on two cores, because many tests wait; what measures time or memory runs alone, after the rest.
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder -m "not alone"
 
+ALONE = -m alone $(shell grep -rl "mark.alone" tests --include=*_test.py)
+
 test: env
 	$(RUN) -m pytest $(TOGETHER)
-	$(RUN) -m pytest -m alone
+	$(RUN) -m pytest $(ALONE)
 
 # With all repetitions, of what is random too.
 test-all: env
 	LOOPLIB_MUTATIONS=2000 LOOPLIB_FAULTS=200 $(RUN) -m pytest --all $(TOGETHER)
-	$(RUN) -m pytest --all -m alone
+	$(RUN) -m pytest --all $(ALONE)
 
 # What needs no Model Garden; what does is listed as skipped.
 test-tf221:

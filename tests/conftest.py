@@ -7,7 +7,10 @@ import gc
 import importlib.util
 import itertools
 import os
+import pathlib
+import shutil
 import signal
+import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["LOOPLIB_CACHE"] = os.devnull  # no directory: no test depends on what an earlier one has left
@@ -19,35 +22,15 @@ EVERY = ("default", "one_device", "mirrored_x2", "mirrored_x4")
 _REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
-    "model_garden/model_garden",
-    "workers/workers",
-    "preemption",
-    "engines",
-    "sources",
-    "workers/parameter_server",
-    "workers/faults",
-    "mixtures",
-    "checks",
-    "gradient_trainer",
-    "guards",
-    "sweep",
-    "docs",
-    "faults/files",
-    "feeds",
-    "replay",
-    "optimizers",
-    "model_garden/binary",
-    "runtime",
-    "foreign",
-    "faults/random_faults",
-    "faults/kill",
-    "model_garden/multi_task",
-    "predictions",
-    "plateau",
-    "exports",
-    "records",
-    "store",
-)
+    "engines", "model_garden/model_garden", "workers/workers", "mixtures", "checks", "workers/faults",
+    "gradient_trainer", "workers/parameter_server", "preemption", "faults/random_faults", "conformance/conformance",
+    "faults/kill", "docs", "guards", "model_garden/binary", "foreign", "sweep", "predictions", "sources", "launch",
+    "preflight", "language_model", "record_runs", "exports", "faults/lock", "replay", "optimizers", "controller",
+    "runtime", "last_line", "faults/hostile", "inputs", "faults/disk", "writers", "imports",
+    "model_garden/multi_task", "faults/power_cut", "plateau", "keras_trainer", "store", "records", "generative",
+    "loops", "fine_tune", "image_classification", "feeds", "faults/files", "workers/ready_trainers", "metrics", "tpu",
+    "rerun", "rounding",
+)  # fmt: skip
 # Other tests run without Model Garden too. Whole files that need it say so by `pytest.importorskip`.
 needs_models = pytest.mark.skipif(
     importlib.util.find_spec("official") is None, reason="needs Model Garden: pip install 'looplib[models]'"
@@ -70,6 +53,7 @@ def pytest_configure(config):
     global _all
     _all = config.getoption("all")
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        _share_fork_server(config)
         return  # the process that hands out the tests runs none
     import looplib  # noqa: I001  (it imports TensorFlow at less cost)
     import tensorflow as tf
@@ -77,6 +61,21 @@ def pytest_configure(config):
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
     _note_controllers(looplib.Controller)
+
+
+def _share_fork_server(config):
+    """Has the processes of tests share the server that the first of them starts; it ends with this process's run."""
+    from faults import lives
+
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="fork-server-"))
+    os.environ[lives.SHARED] = str(folder)
+
+    def end():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # no test has needed one, or it has ended
+            os.killpg(int((folder / "pid").read_text()), signal.SIGKILL)
+        shutil.rmtree(folder)
+
+    config.add_cleanup(end)
 
 
 def _note_controllers(kind):

@@ -29,25 +29,23 @@ def test_importing_looplib_costs_little_more_than_importing_tensorflow():
     assert ours <= 1.15 * theirs, f"looplib {ours:.2f} s, tensorflow {theirs:.2f} s"
 
 
-def modules_after(code):
-    output = subprocess.run([sys.executable, "-c", code + "; import sys; print(*sys.modules)"], capture_output=True,
-                            text=True, check=True).stdout  # fmt: skip
-    return set(output.splitlines()[-1].split())
-
-
+BARE = "import tensorflow, keras, sklearn.model_selection, sklearn.datasets; sklearn.datasets.load_digits()"
 BUILD = f"""
-import tempfile
+{BARE}
+import sys, tempfile
+bare = set(sys.modules)
 import {image_classification.__name__} as image_classification, looplib
 trainer, evaluator = image_classification.build(image_classification.Config())
 with tempfile.TemporaryDirectory() as folder:
     looplib.Controller(trainer=trainer, evaluator=evaluator, global_batch_size=60, model_dir=folder).close()
-pass"""
+print("added", *(sys.modules.keys() - bare))
+print("all", *sys.modules)
+"""
 
 
 def test_the_default_binary_imports_nothing_heavy_besides_what_keras_does_and_the_digits():
-    binary = modules_after(BUILD)
-    bare = "import tensorflow, keras, sklearn.model_selection, sklearn.datasets; sklearn.datasets.load_digits()"
-    added = binary - modules_after(bare)
+    done = subprocess.run([sys.executable, "-c", BUILD], capture_output=True, text=True, check=True)
+    added, binary = (set(line.split()[1:]) for line in done.stdout.splitlines()[-2:])
     roots = {name.split(".")[0] for name in added}
     heavy = {"official", "tf_keras", "tensorflow_datasets", "tensorflow_models", "jax", "torch", "sklearn", "scipy", "pandas",
              "matplotlib", "PIL", "tqdm", "tensorboard"}  # fmt: skip

@@ -116,7 +116,7 @@ def test_strategies_of_one_device(strategy, name, replicas, python, tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_a_save_and_code_75(signum, python, tmp_path):
     command = [
-        sys.executable if signum == signal.SIGTERM else python,
+        repetitions(python, sys.executable) if signum == signal.SIGTERM else python,
         "-m",
         "trainers.image_classification",
         f"--model_dir={tmp_path}",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import more
+from conftest import repetitions
 
 from looplib import UsageError, runtime
 
@@ -107,7 +108,7 @@ def too_late(folder, case, python=sys.executable, imports="import looplib"):
 
 @pytest.mark.parametrize("case", EARLY)
 def test_a_setting_that_comes_after_a_tensor_names_the_line_that_made_it(case, python, tmp_path):
-    lines, errors = too_late(tmp_path, case, sys.executable if case == "constant" else python)
+    lines, errors = too_late(tmp_path, case, repetitions(python, sys.executable) if case == "constant" else python)
     place = f"{tmp_path}/early.py:4: {EARLY[case]}"
     if case == "none":
         assert lines[0] == "MirroredStrategy, 2 replicas", errors

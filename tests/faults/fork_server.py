@@ -26,20 +26,46 @@ import threading
 import types
 
 _CLONE_NEWNET = 0x40000000
-# What AutoGraph converts in nearly every run, which takes each new process a second: of which a tf.function is made, and
-# what is called in one.
-_LOOP, _REDUCER, _STREAM = "graph.GraphLoop", "reducer.Reducer", "looplib.data.host_stream.HostStream"
-_CHECKSUM = "example_checksum"
-_OUTER = [f"looplib.loop.{name}" for name in (f"{_LOOP}._run", f"{_REDUCER}.read")]
-_INNER = [
-    *(f"looplib.loop.{_LOOP}.{name}" for name in ("_steps", "_repeat", "_repeat_to_the_end", "_do_step", "_outcome")),
-    *(f"looplib.loop.{_REDUCER}.{name}" for name in ("run_step", "_reset_local")),
-    *(f"looplib.loop.{name}" for name in ("graph._strides", "chunks.do_step", "timing.timed", "step.Step.__call__")),
-    *(f"looplib.loop.{_CHECKSUM}.{name}" for name in ("examples_checksum", "_columns", "_has_rows", "_hash")),
-    *(f"looplib.loop.evaluation.EvaluationLoop.{name}" for name in ("_steps", "_add", "_last")),
-    "looplib.health.non_finite.run_watched", f"{_STREAM}.next", f"{_STREAM}._to_replicas", f"{_STREAM}._placed",
-    "faulty.Faulty.step_fn", "faulty.FaultyEvaluator.step_fn", "faulty.Notes.note_in_graph",
-]  # fmt: skip
+# What AutoGraph converts in many runs, which takes each new process a second: functions by their module or class. Of
+# those with a star a tf.function is made. After a slash, the name of a function inside of the one before.
+_CONVERTED = {
+    "looplib.loop.graph.GraphLoop": "*_run *_run_round *_bind/<lambda> _steps _repeat _repeat_to_the_end _do_step _do_round _outcome",
+    "looplib.loop.graph": "_strides",
+    "looplib.loop.reducer.Reducer": "*read run_step _reset_local",
+    "looplib.loop.step.Step": "*__init__/step __init__/replica_step __call__",
+    "looplib.loop.chunks": "do_step",
+    "looplib.loop.timing": "timed",
+    "looplib.loop.task_loop.TaskLoop": "_decorators/<lambda>/<lambda>",
+    "looplib.loop.batch_sizes.BatchSizes": "add_to/measured",
+    "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _hash add_to/checked",
+    "looplib.loop.evaluation.EvaluationLoop": "_steps _add _last",
+    "looplib.loop.prediction.Prediction": "step_fn",
+    "looplib.health.non_finite": "run_watched",
+    "looplib.data.host_stream.HostStream": "next _to_replicas _placed",
+    "looplib.data.iterator_state": "*_pack.python_function",
+    "looplib.data.pipelines._Pipelines": "build_on_worker",
+    "looplib.task.gradient_trainer.GradientTrainer": "step_fn _backward",
+    "looplib.task.gradient_checks": "losses_and_metrics joined",
+    "looplib.task.input_context.InputContext": "indices _positions _endless _in_order",
+    "looplib.task.plans": "plan_of Plan.located Ids.endless Ids.once",
+    "looplib.extras.parameter_server.coordinator": "_numbered/numbered_step",
+    "looplib.extras.parameter_server.coordinator.RemoteLoop": "*_run *_run_part *_draw_by_number _open_queues",
+    "looplib.extras.parameter_server.results": "packed",
+    "looplib.errors": "whole_number",
+    "looplib._keras": "tf_variable is_variable family _is_a",
+    "trainers.image_classification": "ImageClassifier.loss_fn ImageClassifierEvaluator.step_fn",
+    "faulty.Faulty": "step_fn dataset/<lambda>",
+    "faulty.FaultyEvaluator": "step_fn dataset/<lambda> predict_fn",
+    "faulty.Notes": "note_in_graph",
+    "toy.Regression": "step_fn dataset/<lambda> _in_global_batch",
+    "toy.RegressionEvaluator": "step_fn dataset/<lambda>",
+    "wrong.Wrong": "step_fn dataset/<lambda> go_wrong",
+    "wrong.WrongEvaluator": "step_fn dataset/<lambda>",
+    "divided.Divided": "step_fn dataset/<lambda>",
+    "asynchronous.Regression": "step_fn dataset dataset/<lambda>",
+    "asynchronous.Values": "step_fn dataset dataset/<lambda>",
+    "asynchronous.KerasMetrics": "step_fn",
+}
 
 
 class Client:
@@ -166,15 +192,32 @@ def become(order, streams, own_paths):
         sys.modules["numpy"].random.seed()
 
 
+def functions(path):
+    """Returns the functions of that path; those inside of another one without the values that they close over."""
+    outer, *names = path.split("/")
+    found = [pydoc.locate(outer)]
+    for name in names:
+        found = [
+            types.FunctionType(code, function.__globals__, closure=tuple(types.CellType() for _ in code.co_freevars))
+            for function in found
+            for code in function.__code__.co_consts
+            if isinstance(code, types.CodeType) and code.co_name == name
+        ]
+    return found
+
+
 def convert_ahead():
     """Has AutoGraph convert looplib's own functions, so that the forks find them converted."""
     from tensorflow.python.autograph.core import converter
     from tensorflow.python.autograph.impl import api
 
-    for names, asked in ((_OUTER, True), (_INNER, False)):
-        options = converter.ConversionOptions(recursive=True, user_requested=asked, optional_features=None)
-        for name in names:
-            api._convert_actual(pydoc.locate(name), converter.ProgramContext(options))
+    for place, names in _CONVERTED.items():
+        for name in names.split():
+            options = converter.ConversionOptions(
+                recursive=True, user_requested=name.startswith("*"), optional_features=None
+            )
+            for function in functions(f"{place}.{name.removeprefix('*')}"):
+                api._convert_actual(function, converter.ProgramContext(options))
 
 
 def run(arguments):
@@ -225,6 +268,7 @@ def main():
     convert_ahead()
     gc.collect()
     gc.freeze()  # so that no collection in a fork goes through, and copies, what was imported
+    gc.set_threshold(10_000, 10, 10)  # as in tests/conftest.py
     order, streams = serve(sys.argv[1])
     become(order, streams, own_paths)
     if "TF_CONFIG" in os.environ:  # workers close their connections as Python frees them

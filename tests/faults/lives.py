@@ -4,6 +4,7 @@ Each life runs a binary's module as `python -m` does, and ends as a process of i
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -21,42 +22,60 @@ from looplib.extras.tools.local_launch import hold_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTE_BYTES = 64  # as `faulty` has it, which imports TensorFlow
+SHARED = "LOOPLIB_FORK_SERVER"  # a variable: the folder of the fork server that the processes of a test run share
 # What the binaries import is there in each life.
-MODULES = ("faulty", "keras", "tf_keras", "trainers.image_classification", "optuna", "matplotlib.figure")
+MODULES = (
+    "faulty", "toy", "wrong", "divided", "asynchronous", "keras", "tf_keras", "trainers.image_classification", "optuna",
+    "matplotlib.figure", "sklearn.datasets", "sklearn.model_selection", "looplib.extras.page.html",
+    "looplib.extras.parameter_server.processes", "looplib.extras.tools.replayer", "tensorboard.plugins.hparams.api",
+)  # fmt: skip
 
 
 class Nursery:
-    """The process that forks. Use it in a `with` block, which ends it and all lives.
+    """The process that forks. Use it in a `with` block, which ends it and all lives; a shared one stays for the others.
 
     Args:
       modules: what it imports.
+      python: what runs it; another nursery's for a fork of that one, which has imported its modules already.
 
     Attributes:
       folder: for the lives' output.
       python: path of a program that stands for `python` on a command line, and is one of the forks.
     """
 
-    def __init__(self, modules=MODULES):
+    def __init__(self, modules=MODULES, python=sys.executable):
         self._numbers = itertools.count(1)
         self._held = contextlib.ExitStack()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="faulty-"))
-        self.address = str(self.folder / "socket")
         self.folder.chmod(0o711)  # for lives of another user
         paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults", ROOT / "tests" / "workers"]
         self.environment = {
             **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
         }  # fmt: skip
-        self._process = subprocess.Popen(
-            [sys.executable, ROOT / "tests" / "faults" / "fork_server.py", self.address, *modules],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=self.environment, start_new_session=True,
-        )  # fmt: skip
-        assert self._process.stdout.readline() == b"ready\n"
+        shared = os.environ.get(SHARED) if modules is MODULES else None
+        self.address, self._process = f"{shared or self.folder}/socket", None
+        if shared is None:
+            self._process = self._start_server(python, modules)
+        else:
+            with open(f"{shared}/lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.exists(self.address):
+                    pathlib.Path(shared, "pid").write_text(str(self._start_server(python, modules).pid))
         self.python = str(self.folder / "python")
         with open(self.python, "w") as file:
             print(f"#!{sys.executable} -IS", "import sys", f"sys.path.insert(0, {str(ROOT / 'tests' / 'faults')!r})",
                   "import fork_client", f"fork_client.main({self.address!r})", sep="\n", file=file)  # fmt: skip
         os.chmod(self.python, 0o755)
+
+    def _start_server(self, python, modules):
+        """Starts a server at the address; returns its process once it is ready."""
+        server = subprocess.Popen(
+            [python, ROOT / "tests" / "faults" / "fork_server.py", self.address, *modules],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=self.environment, start_new_session=True,
+        )  # fmt: skip
+        assert server.stdout.readline() == b"ready\n"
+        return server
 
     def number(self):
         """A number for a life that no other has."""
@@ -66,8 +85,9 @@ class Nursery:
         return self
 
     def __exit__(self, *_):
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
         self._held.close()
         shutil.rmtree(self.folder)
 

@@ -46,10 +46,11 @@ def steps(number, loop=1, **others):
     return {"trainer": {"summary_interval": loop, "validation_interval": number, **settings}}
 
 
-_SLOW = "retinanet_resnetfpn_coco"  # to trace; a repetition
+# Repetitions: the one is slow to trace, and multi_task_test.py has tasks of text side by side.
+_MORE = ("retinanet_resnetfpn_coco", "bert/pretraining")
 
 
-@pytest.fixture(scope="module", params=[*(name for name in _PLAIN if name != _SLOW), *more([_SLOW])])
+@pytest.fixture(scope="module", params=[*(name for name in _PLAIN if name not in _MORE), *more(_MORE)])
 def both(request, tmp_path_factory):
     """(name, configuration, directory, the run under the driver, the run under looplib)."""
     directory = str(tmp_path_factory.mktemp("both"))
