@@ -243,9 +243,7 @@ def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
 
 
 @pytest.mark.parametrize("width, scheme", [(1200, "light"), (360, "dark")])
-def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(
-    run, other, evil, opened, width, scheme, tmp_path
-):
+def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(run, other, evil, opened, width, scheme, tmp_path):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     assert cli(["report", str(run.parent), f"--output={tmp_path}/compared.html"]) == 0
     assert cli(["report", str(evil), f"--output={tmp_path}/evil.html"]) == 0
