@@ -90,7 +90,7 @@ def make_writers(
     for writer in [*(writers or ()), *trackers]:
         if not isinstance(writer, Writer):
             raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
-    in_a_thread: list[Writer] = []  # the last ones, because the thread would compete with the others for the interpreter
+    in_a_thread: list[Writer] = []  # after the others, with which the thread would compete for the interpreter
     if writers is None:
         writers = [ConsoleWriter()]
         if model_dir:
