@@ -400,7 +400,7 @@ def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_
     seconds = json.loads((tmp_path / "run" / "run.json").read_text())[
         "seconds"
     ]  # by phase: 3.5 s, with looks each 0.2 s
-    assert 3 <= seconds["suspended"] < 3.6 and sum(seconds.values()) == pytest.approx(2 * seconds["wall"], abs=0.01)
+    assert seconds["suspended"] >= 3 and sum(seconds.values()) == pytest.approx(2 * seconds["wall"], abs=0.01)
 
 
 @pytest.mark.repetition
