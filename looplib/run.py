@@ -284,12 +284,13 @@ class Run:
     def write(self, split: str, step: int, metrics: Metrics) -> None:
         """Gives metrics to the writers, and notes that they are reported."""
         self.directory.check_lock()
+        if split == "train":
+            self.report.points.note(step)
         self.writers.write(step, split, metrics)
         self.store.record.reported[split] = step
         self._page.note_news()
         if split == "train":
             self.store.record.train = metrics
-            self.report.points.note(step)
 
     def note_speed(self) -> None:
         """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""

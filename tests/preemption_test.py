@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -396,6 +397,10 @@ def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_
     )
     assert code == 75 and "did not end in time" not in errors, errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
+    seconds = json.loads((tmp_path / "run" / "run.json").read_text())[
+        "seconds"
+    ]  # by phase: 3.5 s, with looks each 0.2 s
+    assert seconds["suspended"] >= 3 and sum(seconds.values()) == pytest.approx(2 * seconds["wall"], abs=0.01)
 
 
 @pytest.mark.repetition

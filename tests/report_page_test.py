@@ -168,7 +168,7 @@ def test_the_page_of_a_run_shows_what_its_files_say(run, opened):
             assert drawn["steps"] == steps
             wanted = [record[name] for record in records if record["split"] == split]
             np.testing.assert_allclose(drawn["values"], wanted, rtol=1e-5)
-    titles = sheet.locator("figure h4").all_inner_texts()
+    titles = sheet.locator("figure h3").all_inner_texts()
     assert titles[:2] == ["loss", "keras_accuracy"] and {"accuracy", "steps_per_second"} < set(titles)
     assert f"{report['metrics']['eval']['accuracy']:.4g}" in sheet.inner_text(".tiles")
     assert "restart" in sheet.inner_text(".key") and sheet.locator("#history tbody tr").count() == 2
@@ -243,9 +243,7 @@ def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
 
 
 @pytest.mark.parametrize("width, scheme", [(1200, "light"), (360, "dark")])
-def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_screen(
-    run, other, evil, opened, width, scheme, tmp_path
-):
+def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(run, other, evil, opened, width, scheme, tmp_path):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     assert cli(["report", str(run.parent), f"--output={tmp_path}/compared.html"]) == 0
     assert cli(["report", str(evil), f"--output={tmp_path}/evil.html"]) == 0
@@ -253,7 +251,7 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_screen(
         sheet = opened(path, width, scheme)
         sheet.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
         sheet.wait_for_timeout(200)
-        found = [one for one in axe.run(sheet).response["violations"] if one["impact"] in ("serious", "critical")]
+        found = axe.run(sheet).response["violations"]
         assert not found, json.dumps(found)[:3000]
         assert sheet.evaluate("document.documentElement.scrollWidth") <= width
 
@@ -269,7 +267,7 @@ def test_a_hostile_directory_runs_no_script_and_shows_nothing_from_outside(evil,
         and EVIL in sheet.inner_text("#history")
     )
     assert (
-        EVIL in sheet.locator("figure h4").all_inner_texts()
+        EVIL in sheet.locator("figure h3").all_inner_texts()
         and EVIL in sheet.inner_text("#samples")
         and EVIL in sheet.inner_text("#profile")
     )

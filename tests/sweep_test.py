@@ -1,7 +1,9 @@
 """Sweeps: every setting once, whatever is killed, and the results as the runs have them."""
 
 import csv
+import itertools
 import json
+import math
 import os
 import pathlib
 import random
@@ -20,6 +22,7 @@ from looplib import UsageError
 from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.sweep import space
+from looplib.extras.sweep.study import Plan, Study
 from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
 
@@ -119,6 +122,21 @@ BAD_SPACES = {
 def test_a_range_without_values_is_a_sentence(argument):
     with pytest.raises(UsageError, match=re.escape(BAD_SPACES[argument])):
         space.parse(["train", argument])
+
+
+def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_restart(tmp_path):
+    command = ["train", "--a=1..3", "--b=x,y", "--c=0.1..0.2:0.1"]
+    plan = Plan(command=command, search="random", metric="eval/score", goal="max", prune="none", seeds=0)
+    drawn = {}
+    for name, starts in (("whole", 1), ("resumed", 3)):
+        (tmp_path / name).mkdir()
+        drawn[name] = []
+        for _ in range(starts):
+            study = Study(str(tmp_path / name), plan, space.parse(command)[1])
+            drawn[name] += [tuple(study.new().params.values()) for _ in range(12 // starts)]
+    assert sorted(drawn["whole"]) == sorted(itertools.product((1, 2, 3), "xy", (0.1, 0.2))) != drawn["whole"]
+    assert drawn["resumed"] == drawn["whole"] and study.size == 12
+    assert Study(str(tmp_path / "whole"), plan, space.parse(["train", "--a=0.1..1"])[1]).size == math.inf
 
 
 # Bad input.

@@ -31,6 +31,8 @@ from looplib.task.record import EngineChoice
 from looplib.task.state import variables_of
 from looplib.task.trainer import Trainer
 
+_SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
+
 
 class TaskLoop(TrainingLoop):
     """The loop of one trainer or evaluator, over its own data.
@@ -176,12 +178,15 @@ class TaskLoop(TrainingLoop):
         sure = max(0, self._sure)
         ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=sure))
         self._sure -= ran.done
+        suspended = notice.suspended - suspended
         if ran.done:
-            seconds = self._clock.of(phase) - before - (notice.suspended - suspended)
+            seconds = self._clock.of(phase) - before - suspended
             notice.step_seconds = max(ran.to_stop, seconds / ran.done)
+        if suspended > _SUSPENDED_SECONDS:
+            self._clock.move(suspended, phase, "suspended")
         self._clock.move(ran.compiled, phase, "compile")
         if phase == "train":
-            self._clock.move(ran.waited, phase, "input")
+            self._clock.move(min(ran.waited, self._clock.of(phase) - before), phase, "input")
         return ran
 
     def read(self) -> dict[str, int | float]:

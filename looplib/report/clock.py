@@ -19,6 +19,7 @@ _AGAINST = {
     "save before evaluations": "evaluate less often, because each evaluation saves first; save no more often",
 }
 _OF_A_START = ("start", "compile", "restore")
+_NO_OVERHEAD = ("train", "input", "evaluate", "suspended")
 
 
 class Clock:
@@ -106,16 +107,17 @@ class Clock:
         """
         seconds = self.seconds()
         wall = max(seconds.pop("wall"), 1e-9)
+        ran = max(wall - seconds.get("suspended", 0.0), 1e-9)
         longest = sorted((item for item in seconds.items() if item[1] >= 0.0005), key=lambda item: -item[1])
         shares = ", ".join(f"{name} {value:.1f} ({format_share(value / wall)})" for name, value in longest)
-        return f"time {wall:.1f} s: {shares}", self._verdict(seconds, wall)
+        return f"time {wall:.1f} s: {shares}", self._verdict(seconds, ran)
 
     def _verdict(self, seconds: dict[str, float], wall: float) -> str:
         train, waited, evaluated = (seconds.get(name, 0.0) for name in ("train", "input", "evaluate"))
         training, calls = train + waited, self._calls.get("train", 0)
         of_start = {name: seconds[name] for name in _OF_A_START if seconds.get(name, 0.0) >= 0.01 * wall}
         begun = sum(of_start.values())
-        others = {name: value for name, value in seconds.items() if name not in ("train", "input", "evaluate")}
+        others = {name: value for name, value in seconds.items() if name not in _NO_OVERHEAD}
         most, overhead = max(others, key=others.get), sum(others.values()) / wall
         if begun > max(training, evaluated, overhead * wall - begun):
             parts = ", ".join(f"{name} {format_share(value / wall)}" for name, value in of_start.items())

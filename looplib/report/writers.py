@@ -90,10 +90,11 @@ def make_writers(
     for writer in [*(writers or ()), *trackers]:
         if not isinstance(writer, Writer):
             raise UsageError(f"the writer {writer!r} is not a looplib.Writer; subclass it and pass an instance")
+    in_a_thread: list[Writer] = []  # after the others, with which the thread would compete for the interpreter
     if writers is None:
         writers = [ConsoleWriter()]
         if model_dir:
             jsonl = JsonlWriter(os.path.join(model_dir, "metrics.jsonl"))
             in_files = Writers([TensorBoardWriter(model_dir), jsonl, MediaWriter(model_dir)])
-            writers = [ThreadedWriter(in_files, check), *writers]
-    return Writers([*writers, *trackers])
+            in_a_thread = [ThreadedWriter(in_files, check)]
+    return Writers([*writers, *trackers, *in_a_thread])

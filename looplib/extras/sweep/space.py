@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 
@@ -46,6 +47,16 @@ class Parameter:
         elif isinstance(values, FloatDistribution):
             trial.suggest_float(self.flag, values.low, values.high, step=values.step, log=values.log)
 
+    @property
+    def count(self) -> float:
+        """How many values it has; infinity for a range of any numbers."""
+        values = self.values
+        if isinstance(values, CategoricalDistribution):
+            return len(values.choices)
+        if isinstance(values, FloatDistribution) and not values.step:
+            return math.inf
+        return round((values.high - values.low) / values.step) + 1
+
     def grid(self) -> list[Value]:
         """Returns all values.
 
@@ -58,8 +69,7 @@ class Parameter:
         if isinstance(values, IntDistribution) and not values.log:
             return list(range(values.low, values.high + 1, values.step))
         if isinstance(values, FloatDistribution) and values.step:
-            count = int((values.high - values.low) / values.step + 1e-9) + 1
-            return [round(values.low + number * values.step, _DIGITS) for number in range(count)]
+            return [round(values.low + number * values.step, _DIGITS) for number in range(int(self.count))]
         raise UsageError(
             f"{self.flag} is a range without steps, and a grid needs single values; list them (a,b,c), give a step "
             "(LOW..HIGH:STEP), or use --search=random or --search=tpe"

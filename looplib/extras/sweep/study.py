@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import glob
+import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -54,6 +56,9 @@ class Study:
       plan: what it does.
       parameters: what it searches.
 
+    Attributes:
+      size: the number of combinations of the parameters' values; infinity if one of them is any number of a range.
+
     Raises:
       UsageError: if the directory holds a sweep with another plan, or a grid that has no end.
     """
@@ -62,10 +67,10 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._plan, self._parameters = plan, parameters
         self._grid = {one.flag: one.grid() for one in parameters} if plan.search == "grid" else {}
-        self.grid_size = int(np.prod([float(len(values)) for values in self._grid.values()]))
-        if self.grid_size > _LARGEST_GRID:
+        self.size = math.prod(one.count for one in parameters)
+        if self._grid and self.size > _LARGEST_GRID:
             raise UsageError(
-                f"the grid has {self.grid_size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
+                f"the grid has {self.size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
                 "use --search=random"
             )
         path = os.path.join(directory, _FILE)
@@ -104,18 +109,27 @@ class Study:
 
     def _complete(self, number: int, make: Callable[[], optuna.Trial]) -> optuna.Trial:
         """Makes a trial with this number's sampler: a start of the sweep draws what an uninterrupted one would."""
-        seed = int(np.random.SeedSequence((0, number)).generate_state(1)[0])
         if self._plan.search == "grid":
             self._study.sampler = optuna.samplers.GridSampler(self._grid, seed=0)
         elif self._plan.search == "random":
-            self._study.sampler = optuna.samplers.RandomSampler(seed=seed)
+            self._study.sampler = self._sampler_of_a_new_point(number)
         else:
-            self._study.sampler = optuna.samplers.TPESampler(seed=seed)
+            self._study.sampler = optuna.samplers.TPESampler(seed=_seed(number))
         trial = make()
         for parameter in self._parameters:
             parameter.suggest(trial)
-        self._study.sampler = optuna.samplers.RandomSampler(seed=seed)  # a grid's refuses the end of its last trial
+        self._study.sampler = optuna.samplers.RandomSampler()  # a grid's refuses the end of its last trial
         return trial
+
+    def _sampler_of_a_new_point(self, number: int) -> optuna.samplers.RandomSampler:
+        """Returns a sampler that draws a point which no trial before this number has, while there are any."""
+        before = self.all()[:number]
+        for attempt in itertools.count():
+            drawn = optuna.create_study(sampler=optuna.samplers.RandomSampler(_seed(number, attempt))).ask()
+            for parameter in self._parameters:
+                parameter.suggest(drawn)
+            if number >= self.size or all(drawn.params != trial.params for trial in before):
+                return optuna.samplers.RandomSampler(_seed(number, attempt))
 
     def note(self, trial: optuna.Trial, seed: int, value: float) -> None:
         """Notes the result under one seed, and ends the trial if it was the last one."""
@@ -140,6 +154,11 @@ class Study:
     def prune(self, trial: optuna.Trial) -> None:
         """Ends a trial that was stopped as hopeless."""
         self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+
+
+def _seed(number: int, attempt: int = 0) -> int:
+    """Returns the seed of an attempt to draw the point of a trial."""
+    return int(np.random.SeedSequence((0, number, attempt)).generate_state(1)[0])
 
 
 def _create(path: str, plan: Plan) -> None:

@@ -47,7 +47,9 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
     directory = os.path.abspath(directory)
     with console.guarded(), _alone(directory), Signals() as signals:
         study = Study(directory, plan, parameters)
-        limit = min(study.grid_size, trials or study.grid_size) if plan.search == "grid" else trials
+        limit = trials if trials and (plan.search == "tpe" or trials <= study.size) else int(study.size)
+        if trials and trials > limit:
+            say(f"--trials is {trials:,}, and the command has {limit:,} combinations of values: each is tried once")
         finished = _Sweep(directory, plan, fixed, study, parallel, limit).run(signals)
         results.write(directory, plan, parameters, study.all())
     if not finished:

@@ -42,7 +42,7 @@ class Chart {
     this.figure = el(
       "figure",
       {},
-      el("figcaption", {}, el("h4", {}, title), el("span", { class: "legend" }, this.legend())),
+      el("figcaption", {}, el("h3", {}, title), el("span", { class: "legend" }, this.legend())),
       this.frame,
       this.spoken,
       note ? el("p", { class: "note" }, note) : null,

@@ -75,7 +75,7 @@ function histogram(name, sample) {
   const figure = el(
     "figure",
     {},
-    el("figcaption", {}, el("h4", {}, name), el("span", { class: "legend" }, `step ${number(sample.step)}`)),
+    el("figcaption", {}, el("h3", {}, name), el("span", { class: "legend" }, `step ${number(sample.step)}`)),
     frame,
   );
   charts.add({
