@@ -20,8 +20,8 @@ from looplib.loop.timing import now, timed
 
 _FEW = 3  # chunks of XLA that are called one by one
 _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
-# Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a small
-# step (docs/speed.md), and several workers have to ask each other.
+# Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
+# small step (docs/speed.md), and several workers have to ask each other.
 _STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
 
 Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the same shapes each time
