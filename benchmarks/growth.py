@@ -52,7 +52,7 @@ AXES = {  # field -> (values, the axis's label)
     "replicas": ([1, 2, 4], "replicas, on two cores"),
 }
 _AXES = flags.DEFINE_list("axes", list(AXES), "The axes to measure.")
-_POINT = flags.DEFINE_string("point", None, "Measures one point in this process: FIELD=VALUE.")
+_POINT = flags.DEFINE_string("point", None, "Measures one point in this process: FIELD=VALUE[,FIELD=VALUE...].")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Turns of each loop that count.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 0.5, "Length of a turn, rounded to whole loops.")
 _OUTPUT = flags.DEFINE_string("output", "build/growth.json", "The file to add the points to; the picture is beside it.")
@@ -189,8 +189,9 @@ def main(argv):
     del argv
     logging.set_verbosity(logging.WARNING)
     if _POINT.value:
-        field, _, value = _POINT.value.partition("=")
-        print(json.dumps(dataclasses.asdict(measure(Setting(**{field: int(value)})))))
+        fields = dict(field.split("=") for field in _POINT.value.split(","))
+        setting = Setting(**{field: int(value) for field, value in fields.items()})
+        print(json.dumps(dataclasses.asdict(measure(setting))))
         return
     found = growth_picture.read(_OUTPUT.value)
     speed, rest = f"{'steps/s':>9}{'bare':>9}{'ratio':>7}{'(quartiles)':>14}", f"{'MB':>7}{'bare':>7}"

@@ -16,6 +16,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint import commits
+from looplib.health.non_finite import StateCheck
 from looplib.health.spikes import spike_score
 from looplib.report.records import read_jsonl
 
@@ -320,6 +321,25 @@ def test_a_variable_that_is_meant_to_be_infinite_is_no_trouble(tmp_path):
     trainer = build(make_strategy("default"), "")
     trainer.best = tf.Variable(np.inf, trainable=False)
     toy.controller(make_strategy("default"), trainer, model_dir=tmp_path).train(3)
+
+
+@pytest.mark.parametrize("largest", [2.0, 1e30])  # the square of the second is too large for float32
+def test_a_check_of_the_state_names_what_is_not_finite_each_time(largest):
+    values = {
+        "half": np.float16([6e4]),
+        "single": np.float32([1, largest]),
+        "double": [0.5],
+        "limit": np.inf,
+        "count": 3,
+    }
+    state = {name: tf.Variable(value) for name, value in values.items()}
+    check = StateCheck(list(state.items()))
+    assert [check.find() for _ in range(3)] == [[], [], []]
+    state["half"].assign([-np.inf])
+    state["double"].assign([np.nan])
+    assert check.find() == ["half", "double"]
+    state["half"].assign([0.0])
+    assert check.find() == ["double"]
 
 
 def test_a_jump_of_the_loss_is_scored_against_median_and_mad():

@@ -107,7 +107,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("loop", ["graph", "xla"])
-def test_fast_steps_stop_within_a_few_hundredths_of_a_second_too(loop):
+def test_fast_steps_stop_within_a_fraction_of_a_second_too(loop):
     trainer = Quiet()
     controller = toy.controller(DEFAULT, trainer, steps_per_loop=100_000_000, loop=loop)
     controller.train(2_000)

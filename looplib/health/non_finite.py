@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
@@ -57,8 +58,13 @@ def _norms(noted: list[tuple[str, Any]]) -> list[tuple[str, tf.Tensor]]:
             continue
         if not tf.executing_eagerly() and gradient.graph is not tf.compat.v1.get_default_graph():
             continue
-        norms.append((name, tf.nn.l2_loss(tf.cast(gradient, tf.float32) if gradient.dtype.size < 4 else gradient)))
+        norms.append((name, _half_of_square(gradient)))
     return norms
+
+
+def _half_of_square(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns half the squared norm, float64 for float64 and else float32."""
+    return tf.nn.l2_loss(tf.cast(tensor, tf.float32) if tensor.dtype.size < 4 else tensor)
 
 
 class StateCheck:
@@ -70,20 +76,27 @@ class StateCheck:
     """
 
     def __init__(self, variables: Sequence[tuple[str, tf.Variable]]) -> None:
-        variables = [(name, variable) for name, variable in variables if variable.dtype.is_floating]
-        self._names = [name for name, _ in variables]
-        self._variables = [variable for _, variable in variables]
-        # Without a trace, for which the start of a training need not wait.
-        self._intended = {name for name, finite in zip(self._names, self._finite_now()) if not finite}
-        self._finite = tf.function(self._finite_now, autograph=False)
+        self._variables = [(name, variable) for name, variable in variables if variable.dtype.is_floating]
+        intended = set(self._bad_now())
+        self._variables = [(name, variable) for name, variable in self._variables if name not in intended]
+        self._measure = tf.function(self._squares, autograph=False)
+        self._checked = False
 
-    def _finite_now(self) -> list[tf.Tensor]:
-        return [tf.reduce_all(tf.math.is_finite(variable)) for variable in self._variables]
+    def _bad_now(self) -> list[str]:
+        """Returns the names of the variables that are not finite, by some ops for each, without a trace."""
+        return [name for name, variable in self._variables if not tf.reduce_all(tf.math.is_finite(variable))]
+
+    def _squares(self) -> tf.Tensor:
+        """Returns a float32 scalar that is finite only if all variables are, by two ops for most of them."""
+        halves = [_half_of_square(tf.convert_to_tensor(variable)) for _, variable in self._variables]
+        return tf.reduce_sum(tf.stack([tf.constant(0.0), *(tf.cast(half, tf.float32) for half in halves)]))
 
     def find(self) -> list[str]:
         """Returns the names of the variables that are not finite now."""
-        finite = zip(self._names, self._finite())
-        return [name for name, ok in finite if not ok and name not in self._intended]
+        # A trace costs more than one check without it, and a short run checks once, at its end.
+        finite = self._checked and np.isfinite(self._measure())
+        self._checked = True
+        return [] if finite else self._bad_now()
 
 
 def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:

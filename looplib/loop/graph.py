@@ -20,9 +20,9 @@ from looplib.loop.timing import now, timed
 
 _FEW = 3  # chunks of XLA that are called one by one
 _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
-# Seconds that the device may run without reading the stop flag: a read after each of many small steps costs 3%, and
-# several workers have to ask each other.
-_STRIDE_SECONDS, _STRIDE_SECONDS_OF_WORKERS, _LONGEST_STRIDE = 0.02, 0.1, 1000
+# Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
+# small step (docs/speed.md), and several workers have to ask each other.
+_STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
 
 Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the same shapes each time
 Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
@@ -219,8 +219,7 @@ class GraphLoop(InnerLoop):
         steps, rounds = request.steps, self._rounds(request)
         if one_by_one and rounds:
             return self._run_rounds(iterator, request, rounds)
-        stride_seconds = _STRIDE_SECONDS if self._workers.count == 1 else _STRIDE_SECONDS_OF_WORKERS
-        stride = max(1, min(_LONGEST_STRIDE, int(stride_seconds / self.seconds_per_step)))
+        stride = max(1, min(_LONGEST_STRIDE, int(_STRIDE_SECONDS / self.seconds_per_step)))
         # A power of two, and no more than is needed, so that it is often the same as in the last call.
         stride = 1 << min(stride.bit_length() - 1, (steps - 1).bit_length())
         return self._run_once(iterator, Numbers(steps, rounds, stride, int(request.read)))
