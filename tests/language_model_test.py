@@ -18,7 +18,7 @@ from conftest import make_strategy
 import looplib
 from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
-from trainers import language_model, text_data, transformer
+from trainers import language_model, text_data, text_mixture, transformer
 from trainers.language_model import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -301,10 +301,37 @@ def test_its_page_has_every_setting():
     assert names == [f"--config.{field.name}" for field in dataclasses.fields(Config)]
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """Lines of two sources, lower and upper case, of 1 to 80 letters."""
+    folder, random = tmp_path_factory.mktemp("mixture"), np.random.default_rng(0)
+    for name, first in (("a", 97), ("b", 65)):
+        lines = [bytes(random.integers(first, first + 26, random.integers(1, 81), np.uint8)) for _ in range(150)]
+        (folder / f"{name}.txt").write_bytes(b"\n".join(lines))
+    return f"{folder}/a.txt=0.75,{folder}/b.txt=0.25"
+
+
+def test_a_mixture_of_files_has_its_shares_and_each_token_once(mixture):
+    rows = text_mixture.TextMixture(mixture, text_data.Bytes(), START, 32)
+    make = lambda training: looplib.InputContext(
+        global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=training, start_step=0
+    )  # fmt: skip
+    tokens, first = next(iter(rows.dataset(make(True)).take(20).rebatch(160)))
+    is_upper = [((65 <= row) & (row < 97)).any() for row in tokens.numpy()]
+    assert sum(is_upper) == 40 and not first.numpy().any() and tokens.shape == (160, 33)
+    predicted = np.concatenate([batch[0].numpy()[:, 1:].ravel() for batch in rows.dataset(make(False))])
+    lines = [
+        line for one in mixture.split(",") for line in pathlib.Path(one.partition("=")[0]).read_bytes().split(b"\n")
+    ]
+    expected = collections.Counter(b"".join(lines)) + collections.Counter({START + 1: 300})
+    assert collections.Counter(predicted[predicted != START].tolist()) == expected
+
+
 @pytest.mark.repetition
+@pytest.mark.parametrize("is_mixture", [False, True])
 @pytest.mark.parametrize("check", [["resume", "--kills=1"], ["replicas", "--counts=1,2"]])
-def test_a_killed_run_and_one_on_two_replicas_are_equal(files, python, tmp_path, check):
-    flags = command(config(files, learning_rate=1e-3))
+def test_a_killed_run_and_one_on_two_replicas_are_equal(files, mixture, python, tmp_path, check, is_mixture):
+    flags = command(config(files, learning_rate=1e-3, mixture=mixture if is_mixture else ""))
     result = program(python, "-m", "looplib", "check", *check, f"--dir={tmp_path}/check", "--", python, *flags)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -321,6 +348,7 @@ def test_a_killed_run_and_one_on_two_replicas_are_equal(files, python, tmp_path,
         (dict(top_p=0.0), "--config.top_p 0.0"),
         (dict(vocabulary="words.json"), "expected a SentencePiece model"),
         (dict(vocabulary="/nowhere/words.txt"), "--config.vocabulary=/nowhere/words.txt cannot be read"),
+        (dict(mixture="/a.txt"), "--config.mixture is '/a.txt'; expected PATTERN=WEIGHT of each source"),
         (dict(text_files="/nowhere/*"), "/nowhere/\\* has 0 different files"),
     ],
 )

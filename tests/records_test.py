@@ -4,6 +4,7 @@ import collections
 import gzip
 import os
 import pathlib
+import re
 import shutil
 import struct
 
@@ -231,6 +232,42 @@ def test_a_file_that_changes_during_the_run_ends_it(copy):
     assert len(looplib.open_records(pattern)) == TOTAL - COUNTS[2] + COUNTS[4]
 
 
+def test_files_that_other_libraries_read_are_guarded_too(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    from array_record.python import array_record_module
+
+    array, table = tmp_path / "a.array_record", tmp_path / "a.parquet"
+    writer = array_record_module.ArrayRecordWriter(str(array), "group_size:1,uncompressed")
+    for number in range(TOTAL):
+        writer.write(content(number))
+    writer.close()
+    flip(array, array.read_bytes().index(content(150)) + 20)
+    batches = context().records(str(array), block=7)
+    with pytest.raises(tf.errors.OpError, match=f"record 150 of {array} is damaged: .*at byte .*bad_records=skip:N"):
+        list(batches.take(12))
+    found = np.concatenate(numbers(context(bad_records=1).records(str(array), shuffle=False), 12))
+    assert found[:TOTAL].tolist() == [number + (number == 150) for number in range(TOTAL)]
+    source = looplib.open_records(array)
+    os.truncate(array, array.stat().st_size // 2)
+    with pytest.raises(looplib.UsageError, match=f"{array} was changed while it was read"):
+        source[TOTAL - 1]
+
+    rows = pyarrow.table({"text": [f"text {number:06d}" for number in range(300)]})
+    pyarrow.parquet.write_table(
+        rows, table, row_group_size=100, compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    source = looplib.open_records(table)
+    flip(table, table.read_bytes().index(b"text 000150"))
+    assert source[99] == {"text": "text 000099"}
+    with pytest.raises(looplib.UsageError, match=f"row group 1 of {table}, 100 rows, cannot be read .*from a copy"):
+        source[199]
+    source = looplib.open_records(table)
+    os.utime(table)
+    with pytest.raises(looplib.UsageError, match=f"{table} was changed while it was read"):
+        source[0]
+
+
 @pytest.mark.parametrize("block", [1, 7])
 def test_a_few_damaged_records_are_left_out(copy, block, caplog):
     pattern = f"{copy}/data.tfrecord-*"
@@ -285,6 +322,37 @@ def test_lines_records_of_one_length_and_parquet(tmp_path):
     assert [number for number, _ in found] != list(range(50))
 
 
+def test_the_page_of_records_opens_files_as_printed(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    from array_record.python import array_record_module
+
+    page = (ROOT / "docs/data.md").read_text().replace("/data/", f"{tmp_path}/")
+    feature = {
+        "image": tf.train.Feature(float_list=tf.train.FloatList(value=[0.5] * 784)),
+        "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[7])),
+    }
+    example = tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
+    array = array_record_module.ArrayRecordWriter(f"{tmp_path}/a.array_record", "group_size:1")
+    with tf.io.TFRecordWriter(f"{tmp_path}/train-0.tfrecord") as writer:
+        for _ in range(20):
+            writer.write(example)
+            array.write(example)
+    array.close()
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' * 20)
+    (tmp_path / "a.bin").write_bytes(bytes(20 * 3073))
+    pyarrow.parquet.write_table(pyarrow.table({"a": list(range(20))}), tmp_path / "a.parquet")
+
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(program, names)
+    images, labels = next(iter(names["dataset"](None, context())))
+    assert images.shape == (20, 784) and labels.numpy().tolist() == [7] * 20
+    calls = [call for call in re.findall(r"`(context\.records\([^`]*\))`", page) if tmp_path.name in call]
+    found = [next(iter(eval(call, {"context": context(), "looplib": looplib}))) for call in calls]
+    assert len(calls) == 5 and all(len(tf.nest.flatten(batch)[0]) == 20 for batch in found)
+
+
 def test_data_sources_of_other_libraries(tmp_path):
     from array_record.python import array_record_module
 
@@ -336,7 +404,7 @@ def test_columns_of_parquet_that_hold_no_tensor_are_a_sentence(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(looplib.UsageError, match="rows.parquet has no column c; it has a, b"):
         looplib.open_records(tmp_path / "rows.parquet", columns=["a", "c"])
-    with pytest.raises(looplib.UsageError, match="the column b of a Parquet file has rows without a value"):
+    with pytest.raises(looplib.UsageError, match="the column b of .*rows.parquet has rows without a value"):
         next(iter(context().records(tmp_path / "rows.parquet")))
     batches = context().records(looplib.open_records(tmp_path / "rows.parquet", columns=["a"]))
     assert next(iter(batches))["a"].shape == [20]

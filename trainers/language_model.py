@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import looplib
 from looplib import UsageError, launch
-from trainers import pictures, text_data, transformer
+from trainers import pictures, text_data, text_mixture, transformer
 
 _Pair = tuple[tf.Tensor, tf.Tensor]
 
@@ -28,6 +28,7 @@ class Config:
     Attributes:
       text_files: pattern of the files to train and evaluate on, with ** for folders; empty for those of this machine.
       text_bytes: bytes of text to read.
+      mixture: PATTERN=WEIGHT of each source, separated by commas, to train on records of files instead.
       vocabulary: a SentencePiece model (*.model) or a list of word pieces (*.txt); empty for bytes.
       sequence_length: tokens of a row, the longest text that the model sees.
       width: elements of a token's vector.
@@ -46,6 +47,7 @@ class Config:
 
     text_files: str = ""
     text_bytes: int = 16 << 20
+    mixture: str = ""
     vocabulary: str = ""
     sequence_length: int = 256
     width: int = 128
@@ -79,16 +81,20 @@ class LanguageModelTrainer(looplib.GradientTrainer):
       optimizer: its optimizer.
       data: the text.
       length: tokens of a row.
+      mixture: what to train on in place of the text.
     """
 
-    def __init__(self, model: transformer.Decoder, optimizer: Any, data: text_data.TextData, length: int) -> None:
+    def __init__(
+        self, model: transformer.Decoder, optimizer: Any, data: text_data.TextData, length: int,
+        mixture: text_mixture.TextMixture | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(model, optimizer, clip_global_norm=1.0, no_decay="scale|table", report=("learning_rate",))
-        self._data, self._length = data, length
+        self._data, self._length, self._rows = data, length, mixture or data.train
         self._peak = transformer.measured_peak(model.compute_dtype)
 
     def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:
         """See `looplib.Trainer.dataset`."""
-        return self._data.train.dataset(context)
+        return self._rows.dataset(context)
 
     def loss_fn(self, inputs: _Pair) -> Any:
         """Returns the cross entropy of the tokens."""
@@ -212,7 +218,10 @@ def build(config: Config) -> tuple[LanguageModelTrainer, LanguageModelEvaluator]
     data = text_data.load(config.text_files, config.text_bytes, config.vocabulary, config.sequence_length)
     _prompt(config, data)
     model = transformer.Decoder(data.vocabulary.size + 2, data.start, size)
-    trainer = LanguageModelTrainer(model, make_optimizer(config), data, config.sequence_length)
+    length, mixture = config.sequence_length, None
+    if config.mixture:
+        mixture = text_mixture.TextMixture(config.mixture, data.vocabulary, data.start, length)
+    trainer = LanguageModelTrainer(model, make_optimizer(config), data, length, mixture)
     return trainer, LanguageModelEvaluator(model, data, config)
 
 

@@ -93,14 +93,18 @@ class Files:
                 os.posix_fadvise(descriptors[index], start, stop - start, os.POSIX_FADV_WILLNEED)
         return parts + [pread(descriptors[index], stop - start, start) for index, start, stop in rest]
 
-    def check(self, index: int) -> None:
-        """Refuses a file that was changed since it was found; looks at most once a second.
+    def check(self, index: int, at_once: bool = False) -> None:
+        """Refuses a file that was changed since it was found.
+
+        Args:
+          index: of the file.
+          at_once: whether to look in any case; else at most once a second.
 
         Raises:
           UsageError: if its size or time of change is another, or it is not there any more.
         """
         now = time.monotonic()
-        if now - self._checked.get(index, -math.inf) < _SECONDS:
+        if not at_once and now - self._checked.get(index, -math.inf) < _SECONDS:
             return
         self._checked[index] = now
         if _size_and_time(self.paths[index]) != (self.sizes[index], self.times[index]):
@@ -117,6 +121,8 @@ class Files:
         if (file := self._open.get(index)) is not None:
             return file
         file = open(self.paths[index], "rb", buffering=0)
+        if sys.platform == "linux":  # else the kernel reads on after each span, which is another worker's part
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         with self._lock:
             while len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open)))  # closed when no thread reads it any more

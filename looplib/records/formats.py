@@ -1,5 +1,6 @@
 """Formats of records besides TFRecord: lines of text, records of fixed length, ArrayRecord, Parquet."""
 
+import concurrent.futures
 import functools
 import threading
 from collections.abc import Sequence
@@ -7,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from looplib.errors import UsageError, join_names, whole_number
-from looplib.records.files import Files
+from looplib.errors import UsageError, gist, join_names, whole_number
+from looplib.records.files import THREADS, Files
 from looplib.records.index import offsets_of
-from looplib.records.indexed import IndexedFiles
+from looplib.records.indexed import IndexedFiles, bad_record
 
 _WINDOW = 1 << 22
 _GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
@@ -88,13 +89,16 @@ class Parquet:
 
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
         parquet = _imported("pyarrow.parquet", "pyarrow")
-        self._files = [parquet.ParquetFile(path) for path in paths]
+        self._guarded = Files(paths)
+        self._files = [parquet.ParquetFile(path, page_checksum_verification=True) for path in paths]
         self._columns = list(columns) if columns is not None else None
         for path, file in zip(paths, self._files):
             if lacking := set(self._columns or []) - set(names := file.schema_arrow.names):
                 raise UsageError(f"{path} has no column {join_names(sorted(lacking))}; it has {join_names(names)}")
-        self._groups = [(file, group) for file in self._files for group in range(file.metadata.num_row_groups)]
-        groups = [file.metadata.row_group(group) for file, group in self._groups]
+        self._groups = [
+            (i, group) for i, file in enumerate(self._files) for group in range(file.metadata.num_row_groups)
+        ]
+        groups = [self._files[index].metadata.row_group(group) for index, group in self._groups]
         self._firsts = np.concatenate([[0], np.cumsum([group.num_rows for group in groups])])
         self.mean_bytes = sum(group.total_byte_size for group in groups) / max(1, len(self))
         self.block = max(1, *(group.num_rows for group in groups)) if groups else 1
@@ -108,28 +112,92 @@ class Parquet:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns rows by number."""
+        """Returns rows by number.
+
+        Raises:
+          UsageError: if a file was changed, or rows are damaged; names file and rows.
+        """
         numbers = np.asarray(numbers, np.int64)
         groups = np.searchsorted(self._firsts, numbers, side="right") - 1
+        for index in {self._groups[group][0] for group in set(groups.tolist())}:
+            self._guarded.check(index)
         return [
             self._rows(group)[row] for group, row in zip(groups.tolist(), (numbers - self._firsts[groups]).tolist())
         ]
 
     def _read(self, index: int) -> list[dict[str, Any]]:
-        file, group = self._groups[index]
-        with self._lock:  # a file is read by one thread at a time
-            table = file.read_row_group(group, columns=self._columns)
+        number, group = self._groups[index]
+        file, path = self._files[number], self._guarded.paths[number]
+        try:
+            with self._lock:  # a file is read by one thread at a time
+                table = file.read_row_group(group, columns=self._columns)
+        except OSError as error:
+            self._guarded.check(number, at_once=True)
+            raise UsageError(
+                f"row group {group} of {path}, {self._firsts[index + 1] - self._firsts[index]} rows, cannot be read "
+                f"({gist(error)}); restore the file from a copy"
+            ) from error
         if empty := [name for name in table.column_names if table[name].null_count]:
             raise UsageError(
-                f"the column {join_names(empty)} of a Parquet file has rows without a value, which no tensor can hold; "
+                f"the column {join_names(empty)} of {path} has rows without a value, which no tensor can hold; "
                 "fill them, or name the columns to read: looplib.open_records(files, columns=[...])"
             )
         return table.to_pylist()
 
 
-def array_records(paths: Sequence[str]) -> Any:
-    """Opens ArrayRecord files by their own library."""
-    return _imported("array_record.python.array_record_data_source", "array_record").ArrayRecordDataSource(paths)
+class ArrayRecords:
+    """The records of ArrayRecord files, read by their own library.
+
+    Args:
+      paths: the files.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        package = "array_record.python.array_record_"
+        opened = _imported(f"{package}module", "array_record").ArrayRecordReader
+
+        def count_of(path: str) -> int:
+            reader = opened(path)
+            count = reader.num_records()
+            reader.close()  # which raises an error if the file is none of this format
+            return count
+
+        self._files = Files(paths)
+        with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+            counts = list(pool.map(count_of, paths))
+        self._firsts = np.concatenate([[0], np.cumsum(counts)])
+        whole = [f"{path}[0:{count}]" for path, count in zip(paths, counts)]  # so that they are not counted once more
+        self._source = _imported(f"{package}data_source", "array_record").ArrayRecordDataSource(whole)
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, number: int) -> bytes:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
+        """Returns records by number.
+
+        Raises:
+          BadRecordError: for a damaged one; names file, record and offset.
+          UsageError: if a file was changed.
+        """
+        indices = np.searchsorted(self._firsts, numbers, side="right") - 1
+        for index in set(indices.tolist()):
+            self._files.check(index)
+        try:
+            found = list(self._source.__getitems__(numbers))
+        except (OSError, RuntimeError, ValueError) as error:
+            for index in set(indices.tolist()):
+                self._files.check(index, at_once=True)
+            if len(numbers) > 1:
+                return [self[int(number)] for number in numbers]
+            row = int(numbers[0] - self._firsts[indices[0]])
+            raise bad_record(self._files, int(indices[0]), row, gist(error)) from error
+        for index, record in zip(indices.tolist(), found):
+            if not record:  # the library gives this beyond the end of a file that was truncated
+                self._files.check(index, at_once=True)
+        return found
 
 
 def _imported(module: str, package: str) -> Any:

@@ -24,6 +24,26 @@ class BadRecordError(UsageError):
         self.name = name
 
 
+def bad_record(files: Files, index: int, row: int, why: str, at: int | None = None) -> BadRecordError:
+    """Returns the error of a damaged record.
+
+    Args:
+      files: the files.
+      index: of the file.
+      row: the number of the record in it.
+      why: what shows it.
+      at: the first byte of the record; None where the file's library knows it alone.
+    """
+    path = files.paths[index]
+    name = os.path.basename(path)
+    digest = hashlib.sha256(f"{name}/{files.sizes[index]}/{row}".encode()).hexdigest()[:12]
+    return BadRecordError(
+        f"record {row} of {path}{'' if at is None else f', at byte {at},'} is damaged: {why}; restore the file from a "
+        "copy, or leave out a few such records by --bad_records=skip:N",
+        f"{safe_name(name)}-{row}-{digest}",
+    )
+
+
 class IndexedFiles:
     """The records of files, each of which is a range of bytes. Subclasses take the data out of the bytes.
 
@@ -66,8 +86,11 @@ class IndexedFiles:
         with self._taking:
             records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
         if bad is not None:
-            self._files.check(int(file[bad]))
-            raise self._damaged(int(numbers[bad]), int(file[bad]))
+            index = int(file[bad])
+            row = int(numbers[bad] - self._firsts[index])
+            self._files.check(index)
+            at = int(self._offsets[index][row])
+            raise bad_record(self._files, index, row, "its checksum does not match its data", at)
         return records
 
     def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
@@ -92,13 +115,3 @@ class IndexedFiles:
             within = numbers[rows] - self._firsts[index]
             starts[rows], stops[rows] = self._offsets[index][within], self._offsets[index][within + 1]
         return starts, stops
-
-    def _damaged(self, number: int, index: int) -> BadRecordError:
-        row, path = number - int(self._firsts[index]), self._files.paths[index]
-        name, at = os.path.basename(path), self._offsets[index][row]
-        message = (
-            f"record {row} of {path}, at byte {at}, is damaged: its checksum does not match its data; restore the file "
-            "from a copy, or leave out a few such records by --bad_records=skip:N"
-        )
-        digest = hashlib.sha256(f"{name}/{self._files.sizes[index]}/{at}".encode()).hexdigest()[:12]
-        return BadRecordError(message, f"{safe_name(name)}-{row}-{digest}")

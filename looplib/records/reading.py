@@ -72,7 +72,7 @@ def read(
         return picks.map(fetched).prefetch(2)
     chunk = picks.element_spec[0].ids.shape.num_elements() or _AHEAD // 4
     ahead = int(min(_AHEAD, _AHEAD_BYTES / mean_bytes(source)) // chunk)
-    return picks.map(announced).prefetch(max(2, ahead)).map(fetched).prefetch(2)
+    return picks.map(announced).prefetch(max(2, ahead)).map(fetched).prefetch(1)
 
 
 class _Pieces:

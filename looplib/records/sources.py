@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError, gist, join_names
-from looplib.records.formats import FixedLength, Lines, Parquet, array_records
+from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
 from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -188,7 +188,7 @@ def _format_of(paths: list[str]) -> str:
 
 FORMATS: dict[str, Callable[..., Source]] = {
     "tfrecord": TFRecords,
-    "array_record": array_records,
+    "array_record": ArrayRecords,
     "lines": Lines,
     "binary": FixedLength,
     "parquet": Parquet,

@@ -382,7 +382,8 @@ def _ids(picks: Picks, *_: Any) -> tf.Tensor:
 def _batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
     """Takes chunks `[k, b, ...]` apart into batches `[b, ...]`."""
     if tf.nest.flatten(chunks.element_spec)[0].shape[0] != 1:
-        return chunks.unbatch()
+        # Else tf.data adds a buffer of its own, which grows up to 512 batches.
+        return chunks.unbatch().prefetch(2)
 
     @tf.autograph.experimental.do_not_convert
     def first(*chunk: Any) -> Any:
