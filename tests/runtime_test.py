@@ -9,8 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import more
-from conftest import repetitions
+from conftest import more, repetitions
 
 from looplib import UsageError, runtime
 

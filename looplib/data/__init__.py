@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     block_stream: none
     bottleneck: of
-    devices: DISTRIBUTES, runs_on_host
+    devices: DISTRIBUTES, local_devices, runs_on_host
     global_batches: none
     host_stream: HostStream
     iterator_state: none

@@ -11,7 +11,7 @@ from looplib.data.host_stream import HostStream
 
 # TensorFlow takes 20 to 50 microseconds for a `next` in a graph, whatever the batch: half of a small step.
 # A whole element has to be there before its first step, so that it may not be long where the input is slow.
-# To take a batch out of an element copies it, which costs as much from about 64 KB on (W1 with 16 and 32 examples a batch).
+# A batch is copied out of its element, which costs more than its `next` from about 64 KB on (W1, batches of 16 and 32).
 _LONGEST, _BYTES = 20, 2**16  # steps of an element, bytes of a step
 _AHEAD = 5  # elements of the longest kind that are read ahead
 IDS_BLOCK = 100  # ids are never slow

@@ -18,6 +18,7 @@ Names that other rooms may use, by file:
     graph: none
     loops: LoopSettings, Loops
     media: as_shown
+    one_program: none
     optimizers: TrainingOptimizers
     packing: none
     prediction: Prediction

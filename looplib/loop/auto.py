@@ -84,8 +84,6 @@ class AutoLoop(InnerLoop):
         self._trials: Generator[_Wanted, _Took, GraphLoop] | None = None
         self._wanted: _Wanted | None = None
         if chosen and self._can_be(chosen):
-        fits = chosen and 1 <= chosen.chunk <= LONGEST  # it comes from a checkpoint, whose values may be any
-        if fits and (chosen.loop == "graph" or not why_not_xla(step)):
             self._chosen = self._used = Plan(chosen.loop, chosen.chunk).build(step)
         else:
             self._trials = self._try_all()
@@ -93,7 +91,7 @@ class AutoLoop(InnerLoop):
 
     def _can_be(self, choice: EngineChoice) -> bool:
         """Returns whether a choice from a file, whose values may be any, is a plan for this step."""
-        return 1 <= choice.chunk <= LONGEST and (choice.loop == "graph" or self.step.strategy.num_replicas_in_sync == 1)
+        return 1 <= choice.chunk <= LONGEST and (choice.loop == "graph" or not why_not_xla(self.step))
 
     @property
     def record(self) -> EngineChoice | None:
