@@ -28,6 +28,7 @@ RECORD = RunRecord(
     seed=2**62,
     global_batch_size=8,
     loop="auto",
+    examples=7,
 )
 # As looplib wrote it before records had a format.
 OLD = {

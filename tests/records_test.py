@@ -396,6 +396,17 @@ def test_files_of_no_known_format_are_a_sentence(tmp_path):
             looplib.open_records(f"{tmp_path}/train-*", format, **options)
 
 
+def test_the_one_of_several_files_that_cannot_be_opened_is_named(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    for name in "abc":
+        pyarrow.parquet.write_table(pyarrow.table({"a": [1, 2]}), tmp_path / f"{name}.parquet")
+    os.truncate(tmp_path / "b.parquet", 50)
+    with pytest.raises(looplib.UsageError, match="b.parquet cannot be opened as parquet"):
+        looplib.open_records(f"{tmp_path}/*.parquet")
+
+
 def test_columns_of_parquet_that_hold_no_tensor_are_a_sentence(tmp_path):
     import pyarrow
     import pyarrow.parquet

@@ -1,5 +1,6 @@
 """The same numbers in TensorBoard, in metrics.jsonl and on the screen, each (split, step) once."""
 
+import dataclasses
 import fcntl
 import io
 import json
@@ -210,6 +211,27 @@ def test_a_bar_stands_for_the_reports_of_the_training_on_a_terminal_only():
             assert shown == [*reports[:2], evaluation, reports[2]]
         writer.progress(None)
         assert screen(stream.getvalue())[-1] == reports[2]  # the bar is gone, and its last report stays
+
+
+@pytest.mark.parametrize("columns, shown", [(120, ", evaluation in 2 s, input 96%"), (80, ""), (52, None)])
+def test_a_bar_on_a_narrow_terminal_cuts_no_number(columns, shown):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(theirs, "w", encoding="utf-8") as stream:
+        writer = ConsoleWriter(stream)
+        now = Progress(1060, 1100, rate=85.73, left=9.0, to_evaluation=2.5, waiting=0.96)
+        writer.progress(now)
+        writer.write(1060, "train", {"loss": 0.002648})
+        writer.progress(dataclasses.replace(now, evaluating=True))
+        writer.progress(now)
+        text = b""
+        while select.select([ours], [], [], 0.2)[0]:
+            text += os.read(ours, 1 << 16)
+        writer.close()
+    os.close(ours)
+    last = screen(text.decode())[-1]
+    end = f" | 9 s left{shown} | loss 0.002648" if shown is not None else ""
+    assert f"1,060/1,100 | 85.73 steps/s{end}" in last and last.endswith(end or "steps/s")
 
 
 def test_a_training_whose_end_is_not_known_shows_its_step():

@@ -259,9 +259,11 @@ class TrainingLoop(Loop):
 
     Attributes:
       steps_per_epoch: steps in which the data comes once; None where that is not known.
+      examples: how many examples the data has; None where that is not known.
     """
 
     steps_per_epoch: float | None = None
+    examples: int | None = None
 
     @abc.abstractmethod
     def position(self) -> bytes | None:

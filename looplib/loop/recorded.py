@@ -1,5 +1,7 @@
 """The parts of a training that are no variables, and whose state is in the run record of a checkpoint."""
 
+from absl import logging
+
 from looplib import _keras
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
@@ -38,6 +40,7 @@ class RecordedParts:
         record.actions = self._actions.save()
         record.engines = self._loops.engines
         record.seed, record.global_batch_size, record.loop = settings.seed, settings.global_batch_size, settings.loop
+        record.examples = self._loops.training.examples
 
     def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
         """Restores all parts from the record of a checkpoint.
@@ -47,6 +50,13 @@ class RecordedParts:
           step: the global step of the checkpoint.
           position: the position in the data; None if the step determines it.
         """
+        examples = self._loops.training.examples
+        if None not in (examples, record.examples) and examples != record.examples:
+            logging.warning(
+                "the training data has %d examples, and had %d when step %d was saved; the steps that follow train on "
+                "this data, in another order. If files are missing, stop the run, restore them and start it again",
+                examples, record.examples, step,
+            )  # fmt: skip
         self._learning_rates.after_restore(record.learning_rates, step)
         self._actions.load(record.actions)
         self._loops.training.rewind(step + record.input_offset, position)

@@ -52,7 +52,7 @@ class TaskLoop(TrainingLoop):
         self._start_step = spec.start_step
         self._failed: BaseException | None = None
         self._stream = self._distribute()
-        self.steps_per_epoch = self._stream.steps_per_epoch
+        self.steps_per_epoch, self.examples = self._stream.steps_per_epoch, self._stream.examples
         self._first_stream = self._stream  # which the inner loop reads all iterators with
         backend = _backend(spec)
         backend.check(self._stream)

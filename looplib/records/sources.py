@@ -77,6 +77,9 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
     except UsageError:
         raise
     except (OSError, RuntimeError, TypeError, ValueError) as error:  # of another library, or from an unknown option
+        if len(paths) > 1:
+            for path in paths:
+                open_records(path, format, **options)  # names the one that cannot be opened
         what = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else "".join(paths)
         raise UsageError(
             f"{what} cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); expected files "

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import tqdm
 
 _DRAWN_SECONDS = 0.05  # between two reports that the bar shows, because drawing may take longer than a short loop
+_BAR_COLUMNS = 20  # "100%|", the bar, "| " and the cursor
 _STALE_SECONDS = 1.0  # without a report, after which the bar shows the step alone
 
 
@@ -87,10 +88,18 @@ class ConsoleWriter(Writer):
         rate = f"{format_number(now.rate)} steps/s" if now.rate else ""
         with console.swallowing():
             self._bar.total, self._bar.n = now.end, now.step
-            texts = filter(None, (steps, rate, now.forecast(), self._headline))
-            self._bar.set_description_str(" | ".join(texts), refresh=False)
+            self._bar.set_description_str(self._fitting(steps, rate, now.forecast().split(", ")), refresh=False)
             self._bar.refresh()
             console.bar_is_drawn()
+
+    def _fitting(self, steps: str, rate: str, forecast: list[str]) -> str:
+        """Joins as much as fits beside the bar, because a part of a number would read as another number."""
+        width = _room(self._stream)
+        for count in range(len(forecast), -1, -1):
+            text = " | ".join(filter(None, (steps, rate, ", ".join(forecast[:count]), self._headline)))
+            if len(text) <= width:
+                return text
+        return " | ".join(filter(None, (steps, rate)))
 
     def _print(self, line: str) -> None:
         if self._bar is None:
@@ -150,6 +159,16 @@ def _make_bar(stream: TextIO | None, progress: Progress) -> "tqdm.tqdm | None":
         dynamic_ncols=True,
         bar_format="{desc}" if progress.end is None else "{percentage:3.0f}%|" + bar + "| {desc}",
     )
+
+
+def _room(stream: TextIO | None) -> float:
+    """Returns the columns beside a bar; infinity where lines have no end."""
+    if stream is None or _in_notebook():
+        return math.inf
+    try:
+        return os.get_terminal_size(stream.fileno()).columns - _BAR_COLUMNS
+    except (OSError, ValueError):
+        return math.inf
 
 
 def _in_notebook() -> bool:

@@ -93,6 +93,7 @@ class RunRecord:
       seed: the run's seed; None in a record that has none, like the next two.
       global_batch_size: the examples of one step.
       loop: the name of the engine.
+      examples: how many examples the training data has; None where that is not known.
       unknown: the fields that only a newer looplib knows.
     """
 
@@ -109,6 +110,7 @@ class RunRecord:
     seed: int | None = None
     global_batch_size: int | None = None
     loop: str | None = None
+    examples: int | None = None
     unknown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -243,7 +243,8 @@ def _table(rows: Sequence[tuple[str, RunStatus]]) -> list[str]:
         for row in table
     ]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return [line.rstrip()[:width] for line in lines]
+    lines = [line.rstrip() for line in lines]
+    return [line if width is None or len(line) <= width else f"{line[: width - 1]}…" for line in lines]
 
 
 def _cells(name: str, run: RunStatus) -> tuple[str, ...]:
