@@ -11,7 +11,7 @@ import numpy as np
 from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.records.files import THREADS, Files
 from looplib.records.index import offsets_of
-from looplib.records.indexed import IndexedFiles, bad_record
+from looplib.records.indexed import IndexedFiles, Numbered, bad_record
 
 _WINDOW = 1 << 22
 _GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
@@ -70,7 +70,7 @@ class FixedLength(IndexedFiles):
         )
 
 
-class Parquet:
+class Parquet(Numbered):
     """The rows of Parquet files, each a dict from column to value.
 
     Row groups are read as a whole, and are the blocks of the data; write them with about a megabyte each.
@@ -99,17 +99,11 @@ class Parquet:
             (i, group) for i, file in enumerate(self._files) for group in range(file.metadata.num_row_groups)
         ]
         groups = [self._files[index].metadata.row_group(group) for index, group in self._groups]
-        self._firsts = np.concatenate([[0], np.cumsum([group.num_rows for group in groups])])
+        super().__init__([group.num_rows for group in groups])
         self.mean_bytes = sum(group.total_byte_size for group in groups) / max(1, len(self))
         self.block = max(1, *(group.num_rows for group in groups)) if groups else 1
         self._lock = threading.Lock()
         self._rows = functools.lru_cache(_GROUPS)(self._read)
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Returns rows by number.
@@ -145,7 +139,7 @@ class Parquet:
         return table.to_pylist()
 
 
-class ArrayRecords:
+class ArrayRecords(Numbered):
     """The records of ArrayRecord files, read by their own library.
 
     Args:
@@ -165,15 +159,9 @@ class ArrayRecords:
         self._files = Files(paths)
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             counts = list(pool.map(count_of, paths))
-        self._firsts = np.concatenate([[0], np.cumsum(counts)])
+        super().__init__(counts)
         whole = [f"{path}[0:{count}]" for path, count in zip(paths, counts)]  # so that they are not counted once more
         self._source = _imported(f"{package}data_source", "array_record").ArrayRecordDataSource(whole)
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def __getitem__(self, number: int) -> bytes:
-        return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
         """Returns records by number.

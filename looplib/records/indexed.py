@@ -1,9 +1,11 @@
 """Files of records read by record number, through an index of where each starts."""
 
+import abc
 import hashlib
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +46,28 @@ def bad_record(files: Files, index: int, row: int, why: str, at: int | None = No
     )
 
 
-class IndexedFiles:
+class Numbered(abc.ABC):
+    """Records of files, numbered through from file to file.
+
+    Args:
+      counts: how many records each file, or part of one, has.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self._firsts = np.concatenate([[0], np.cumsum(counts)])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    @abc.abstractmethod
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns records by number."""
+
+
+class IndexedFiles(Numbered):
     """The records of files, each of which is a range of bytes. Subclasses take the data out of the bytes.
 
     Args:
@@ -59,14 +82,8 @@ class IndexedFiles:
         self._files = files
         self._offsets = offsets
         self._taking = threading.Lock()  # threads that run Python at the same time slow each other down
-        self._firsts = np.concatenate([[0], np.cumsum([len(ends) - 1 for ends in offsets])])
+        super().__init__([len(ends) - 1 for ends in offsets])
         self.mean_bytes = sum(files.sizes) / max(1, len(self))
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def __getitem__(self, number: int) -> bytes:
-        return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
         """Returns records by number, neighbours by one read.
