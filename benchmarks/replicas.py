@@ -19,7 +19,7 @@ from absl import app, flags, logging
 
 import looplib
 from benchmarks import records
-from benchmarks.workloads import WORKLOADS, Task, means, timed
+from benchmarks.workloads import WORKLOADS, Task, means, take_turns, timed
 
 _REPLICAS = 2
 _WORKLOAD = flags.DEFINE_enum("workload", "W1", ["W1", "W2", "W3"], "The workload to run.")
@@ -131,15 +131,7 @@ def measure(workload, rounds, seconds):
         tolerance = 0.5 if "own input" in name else workload.tolerance  # which has another order
         if not abs(loss - outcomes["orbit"]) <= tolerance * outcomes["orbit"]:
             raise RuntimeError(f"{name} does not compute what Orbit does: a loss of {loss}, not {outcomes['orbit']}")
-    speeds = {name: [] for name in loops}
-    names = list(loops)
-    for _ in range(rounds):
-        names.append(names.pop(0))
-        for name in names:
-            loops[name].run(workload.loop)  # so that all start with warm caches
-            spent, _ = loops[name].run(amounts[name])
-            speeds[name].append(amounts[name] / spent)
-    return {name: np.array(values) for name, values in speeds.items()}
+    return take_turns(loops, amounts, workload.loop, rounds)
 
 
 def main(argv):

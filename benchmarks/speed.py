@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 from benchmarks import contestants, records
-from benchmarks.workloads import WORKLOADS, Task
+from benchmarks.workloads import WORKLOADS, Task, take_turns
 from looplib.loop.engines import ENGINES
 
 _WORKLOAD = flags.DEFINE_enum("workload", "W1", list(WORKLOADS), "The workload to run.")
@@ -92,19 +92,12 @@ def measure(workload, rounds, seconds, warm_up):
             times = ", ".join(f"{plan} {1e6 * value:.0f}" for plan, value in choice["seconds_per_step"].items())
             print(f"{name} selected {choice['loop']}, {choice['chunk']} steps a round (microseconds per step: {times})")
     least = workload.loop or 1
-    amounts, speeds = dict.fromkeys(timed, least), {name: [] for name in timed}
+    amounts = dict.fromkeys(timed, least)
     for length in (warm_up, seconds / 2, seconds):  # each time it is better known how many steps that is
         for name, contestant in timed.items():
             spent, _ = contestant.run(amounts[name])
             amounts[name] = least * max(1, round(length * amounts[name] / spent / least))
-    names = list(timed)
-    for _ in range(rounds):
-        names.append(names.pop(0))  # so that load which comes and goes with the rounds meets another one
-        for name in names:
-            timed[name].run(least)  # so that all start with warm caches
-            spent, _ = timed[name].run(amounts[name])
-            speeds[name].append(amounts[name] / spent)
-    return {name: np.array(values) for name, values in speeds.items()}
+    return take_turns(timed, amounts, least, rounds)
 
 
 def compare(name, speeds):

@@ -269,3 +269,25 @@ def shuffled_ids(examples):
         return taken
 
     return ids
+
+
+def take_turns(contestants, amounts, least, rounds):
+    """Gives each contestant turns, in rounds.
+
+    Args:
+      contestants: dict from name to `Contestant`.
+      amounts: dict from name to what it does in a turn, see `Contestant.run`.
+      least: what each does before its turn.
+      rounds: turns that count.
+
+    Returns:
+      dict from name to float array `[rounds]`, amount per second.
+    """
+    names, speeds = list(contestants), {name: [] for name in contestants}
+    for _ in range(rounds):
+        names.append(names.pop(0))  # so that load which comes and goes with the rounds meets another one
+        for name in names:
+            contestants[name].run(least)  # so that all start with warm caches
+            spent, _ = contestants[name].run(amounts[name])
+            speeds[name].append(amounts[name] / spent)
+    return {name: np.array(values) for name, values in speeds.items()}
