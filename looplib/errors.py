@@ -17,6 +17,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_STALLED = 0, 1, 75, 76
 # out, or was used wrongly; ended by Ctrl-C, as shells have it.
 EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
 
+OURS = ("UsageError", "BadRecordError")  # kinds of errors with sentences of looplib's, which ops raise as others
 _LAYERS = 20
 _LONGEST = 300  # characters of a sentence
 _WRAPPED = re.compile(r"in user code:|Exception encountered when calling")
@@ -32,6 +33,10 @@ class UsageError(ValueError):
 
     Binaries print it as one last line, without a stack trace, and exit with `EXIT_FAILED`.
     """
+
+
+class DataError(UsageError):
+    """Data could not be read while a run was under way, as a file is damaged or gone; the run can be resumed."""
 
 
 class DivergenceError(UsageError):
@@ -125,7 +130,8 @@ class Gist:
 
     Attributes:
       kind: the name of its type, also of an error in AutoGraph or `tf.numpy_function`, which raise one of another type.
-      sentence: its message on one line of at most 300 characters, cut between words; "" if it has none.
+      sentence: its message on one line; "" if it has none. Of at most 300 characters, cut between words, unless looplib
+        wrote it, whose advice comes last.
     """
 
     kind: str
@@ -147,7 +153,7 @@ def read(error: BaseException) -> Gist:
         if inner == text:
             break
         text = inner
-    sentence = _first_sentence(text)
+    sentence = _first_sentence(text, most=None if kind in OURS else _LONGEST)
     return Gist(kind, repr(sentence) if kind == "KeyError" and sentence and sentence[0] not in "'\"" else sentence)
 
 
@@ -184,11 +190,13 @@ def _unwrapped(kind: str, text: str) -> tuple[str, str]:
     return kind, text
 
 
-def _first_sentence(text: str) -> str:
+def _first_sentence(text: str, most: int | None) -> str:
     """Returns the first line of a message, and the next one after each line that ends in a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     size = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
     found = " ".join(lines if size > 1 else lines[:1])
     found = re.sub(r"'\{\{node (\S+?)\}\} = \w+\[.*?\]\(.*?\)'", r"\1", found)
     found = re.sub(r"\{\{node (\S+?)\}\}", r"\1", found)
-    return found if len(found) <= _LONGEST else f"{found[: _LONGEST - 1].rpartition(' ')[0] or found[: _LONGEST - 2]} …"
+    if most is None or len(found) <= most:
+        return found
+    return f"{found[: most - 1].rpartition(' ')[0] or found[: most - 2]} …"

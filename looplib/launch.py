@@ -34,7 +34,7 @@ from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
-from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, Preempted, UsageError
+from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError
 from looplib.health.preemption import notice
 from looplib.report import outcome, run_file, run_json
 from looplib.report.outcome import Outcome
@@ -333,7 +333,8 @@ def _served(session: _Session, gone: CoordinatorGone) -> Outcome:
 
 def _refused(session: _Session, error: UsageError) -> Outcome:
     logging.debug("where it was raised:", exc_info=error)
-    return outcome.failed(str(error))
+    kept = isinstance(error, DataError) and session.controller and session.controller.latest_checkpoint
+    return outcome.failed(f"{error}{f'; after that, the same command resumes from {kept}' if kept else ''}")
 
 
 def _broken(session: _Session, error: Exception) -> Outcome:

@@ -102,7 +102,8 @@ def _tensor_of(module: types.ModuleType) -> str:
 def is_users(filename: str) -> bool:
     """Returns whether a file is of the user's program: not of looplib, an installed package or AutoGraph."""
     made = filename.startswith("<") or os.path.basename(filename).startswith("__autograph_generated_file")
-    return not made and not _is_library(filename)
+    compiled = filename.endswith((".pyx", ".pxi")) and not os.path.exists(filename)  # Cython of an installed package
+    return not made and not compiled and not _is_library(filename)
 
 
 def _as_text(filename: str, line: int, text: str | None = None) -> str:

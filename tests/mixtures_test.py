@@ -345,10 +345,28 @@ def test_records_of_files_are_mixed_filtered_and_put_into_buckets_like_examples_
     expected = [part[3:] for part in read(looplib.Buckets(lengths, [8, 16]), 15)]
     assert found.ravel().tolist() == [texts["web"][i].encode() for i in expected[0].ravel()]
     np.testing.assert_array_equal(longest, expected[1])
-    with pytest.raises(looplib.UsageError, match="looplib.Kept and block=None; expected a plan that has records"):
+    with pytest.raises(looplib.UsageError, match="looplib.Kept without records; give it their source"):
         context().records(looplib.Kept(keep))
+    with pytest.raises(
+        looplib.UsageError, match="looplib.Buckets and block=8, and reads each record .*leave out block"
+    ):
+        context().records(looplib.Buckets(lengths, [8, 16], names["web"]), block=8)
     with pytest.raises(looplib.UsageError, match="numbers of 21 examples and a source of 50 records"):
         looplib.Kept(keep, names["web"])
+
+
+def test_records_that_a_filter_keeps_may_be_read_by_blocks(files):
+    names, texts = files
+    ids = np.flatnonzero(np.arange(50) % 3 > 0)
+    kept = [texts["web"][i].encode() for i in ids]
+    c = context()
+    batches = list(c.records(looplib.Kept(ids, names["web"]), block=4).take(12).as_numpy_iterator())
+    expected = context().records(kept, block=4).take(12)
+    np.testing.assert_array_equal(batches, list(expected.as_numpy_iterator()))
+    assert sorted(np.concatenate(batches)[: len(ids)]) == sorted(kept)
+    np.testing.assert_array_equal(batches, [[texts["web"][i].encode() for i in step] for step in c.ids.take(12)])
+    once = context(training=False).records(looplib.Kept(ids, names["web"]), block=4)
+    assert np.concatenate(list(once.as_numpy_iterator())).tolist() == kept
 
 
 def test_what_is_measured_is_kept_until_the_function_or_the_records_change(files, tmp_path, caplog):

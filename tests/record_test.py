@@ -29,6 +29,7 @@ RECORD = RunRecord(
     global_batch_size=8,
     loop="auto",
     examples=7,
+    files={"a.tfrecord": "00ff"},
 )
 # As looplib wrote it before records had a format.
 OLD = {

@@ -640,7 +640,7 @@ def test_each_replica_gets_its_own_values_again(dtype):
 
 def test_a_resume_on_data_of_another_size_says_so(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="absl")
-    said = "the training data has 35 examples, and had 37 when step 3 was saved"
+    said = "the training data is not the one of step 3: it has 35 examples, and had 37; the steps that follow"
     for examples, told in ((37, False), (37, False), (35, True)):
         trainer = toy.Regression(num_examples=examples)
         with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:

@@ -45,6 +45,7 @@ class HostStream(Stream):
         self._digest = None
         self._unsavable = ""  # why, once it is known
         self._trusted = False  # whether stages that are not known were tried out
+        self._between = False  # whether it was said that a state is not complete
         self._spec = None
         self._had_batch = None
         self._started, self._is_short = 0.0, False
@@ -269,7 +270,13 @@ class HostStream(Stream):
                 self._trusted = True
             return self._digest + packed
         except iterator_state.BetweenEpochsError:
-            return None  # a run that resumes here skips what was used; the next position can be saved again
+            if not self._between:
+                self._note(
+                    "has a shuffle that has ended or not begun in this epoch, as in a part of a concatenate, so that "
+                    "its state is not complete; a run that resumes here will skip the data already used"
+                )
+            self._between = True
+            return None  # the next position can be saved again
         except iterator_state.UnsavableError as error:
             return self._give_up(str(error))
 

@@ -16,6 +16,7 @@ from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
 from looplib.records.damage import LeftOut
+from looplib.records.fingerprint import fingerprint
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext, per_replica_batch_size
 from looplib.task.shares import KINDS
@@ -136,6 +137,7 @@ def distribute(
         sized=pipelines.sized,
         steps_per_epoch=context.steps_per_epoch,
         examples=context.examples,
+        fingerprint=fingerprint(context.sources) if training else {},
         ids=context.ids,
         lengths=lengths,
     )

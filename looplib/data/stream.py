@@ -31,6 +31,7 @@ class Stream:
       sized: whether batches need no check of their size: it is static, or it may vary.
       steps_per_epoch: steps in which the data comes once; None where that is not known.
       examples: how many examples there are; None where that is not known.
+      fingerprint: of the files of a training, see `records.fingerprint`.
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
       block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
@@ -52,6 +53,7 @@ class Stream:
     sized: bool = True
     steps_per_epoch: float | None = None
     examples: int | None = None
+    fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     ids: tf.data.Dataset | None = None
     lengths: Lengths | None = None
     block: int = 1

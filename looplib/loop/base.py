@@ -260,10 +260,12 @@ class TrainingLoop(Loop):
     Attributes:
       steps_per_epoch: steps in which the data comes once; None where that is not known.
       examples: how many examples the data has; None where that is not known.
+      fingerprint: of the files of the data, see `records.fingerprint`; None where it is not known.
     """
 
     steps_per_epoch: float | None = None
     examples: int | None = None
+    fingerprint: dict[str, str] | None = None
 
     @abc.abstractmethod
     def position(self) -> bytes | None:

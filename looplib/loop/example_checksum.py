@@ -1,15 +1,18 @@
 """A checksum of the examples of a training step, by which `check` sees that two runs trained on the same examples."""
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from looplib.records.order import mix
 from looplib.task.reductions import total
 
 VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metric to every training
 METRIC = "examples_checksum"
+_UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}  # by the bytes of a number
 _BITS = 24  # so that float64 sums them exactly over 2**29 examples, more than any window of a report has
 
 
@@ -70,8 +73,15 @@ def _columns(inputs: Any) -> list[tf.Tensor]:
     if not leaves:
         return []
     first, *others = map(_fingerprints, leaves)
-    rows = tf.shape(first)[0]
-    return [first, *(tf.cond(tf.shape(x)[0] == rows, lambda x=x: x, lambda: tf.zeros_like(first)) for x in others)]
+    return [first, *(_of_rows(x, first) for x in others)]
+
+
+def _of_rows(column: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+    """Returns hashes of rows, or zeros if they are not as many as in the first column; both int64 `[rows]`."""
+    if None not in (column.shape[0], first.shape[0]):  # XLA cannot choose between shapes that differ
+        return column if column.shape[0] == first.shape[0] else tf.zeros_like(first)
+    alike = tf.shape(column)[0] == tf.shape(first)[0]
+    return tf.cond(alike, lambda: column, lambda: tf.zeros_like(first))
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -98,4 +108,29 @@ def _fingerprints(leaf: Any) -> tf.Tensor:
 
 
 def _hash(rows: tf.Tensor) -> tf.Tensor:
-    return tf.bitcast(tf.fingerprint(rows), tf.int64)
+    """Returns a hash of each row, int64 `[rows]`, by ops that XLA compiles, which lacks `tf.fingerprint`.
+
+    Words of 32 bits times odd keys of 64 bits: two rows have one sum with a probability of about 2**-33 (Lemire and
+    Kaser, 2014, Strongly universal string hashing is fast).
+    """
+    words = _words(rows)
+    keys = tf.bitwise.bitwise_or(mix(tf.cast(tf.range(1, tf.shape(words)[1] + 1), tf.uint64)), 1)
+    return tf.bitcast(mix(tf.reduce_sum(words * keys, axis=1)), tf.int64)
+
+
+def _words(rows: tf.Tensor) -> tf.Tensor:
+    """Returns the content of rows as words, uint64 `[rows, n]`."""
+    if rows.dtype.is_complex:
+        rows = tf.stack([tf.math.real(rows), tf.math.imag(rows)], axis=-1)
+    size = math.prod(rows.shape[1:]) if rows.shape[1:].is_fully_defined() else tf.reduce_prod(tf.shape(rows)[1:])
+    rows = tf.reshape(rows, [tf.shape(rows)[0], size])
+    if rows.dtype == tf.bool:
+        return tf.cast(rows, tf.uint64)
+    rows = tf.bitcast(rows, _UNSIGNED[rows.dtype.size])
+    in_word = 4 // rows.dtype.size
+    if in_word == 0:
+        return mix(rows)
+    if in_word > 1:
+        rows = tf.pad(rows, [[0, 0], [0, -size % in_word]])
+        rows = tf.bitcast(tf.reshape(rows, [tf.shape(rows)[0], -(-size // in_word), in_word]), tf.uint32)
+    return tf.cast(rows, tf.uint64)

@@ -5,6 +5,7 @@ from absl import logging
 from looplib import _keras
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
+from looplib.records.fingerprint import changes
 from looplib.task.actions import ActionStates
 from looplib.task.learning_rates import LearningRates
 from looplib.task.record import RunRecord
@@ -40,7 +41,7 @@ class RecordedParts:
         record.actions = self._actions.save()
         record.engines = self._loops.engines
         record.seed, record.global_batch_size, record.loop = settings.seed, settings.global_batch_size, settings.loop
-        record.examples = self._loops.training.examples
+        record.examples, record.files = self._loops.training.examples, self._loops.training.fingerprint
 
     def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
         """Restores all parts from the record of a checkpoint.
@@ -50,15 +51,23 @@ class RecordedParts:
           step: the global step of the checkpoint.
           position: the position in the data; None if the step determines it.
         """
-        examples = self._loops.training.examples
-        if None not in (examples, record.examples) and examples != record.examples:
-            logging.warning(
-                "the training data has %d examples, and had %d when step %d was saved; the steps that follow train on "
-                "this data, in another order. If files are missing, stop the run, restore them and start it again",
-                examples, record.examples, step,
-            )  # fmt: skip
+        self._warn_of_other_data(record, step)
         self._learning_rates.after_restore(record.learning_rates, step)
         self._actions.load(record.actions)
         self._loops.training.rewind(step + record.input_offset, position)
         self._loops.training.reducer.load(record.running)
         self._window.start = step
+
+    def _warn_of_other_data(self, record: RunRecord, step: int) -> None:
+        examples, files = self._loops.training.examples, self._loops.training.fingerprint
+        found = changes(record.files, files) if record.files and files else []
+        order = ""
+        if None not in (examples, record.examples) and examples != record.examples:
+            found.insert(0, f"it has {examples} examples, and had {record.examples}")
+            order = ", in another order"
+        if found:
+            logging.warning(
+                "the training data is not the one of step %d: %s; the steps that follow train on this data%s. If files "
+                "are missing or were replaced, stop the run, restore them and start it again",
+                step, "; ".join(found), order,
+            )  # fmt: skip

@@ -15,7 +15,7 @@ from looplib import _tf, runtime, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.data import bottleneck, pipelines
 from looplib.data.stream import Stream
-from looplib.errors import UsageError, gist, join_names, whole_number
+from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum, global_share
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
@@ -53,6 +53,7 @@ class TaskLoop(TrainingLoop):
         self._failed: BaseException | None = None
         self._stream = self._distribute()
         self.steps_per_epoch, self.examples = self._stream.steps_per_epoch, self._stream.examples
+        self.fingerprint = self._stream.fingerprint or None
         self._first_stream = self._stream  # which the inner loop reads all iterators with
         backend = _backend(spec)
         backend.check(self._stream)
@@ -159,6 +160,8 @@ class TaskLoop(TrainingLoop):
             except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self._failed = error
                 self._end_data()  # it has moved past examples that were not trained on
+                if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
+                    raise DataError(found.sentence) from error
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
                 raise UsageError(

@@ -3,13 +3,14 @@
 Names that other rooms may use, by file:
     damage: LeftOut, tolerant
     files: none
+    fingerprint: changes, fingerprint
     formats: none
     index: none
     index_shuffle: none
     indexed: none
     measured: measure
-    order: BlockOrder, Order, Picks, RecordOrder, key_of, seeds_at, shuffled
+    order: BlockOrder, Order, Picks, RecordOrder, key_of, mix, seeds_at, shuffled
     reading: read
-    sources: Blocked, Chain, Source, mean_bytes, open_records, opened
+    sources: Blocked, Chain, Source, Subset, mean_bytes, open_records, opened
     tfrecord: none
 """

@@ -89,17 +89,17 @@ class Parquet(Numbered):
 
     def __init__(self, paths: Sequence[str], columns: Sequence[str] | None = None) -> None:
         parquet = _imported("pyarrow.parquet", "pyarrow")
-        self._guarded = Files(paths)
-        self._files = [parquet.ParquetFile(path, page_checksum_verification=True) for path in paths]
+        files = Files(paths)
+        self._opened = [parquet.ParquetFile(path, page_checksum_verification=True) for path in paths]
         self._columns = list(columns) if columns is not None else None
-        for path, file in zip(paths, self._files):
+        for path, file in zip(paths, self._opened):
             if lacking := set(self._columns or []) - set(names := file.schema_arrow.names):
                 raise UsageError(f"{path} has no column {join_names(sorted(lacking))}; it has {join_names(names)}")
         self._groups = [
-            (i, group) for i, file in enumerate(self._files) for group in range(file.metadata.num_row_groups)
+            (i, group) for i, file in enumerate(self._opened) for group in range(file.metadata.num_row_groups)
         ]
-        groups = [self._files[index].metadata.row_group(group) for index, group in self._groups]
-        super().__init__([group.num_rows for group in groups])
+        groups = [self._opened[index].metadata.row_group(group) for index, group in self._groups]
+        super().__init__(files, [group.num_rows for group in groups])
         self.mean_bytes = sum(group.total_byte_size for group in groups) / max(1, len(self))
         self.block = max(1, *(group.num_rows for group in groups)) if groups else 1
         self._lock = threading.Lock()
@@ -114,19 +114,20 @@ class Parquet(Numbered):
         numbers = np.asarray(numbers, np.int64)
         groups = np.searchsorted(self._firsts, numbers, side="right") - 1
         for index in {self._groups[group][0] for group in set(groups.tolist())}:
-            self._guarded.check(index)
+            self.files.check(index)
         return [
             self._rows(group)[row] for group, row in zip(groups.tolist(), (numbers - self._firsts[groups]).tolist())
         ]
 
     def _read(self, index: int) -> list[dict[str, Any]]:
         number, group = self._groups[index]
-        file, path = self._files[number], self._guarded.paths[number]
+        file, path = self._opened[number], self.files.paths[number]
         try:
             with self._lock:  # a file is read by one thread at a time
                 table = file.read_row_group(group, columns=self._columns)
-        except OSError as error:
-            self._guarded.check(number, at_once=True)
+            rows = table.to_pylist()
+        except Exception as error:  # pyarrow's have many types
+            self.files.check(number, at_once=True)
             raise UsageError(
                 f"row group {group} of {path}, {self._firsts[index + 1] - self._firsts[index]} rows, cannot be read "
                 f"({gist(error)}); restore the file from a copy"
@@ -136,7 +137,7 @@ class Parquet(Numbered):
                 f"the column {join_names(empty)} of {path} has rows without a value, which no tensor can hold; "
                 "fill them, or name the columns to read: looplib.open_records(files, columns=[...])"
             )
-        return table.to_pylist()
+        return rows
 
 
 class ArrayRecords(Numbered):
@@ -156,10 +157,10 @@ class ArrayRecords(Numbered):
             reader.close()  # which raises an error if the file is none of this format
             return count
 
-        self._files = Files(paths)
+        files = Files(paths)
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             counts = list(pool.map(count_of, paths))
-        super().__init__(counts)
+        super().__init__(files, counts)
         whole = [f"{path}[0:{count}]" for path, count in zip(paths, counts)]  # so that they are not counted once more
         self._source = _imported(f"{package}data_source", "array_record").ArrayRecordDataSource(whole)
 
@@ -172,19 +173,19 @@ class ArrayRecords(Numbered):
         """
         indices = np.searchsorted(self._firsts, numbers, side="right") - 1
         for index in set(indices.tolist()):
-            self._files.check(index)
+            self.files.check(index)
         try:
             found = list(self._source.__getitems__(numbers))
         except (OSError, RuntimeError, ValueError) as error:
             for index in set(indices.tolist()):
-                self._files.check(index, at_once=True)
+                self.files.check(index, at_once=True)
             if len(numbers) > 1:
                 return [self[int(number)] for number in numbers]
             row = int(numbers[0] - self._firsts[indices[0]])
-            raise bad_record(self._files, int(indices[0]), row, gist(error)) from error
+            raise bad_record(self.files, int(indices[0]), row, gist(error)) from error
         for index, record in zip(indices.tolist(), found):
             if not record:  # the library gives this beyond the end of a file that was truncated
-                self._files.check(index, at_once=True)
+                self.files.check(index, at_once=True)
         return found
 
 

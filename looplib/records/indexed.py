@@ -50,10 +50,15 @@ class Numbered(abc.ABC):
     """Records of files, numbered through from file to file.
 
     Args:
+      files: the files.
       counts: how many records each file, or part of one, has.
+
+    Attributes:
+      files: the files.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, files: Files, counts: Sequence[int]) -> None:
+        self.files = files
         self._firsts = np.concatenate([[0], np.cumsum(counts)])
 
     def __len__(self) -> int:
@@ -79,10 +84,9 @@ class IndexedFiles(Numbered):
     """
 
     def __init__(self, files: Files, offsets: Sequence[np.ndarray]) -> None:
-        self._files = files
         self._offsets = offsets
         self._taking = threading.Lock()  # threads that run Python at the same time slow each other down
-        super().__init__([len(ends) - 1 for ends in offsets])
+        super().__init__(files, [len(ends) - 1 for ends in offsets])
         self.mean_bytes = sum(files.sizes) / max(1, len(self))
 
     def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
@@ -98,16 +102,16 @@ class IndexedFiles(Numbered):
         joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
         heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
         tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
-        raw = self._files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()))
+        raw = self.files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()))
         ends = np.cumsum(stops - starts)
         with self._taking:
             records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
         if bad is not None:
             index = int(file[bad])
             row = int(numbers[bad] - self._firsts[index])
-            self._files.check(index)
+            self.files.check(index)
             at = int(self._offsets[index][row])
-            raise bad_record(self._files, index, row, "its checksum does not match its data", at)
+            raise bad_record(self.files, index, row, "its checksum does not match its data", at)
         return records
 
     def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:

@@ -138,8 +138,8 @@ class BlockOrder:
 
 def key_of(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
     """Returns keys uint64 `[..., p]` of permutations of epochs, int64 `[p]`; `use` says what for, int64 `[..., p]`."""
-    first = _mix(tf.fill(tf.shape(epoch), tf.constant(seed % 2**64, tf.uint64)))
-    return _mix(_mix(first + tf.bitcast(epoch, tf.uint64)) + tf.bitcast(0 * epoch + use, tf.uint64))
+    first = mix(tf.fill(tf.shape(epoch), tf.constant(seed % 2**64, tf.uint64)))
+    return mix(mix(first + tf.bitcast(epoch, tf.uint64)) + tf.bitcast(0 * epoch + use, tf.uint64))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -157,7 +157,7 @@ def shuffled(index: tf.Tensor, size: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     width = tf.cast(tf.math.ceil(tf.sqrt(tf.cast(size, tf.float64))), tf.int64)
     height = -(-size // width)
     numbers = tf.constant(list(range(_HALF_ROUNDS)), tf.uint64, [_HALF_ROUNDS] + [1] * key.shape.rank)
-    keys = tf.unstack(_mix(key + numbers))
+    keys = tf.unstack(mix(key + numbers))
 
     def through(index: tf.Tensor) -> tf.Tensor:
         row, column = index // width, index % width
@@ -184,11 +184,11 @@ def _hash(value: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
 
 def seeds_at(positions: tf.Tensor, seed: int, training: bool) -> tf.Tensor:
     """Returns seeds int32 `[p, 2]` for int64 positions in the run `[p]`, no two alike."""
-    key = _mix(tf.constant((2 * seed + training) % 2**64, tf.uint64))
-    return tf.bitcast(_mix(tf.bitcast(positions, tf.uint64) + key), tf.int32)
+    key = mix(tf.constant((2 * seed + training) % 2**64, tf.uint64))
+    return tf.bitcast(mix(tf.bitcast(positions, tf.uint64) + key), tf.int32)
 
 
-def _mix(words: tf.Tensor) -> tf.Tensor:
+def mix(words: tf.Tensor) -> tf.Tensor:
     """Scatters uint64 words one to one: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         words = tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))

@@ -131,6 +131,33 @@ class Chain:
         return found
 
 
+class Subset:
+    """Some records of a source, as a source.
+
+    Args:
+      source: the records.
+      ids: int64 `[n]`, the numbers of those to have.
+
+    Attributes:
+      source: the records.
+      ids: int64 `[n]`, the numbers of those to have.
+      mean_bytes: the average size of the records of the source.
+    """
+
+    def __init__(self, source: Source, ids: np.ndarray) -> None:
+        self.source, self.ids, self.mean_bytes = source, ids, mean_bytes(source)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns records by number."""
+        return items(self.source, self.ids[np.asarray(numbers)])
+
+
 def items(source: Source, numbers: Sequence[int]) -> list[Any]:
     """Returns records of a source, all at once if it can."""
     if isinstance(source, ReadsMany):

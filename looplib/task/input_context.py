@@ -11,7 +11,7 @@ from looplib.errors import UsageError, whole_number
 from looplib.records import reading, sources
 from looplib.records.damage import LeftOut, tolerant
 from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
-from looplib.task.plans import Ids, Plan, Run, beside, plan_of
+from looplib.task.plans import Ids, Kept, Plan, Run, beside, plan_of
 
 _CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
 _ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
@@ -45,6 +45,7 @@ class InputContext:
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
       bad_records: the damaged records that `records` has left out, and how many it may; None for none.
+      sources: what `records` was given, opened.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class InputContext:
         self.ids: tf.data.Dataset | None = None  # what `indices` returned last, if an example has one
         self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.steps_per_epoch: float | None = None
+        self.sources: list[sources.Source] = []
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
@@ -178,7 +180,7 @@ class InputContext:
           block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
             itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
             shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or
-            less so that there are many blocks.
+            less so that there are many blocks. Of a plan, whose default is 1, only `Kept` takes more.
           shuffle: see `indices`.
           seeds: see `indices`.
           whole_epochs: see `indices`.
@@ -190,11 +192,16 @@ class InputContext:
         Raises:
           UsageError: if no file matches, a file is damaged, or there is no record.
         """
+        if isinstance(source, Kept) and source.source is not None and block not in (None, 1):
+            source = sources.Subset(source.source, source.ids)
         if isinstance(source, Plan):
-            if source.source is None or block not in (None, 1):
+            kind = f"looplib.{type(source).__name__}"
+            if source.source is None:
+                raise UsageError(f"context.records was given {kind} without records; give it their source")
+            if block not in (None, 1):
                 raise UsageError(
-                    f"context.records was given looplib.{type(source).__name__} and block={block}; expected a plan "
-                    "that has records, each of which is read by itself: give it their source, and leave out block"
+                    f"context.records was given {kind} and block={block}, and reads each record of such a plan by "
+                    "itself; leave out block, which looplib.Kept and records without a plan can have"
                 )
             return self._planned(plan_of(source, "records", shuffle, whole_epochs), seeds, whole_epochs)
         source = sources.opened(source)
@@ -240,12 +247,15 @@ class InputContext:
         self, plan: Plan, picks: Callable[[tf.Tensor], Any], whole_epochs: bool, by_pieces: bool
     ) -> tf.data.Dataset:
         source = plan.source
+        self.sources.append(source)
         batch = self.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
         tolerates = self.bad_records is not None and self.bad_records.most > 0
         source = tolerant(source, self.bad_records, replace=self.training) if tolerates else source
         picked = self._positions(plan, whole_epochs, "records", most).map(picks, **_PARALLEL)
         self.ids = picked.map(_ids).unbatch()
+        if isinstance(plan.source, sources.Subset):
+            self.ids = self.ids.map(functools.partial(tf.gather, tf.constant(plan.source.ids)))
         self.by_python = True
         return _batches(reading.read(source, picked, by_pieces=by_pieces, may_lack=tolerates and not self.training))
 

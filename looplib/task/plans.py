@@ -124,23 +124,26 @@ class Kept(Plan):
       chosen: bool `[n]`, whether each of n examples is kept; or int `[size]`, the ids of those that are.
       source: records, or the names of their files, for `context.records(looplib.Kept(chosen, source))`; None for ids.
 
+    Attributes:
+      ids: of the examples that are kept, int64 `[size]`.
+
     Raises:
       UsageError: if nothing is kept, or ids are not those of records.
     """
 
     def __init__(self, chosen: np.ndarray, source: Source | str | None = None) -> None:
         self.source = of_examples(source, len(chosen) if np.asarray(chosen).dtype == bool else None)
-        self._ids = chosen_ids(chosen, None if self.source is None else len(self.source))
-        self.size = len(self._ids)
+        self.ids = chosen_ids(chosen, None if self.source is None else len(self.source))
+        self.size = len(self.ids)
 
     def endless(self, run: Run) -> Locate:
         """See `Plan`; examples are int64 ids `[b]`."""
-        ids, places = tf.constant(self._ids), epochs_of(self.size, run)
+        ids, places = tf.constant(self.ids), epochs_of(self.size, run)
         return lambda positions: tf.gather(ids, places(positions))
 
     def once(self) -> Locate:
         """See `Plan`."""
-        ids = tf.constant(self._ids)
+        ids = tf.constant(self.ids)
         return lambda positions: tf.gather(ids, positions)
 
 

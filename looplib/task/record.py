@@ -94,6 +94,7 @@ class RunRecord:
       global_batch_size: the examples of one step.
       loop: the name of the engine.
       examples: how many examples the training data has; None where that is not known.
+      files: checksums of the files of the training data, see `records.fingerprint`; None where there are none.
       unknown: the fields that only a newer looplib knows.
     """
 
@@ -111,6 +112,7 @@ class RunRecord:
     global_batch_size: int | None = None
     loop: str | None = None
     examples: int | None = None
+    files: dict[str, str] | None = None
     unknown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -1,0 +1,146 @@
+"""Fingerprints of data: a run that resumes on other files is told which, and one on a copy of its files is not."""
+
+import itertools
+import logging
+import os
+import shutil
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tensorflow as tf
+import toy
+from array_record.python import array_record_module
+from conftest import make_strategy
+
+import looplib
+from looplib.records.fingerprint import changes, fingerprint
+
+
+def tfrecord(path, rows):
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for row in rows:
+            writer.write(row)
+
+
+def array_record(path, rows):
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+    for row in rows:
+        writer.write(row)
+    writer.close()
+
+
+def parquet(path, rows):
+    table = pyarrow.table({"row": rows})
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False, write_statistics=False)
+
+
+WRITERS = {
+    "tfrecord": tfrecord,
+    "array_record": array_record,
+    "parquet": parquet,
+    "jsonl": lambda path, rows: path.write_bytes(b"\n".join(rows) + b"\n"),
+    "bin": lambda path, rows: path.write_bytes(b"".join(rows)),
+}
+
+
+def write(folder, kind, start=0, shards=(0, 1, 2)):
+    """Files of 200 records of 40 bytes, whose content begins at a number."""
+    for shard in shards:
+        rows = [b"%040d" % (start + number) for number in range(200 * shard, 200 * shard + 200)]
+        WRITERS[kind](folder / f"part-{shard}.{kind}", rows)
+    return f"{folder}/part-*.{kind}"
+
+
+def opened(pattern):
+    options = {"format": "binary", "record_bytes": 40} if pattern.endswith("bin") else {}
+    return looplib.open_records(pattern, **options)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_file_with_another_content_of_equal_length_is_named_and_a_copy_is_the_same(kind, tmp_path):
+    (tmp_path / "first").mkdir()
+    pattern = write(tmp_path / "first", kind)
+    before = fingerprint([opened(pattern)])
+    assert list(before) == [f"part-{shard}.{kind}" for shard in range(3)] and len(set(before.values())) == 3
+    (tmp_path / "second" / "folder").mkdir(parents=True)
+    for path in (tmp_path / "first").glob("part-*"):
+        shutil.copy(path, tmp_path / "second" / "folder")
+    assert changes(before, fingerprint([opened(pattern.replace("first", "second/folder"))])) == []
+
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "first").glob("part-*"))]
+    write(tmp_path / "first", kind, 10_000, [1])
+    assert sizes == [path.stat().st_size for path in sorted((tmp_path / "first").glob("part-*"))]
+    assert changes(before, fingerprint([opened(pattern)])) == [f"part-1.{kind} has another content"]
+    write(tmp_path / "first", kind, 0, [1])
+    os.rename(tmp_path / "first" / f"part-0.{kind}", tmp_path / "first" / f"part-3.{kind}")
+    found = changes(before, fingerprint([opened(pattern)]))
+    assert found == [f"part-0.{kind} is missing", f"part-3.{kind} is new"]
+
+
+def test_plans_and_sources_of_any_kind_have_fingerprints(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, other = write(tmp_path / "a", "jsonl"), write(tmp_path / "b", "jsonl", 7)
+
+    def of(source):
+        context = looplib.InputContext(
+            global_batch_size=4, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=True, start_step=0
+        )
+        context.records(source)
+        return fingerprint(context.sources)
+
+    mixed = of(looplib.Mixture({"one": one, "other": other}, {"one": 1, "other": 1}))
+    assert list(mixed) == [f"{folder}/part-{shard}.jsonl" for folder in "ab" for shard in range(3)]
+    assert list(of(looplib.Kept(np.arange(600) % 2 > 0, one))) == [f"part-{shard}.jsonl" for shard in range(3)]
+    backwards = of([f"{tmp_path}/a/part-{shard}.jsonl" for shard in (1, 0, 2)])
+    assert changes(of(one), backwards) == ["its files come in another order"]
+
+    rows = [{"x": np.full([2], number), "name": f"row {number}"} for number in range(50)]
+    assert of(rows) == of(list(rows)) and list(of(rows)) == ["list"]
+    assert changes(of(rows), of(rows[:-1] + rows[:1])) == ["list has another content"]
+    numbers = itertools.count()
+
+    class Random(list):
+        def __getitem__(self, number):
+            return next(numbers)
+
+    assert of(Random(range(50))) == {}  # each read gives something else
+
+
+class Reader(toy.Regression):
+    """Reads what it trains on from files."""
+
+    def __init__(self, pattern):
+        super().__init__()
+        self.pattern = pattern
+
+    def dataset(self, context):
+        ids = context.records(self.pattern).map(lambda rows: tf.strings.to_number(rows, tf.int64) % self.num_examples)
+        return ids.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+
+
+def test_a_resume_on_replaced_files_names_them(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="absl")
+    pattern = write(tmp_path, "jsonl")
+
+    def train(steps):
+        caplog.clear()
+        with toy.controller(make_strategy("default"), Reader(pattern), model_dir=tmp_path / "run") as controller:
+            controller.train(steps)
+        return caplog.text
+
+    assert "training data" not in train(2)
+    for path in tmp_path.glob("part-*"):
+        os.utime(path, (1, 1))
+    assert "training data" not in train(4)
+    write(tmp_path, "jsonl", 50_000, [2])
+    said = train(6)
+    assert "the training data is not the one of step 4: part-2.jsonl has another content; the steps" in said
+    assert "another order" not in said and "training data" not in train(8)
+    (tmp_path / "part-0.jsonl").unlink()
+    said = train(10)
+    assert (
+        "of step 8: it has 400 examples, and had 600; part-0.jsonl is missing; the steps that follow train on" in said
+    )
