@@ -137,5 +137,7 @@ def _size_and_time(path: str) -> tuple[int, int]:
             return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
         found = tf.io.gfile.stat(path)
     except (OSError, tf.errors.OpError) as error:
-        raise UsageError(f"the file of records {path} cannot be found ({gist(error)}); restore it, or check the path") from error
+        raise UsageError(
+            f"the file of records {path} cannot be found ({gist(error)}); restore it, or check the path"
+        ) from error
     return found.length, found.mtime_nsec

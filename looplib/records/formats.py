@@ -11,7 +11,7 @@ import numpy as np
 from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.records.files import THREADS, Files
 from looplib.records.index import offsets_of
-from looplib.records.indexed import IndexedFiles, Numbered, bad_record
+from looplib.records.indexed import IndexedFiles, Numbered, bad_record, ends_process
 
 _WINDOW = 1 << 22
 _GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
@@ -177,6 +177,8 @@ class ArrayRecords(Numbered):
         try:
             found = list(self._source.__getitems__(numbers))
         except (OSError, RuntimeError, ValueError) as error:
+            if ends_process(error):
+                raise
             for index in set(indices.tolist()):
                 self.files.check(index, at_once=True)
             if len(numbers) > 1:

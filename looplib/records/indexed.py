@@ -26,6 +26,11 @@ class BadRecordError(UsageError):
         self.name = name
 
 
+def ends_process(error: Exception) -> bool:
+    """Returns whether a library could not read because the process ends, of which reading ahead may hear first."""
+    return "cannot schedule new futures" in str(error)
+
+
 def bad_record(files: Files, index: int, row: int, why: str, at: int | None = None) -> BadRecordError:
     """Returns the error of a damaged record.
 

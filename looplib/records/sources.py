@@ -4,14 +4,17 @@ import bisect
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
 
+from looplib import source_locations
 from looplib.errors import UsageError, gist, join_names
 from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
+from looplib.records.indexed import BadRecordError, ends_process
 from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -82,8 +85,9 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
                 open_records(path, format, **options)  # names the one that cannot be opened
         what = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else "".join(paths)
         raise UsageError(
-            f"{what} cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); expected files "
-            "of this format, record_bytes for binary, maybe header_bytes, and columns at most for parquet"
+            f"{what} cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); restore a "
+            "damaged file from a copy; expected files of this format, record_bytes for binary, maybe header_bytes, and "
+            "columns at most for parquet"
         ) from error
 
 
@@ -159,10 +163,33 @@ class Subset:
 
 
 def items(source: Source, numbers: Sequence[int]) -> list[Any]:
-    """Returns records of a source, all at once if it can."""
-    if isinstance(source, ReadsMany):
-        return list(source.__getitems__(numbers))
-    return [source[number] for number in numbers]
+    """Returns records of a source, all at once if it can.
+
+    Raises:
+      BadRecordError: for one that an installed package cannot read; what a class of the user's raises is passed on.
+    """
+    numbers = [int(number) for number in numbers]  # TFDS's sources take no array
+    try:
+        return list(source.__getitems__(numbers)) if isinstance(source, ReadsMany) else [source[n] for n in numbers]
+    except UsageError:
+        raise
+    except Exception as error:
+        if not _is_installed(source) or ends_process(error):
+            raise
+        if len(numbers) > 1:
+            return [items(source, [number])[0] for number in numbers]
+        kind = type(source).__name__
+        raise BadRecordError(
+            f"record {numbers[0]} of the {kind} cannot be read: {gist(error)}; restore its files from a copy, or leave "
+            "out a few such records by --bad_records=skip:N",
+            f"{kind}-{numbers[0]}",
+        ) from error
+
+
+def _is_installed(source: Source) -> bool:
+    module = sys.modules.get(type(source).__module__)
+    path = getattr(module, "__file__", None)
+    return path is not None and not source_locations.is_users(path)
 
 
 def mean_bytes(source: Source) -> float:
