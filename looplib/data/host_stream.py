@@ -113,8 +113,8 @@ class HostStream(Stream):
             self._untuned = self.dataset.prefetch(2).with_options(options)
         return self._untuned
 
-    def end(self, iterator: tf.data.Iterator) -> None:
-        """See `Stream`; returns at once.
+    def end(self, iterator: tf.data.Iterator, wait: bool = False) -> None:
+        """See `Stream`; returns at once without `wait`.
 
         Sometimes the end of an iterator that tunes itself takes as long as it has lived, and at most 60 s: TensorFlow
         2.20 wakes its tuning thread before it notes that the thread has to end, so that a thread which looks at once
@@ -130,7 +130,7 @@ class HostStream(Stream):
             with tf.device("/cpu:0"):
                 tf.raw_ops.MakeIterator(dataset=nothing, iterator=iterator_state.handle(iterator))
 
-        if untuned:
+        if untuned or wait:
             replace()
         else:
             threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()

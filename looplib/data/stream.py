@@ -107,8 +107,13 @@ class Stream:
         self._iterated = True
         return self.dataset
 
-    def end(self, iterator: Any) -> None:
-        """Releases an iterator that is no longer read."""
+    def end(self, iterator: Any, wait: bool = False) -> None:
+        """Releases an iterator that is no longer read.
+
+        Args:
+          iterator: from `iterate`.
+          wait: whether to return only once its threads have ended.
+        """
 
     def copy_seconds(self) -> float:
         """Measures a copy of a batch to the device of its replica; 0 where none is made, or it is not known."""

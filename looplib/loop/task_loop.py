@@ -1,9 +1,11 @@
 """The loop of one task: its data distributed, its step traced, its inner loop built, its metrics read."""
 
+import atexit
 import dataclasses
 import functools
 import math
 import numbers
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +34,7 @@ from looplib.task.state import variables_of
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
+_reading: "weakref.WeakSet[TaskLoop]" = weakref.WeakSet()  # loops that have an iterator
 
 
 class TaskLoop(TrainingLoop):
@@ -168,6 +171,7 @@ class TaskLoop(TrainingLoop):
 
     def _iterate(self) -> None:
         self._iterator, self._position = self._stream.iterate(self._position), None
+        _reading.add(self)
         self._sure = self._stream.sure - (0 if self._stream.positioned else self._start_step)
         if not self._inner.traces:
             with self._clock.phase("compile"):
@@ -238,10 +242,11 @@ class TaskLoop(TrainingLoop):
         found = bottleneck.of(self._iterator, self._stream.copy_seconds())
         return (str(found), found.advice) if found else None
 
-    def _end_data(self) -> None:
+    def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
-            self._stream.end(self._iterator)
+            self._stream.end(self._iterator, wait)
         self._iterator = None
+        _reading.discard(self)
 
     def place_of(self, error: BaseException) -> str:
         """See `Loop`."""
@@ -317,6 +322,16 @@ class TaskLoop(TrainingLoop):
                 self._spec.step_name,
                 join_names(random),
             )
+
+
+@atexit.register
+def _end_all_data() -> None:
+    """Ends the data of loops that nobody has closed, at the end of the process while Python still runs.
+
+    Later, Python would wait for an iterator whose `tf.py_function` waits for Python, and the process would never end.
+    """
+    for loop in list(_reading):
+        loop._end_data(wait=True)  # at an exit, Python 3.12 starts no thread
 
 
 def make_loop(spec: Specification) -> Loop:
