@@ -21,6 +21,7 @@ _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
+_PIECE_SECONDS = 0.5  # of reading batches that are skipped
 _SHORT = 1.0  # seconds of an evaluation, after which the next one's pipeline is not tuned
 
 
@@ -89,6 +90,7 @@ class HostStream(Stream):
                 return iterator
             iterator = self._iter()
         if self.skipped:
+            self.passed = 0
             self._warn_of_what_skipping_cannot_repeat()
             self._skip(iterator)
             seconds = time.perf_counter() - start
@@ -145,8 +147,14 @@ class HostStream(Stream):
             for _ in tf.range(count):
                 next(iterator)
 
+        piece = 1
         try:
-            skip(iterator, tf.constant(count, tf.int64))
+            while count:  # in pieces, for the watchdog to see that something moves
+                piece, start = min(piece, count), time.perf_counter()
+                skip(iterator, tf.constant(piece, tf.int64))
+                count -= piece
+                self.passed += piece
+                piece *= 2 if time.perf_counter() - start < _PIECE_SECONDS else 1
         except tf.errors.OutOfRangeError:
             pass  # the data ends before; so does the training
 

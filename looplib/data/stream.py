@@ -34,6 +34,7 @@ class Stream:
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
       block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
+      passed: of the `skipped` batches, those that were read so far.
     """
 
     strategy: tf.distribute.Strategy
@@ -55,6 +56,7 @@ class Stream:
     ids: tf.data.Dataset | None = None
     lengths: Lengths | None = None
     block: int = 1
+    passed: int = dataclasses.field(default=0, init=False)
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property

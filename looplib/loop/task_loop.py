@@ -193,6 +193,10 @@ class TaskLoop(TrainingLoop):
             self._clock.move(min(ran.waited, self._clock.of(phase) - before), phase, "input")
         return ran
 
+    def progress(self) -> float:
+        """See `Loop`; what counts is data that is read again by a run that resumes."""
+        return self._stream.passed
+
     def read(self) -> dict[str, int | float]:
         """See `Loop`."""
         metrics = self._inner.read()
