@@ -270,6 +270,7 @@ def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_ro
     assert found.waiting == 0  # of this interval, as the numbers beside it are
     spend(train=600)  # a slow loop: what was long ago counts no more
     assert pace.at(1250, 2000, None).rate == pytest.approx(100 / 600, rel=0.01)
+    assert pace.at(1250, 300, None).left is None  # of a run that is beyond the step that was asked for
 
 
 def test_what_others_print_and_log_leaves_no_piece_of_the_bar_on_a_terminal(nursery, tmp_path):
