@@ -1,12 +1,14 @@
 """The tools: `python -m looplib check resume -- COMMAND ...`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _CHECK = """\
 COMMAND is your usual command without --model_dir, for example
   python -m looplib check {name} -- python -m trainers.image_classification --train_steps=200 --checkpoint_interval=50
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
     if options.run not in (_status, _launch):
-        from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
+        _import_tensorflow()
     try:
         return options.run(options)
     except UsageError as error:
@@ -57,6 +59,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _import_tensorflow() -> None:
+    """Imports TensorFlow, before any other file does, without the messages of its runtime unless the user sets a level.
+
+    TensorFlow reads their level once, so the programs that a tool starts get the environment of the user.
+    """
+    given = os.environ.get(_LEVEL)
+    os.environ.setdefault(_LEVEL, "3")
+    try:
+        from looplib import _tf  # noqa: F401
+    finally:
+        if given is None:
+            del os.environ[_LEVEL]
 
 
 def _add_status(tools: Any) -> None:

@@ -132,13 +132,12 @@ def _use(name: str, stream: TextIO, undo: contextlib.ExitStack) -> None:
     before = getattr(sys, name)
     setattr(sys, name, stream)
     undo.callback(setattr, sys, name, before)
-    for logger in map(logging.getLogger, _LOGGERS):
-        for handler in logger.handlers:
-            if isinstance(handler, absl.logging.ABSLHandler):
-                handler = handler.python_handler  # the one that prints
-            if isinstance(handler, logging.StreamHandler) and before is not None and handler.stream is before:
-                handler.setStream(stream)
-                undo.callback(handler.setStream, before)
+    handlers = [handler for logger in map(logging.getLogger, _LOGGERS) for handler in logger.handlers]
+    handlers.append(absl.logging.get_absl_handler().python_handler)  # `app.run` gives it to the root logger later
+    for handler in handlers:
+        if isinstance(handler, logging.StreamHandler) and before is not None and handler.stream is before:
+            handler.setStream(stream)
+            undo.callback(handler.setStream, before)
 
 
 class _Raw(io.RawIOBase):

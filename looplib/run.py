@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -382,6 +383,8 @@ class Run:
 
     def leave(self, step: int) -> NoReturn:
         """Ends the run for a signal or a time limit: saves, flushes, raises `Preempted`."""
+        # IPython prints this advice after each SystemExit; it would end the kernel of a notebook.
+        warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         signal = notice.requested or "a signal or time limit of another worker"
         if not self._trains:
             raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
@@ -415,7 +418,7 @@ class Run:
                 f"another controller of this process is training in {self.model_dir}; wait until it ends, or use "
                 "a separate model_dir"
             )
-        logging.warning("the controller that was built earlier for %s is closed, because a new one is", self.model_dir)
+        logging.warning("the earlier controller for %s is closed, because another one is built for it", self.model_dir)
         try:
             self.close()
         except UsageError as error:  # a failed save of that run, and not of the new one

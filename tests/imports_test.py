@@ -1,5 +1,6 @@
 """Importing looplib is cheap and never imports tf-models-official."""
 
+import os
 import statistics
 import subprocess
 import sys
@@ -86,3 +87,13 @@ def test_every_public_name_is_loaded_when_it_is_used():
 
 def test_importing_looplib_loads_none_of_the_extras(imported):
     assert imported[1] == []
+
+
+def test_a_tool_prints_nothing_of_tensorflow_and_the_programs_that_it_starts_get_the_users_environment(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    code = "import os; from looplib.__main__ import main; main(); print(os.environ.get('TF_CPP_MIN_LOG_LEVEL'))"
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", tmp_path], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == (f"{tmp_path}/report.html: 1 run\nNone\n", "")

@@ -124,7 +124,7 @@ def test_a_second_controller_of_one_directory_closes_the_first(tmp_path, caplog)
     first = build(tmp_path)
     first.train(3)
     with build(tmp_path) as second:
-        assert "the controller that was built earlier for" in caplog.text
+        assert "the earlier controller for" in caplog.text
         assert second.global_step == 3
         second.train(5)
         for call in (lambda: first.train(9), first.save_checkpoint):

@@ -15,9 +15,11 @@ import tensorflow as tf
 import looplib
 from looplib.__main__ import main
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
+from looplib.extras.tools import replay
 from looplib.loop import example_checksum
 
 BAD = 37
+HANGS = 15
 RUNS = {
     "plain": [[]],
     "bad": [[f"--config.nan_at={BAD}"]],
@@ -26,6 +28,7 @@ RUNS = {
     "tf_keras": [["--config.kind=tf_keras"]],
     "tf_keras_changed": [["--config.kind=tf_keras", f"--config.change_at={BAD}"]],
     "actions": [["--config.kind=actions", "--profile=13:5"]],
+    "slow": [["--train_steps=20", "--config.waits=0.05", f"--config.hangs_again_at={HANGS}", "--stall_limit=3"]],
     "other_rate": [["--train_steps=20"], ["--config.rate=0.06"]],  # from step 21 on
 }
 
@@ -164,6 +167,23 @@ def test_a_loss_that_was_another_one_is_found(runs, tmp_path, capfd):
     (copy / "metrics.voided.jsonl").write_text(json.dumps({**record, "loss": reported}) + "\n")
     assert main(["replay", str(copy), "--step=30"]) == EXIT_DONE  # a rollback took it back, and the replay goes there
     assert "equal, bit by bit, to what the run reported at " in capfd.readouterr().out
+
+
+def test_a_replay_of_data_that_waits_in_python_says_where_it_is_and_ends(runs, monkeypatch, capfd):
+    monkeypatch.setattr(replay, "_NEWS_SECONDS", 0.2)
+    assert main(["replay", str(runs("slow")[0]), f"--step={HANGS - 3}"]) == EXIT_DONE  # the data of 3 more steps waits
+    out = capfd.readouterr().out
+    places = [int(place) for place in re.findall(rf"\n  at step (\d+) of {HANGS - 3} \(\d+ s\)", out)]
+    assert len(set(places)) > 1 and places == sorted(places)
+    assert "equal, bit by bit, to what the run reported at step 10" in out
+
+
+def test_a_replay_without_progress_is_ended_by_the_watchdog(runs, capfd):
+    folder, _ = runs("slow")
+    assert main(["replay", str(folder), f"--step={HANGS}"]) == EXIT_UNKNOWN
+    lines = capfd.readouterr().err.splitlines()
+    assert f"the replay of {folder} made no progress before step {HANGS}, and was ended" in lines[-1]
+    assert "no progress for 3 s in the phase 'train' after " in lines[-2]
 
 
 def test_the_debugger_stops_in_the_user_s_function(runs, tmp_path, capfd):

@@ -1,6 +1,8 @@
 """A binary whose runs are replayed: a regression in which a step can be changed, or made not finite, by a setting."""
 
 import dataclasses
+import os
+import time
 
 import keras
 import numpy as np
@@ -20,6 +22,8 @@ class Config:
     rate: float = 0.05
     change_at: int = 0  # the step in whose batch one number is another
     nan_at: int = 0  # the step in which a logarithm is that of a negative number
+    waits: float = 0.0  # seconds of each batch, in Python
+    hangs_again_at: int = 0  # the step whose batch never comes in a replay
     fails_at_end: bool = False  # in an action, once the training has ended
 
 
@@ -31,7 +35,14 @@ def batches(context, config):
         changed = tf.tensor_scatter_nd_add(x, [[2, 3]], [0.5])
         return tf.where(step == config.change_at, changed, x), tf.gather(Y, ids), tf.fill(tf.shape(ids), step)
 
+    def wait(step):
+        hangs = step == config.hangs_again_at and "LOOPLIB_REPLAY" in os.environ
+        time.sleep(1000 if hangs else config.waits)
+        return step
+
     steps = tf.data.Dataset.counter(context.start_step + 1)
+    if config.waits:
+        steps = steps.map(lambda step: tf.ensure_shape(tf.py_function(wait, [step], tf.int64), [])).prefetch(2)
     return tf.data.Dataset.zip(context.indices(50), steps).map(of_step)
 
 

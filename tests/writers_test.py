@@ -270,6 +270,7 @@ def test_time_left_counts_training_saves_and_evaluations_after_a_resume_and_a_ro
     assert found.waiting == 0  # of this interval, as the numbers beside it are
     spend(train=600)  # a slow loop: what was long ago counts no more
     assert pace.at(1250, 2000, None).rate == pytest.approx(100 / 600, rel=0.01)
+    assert pace.at(1250, 300, None).left is None  # of a run that is beyond the step that was asked for
 
 
 def test_what_others_print_and_log_leaves_no_piece_of_the_bar_on_a_terminal(nursery, tmp_path):
@@ -277,7 +278,7 @@ def test_what_others_print_and_log_leaves_no_piece_of_the_bar_on_a_terminal(nurs
     for target in (40, 60):
         ours, theirs = pty.openpty()
         fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
-        flags = [f"--train_steps={target}", "--config.slow_step=0.03"]
+        flags = [f"--train_steps={target}", "--config.slow_step=0.03", "--profile=22:2"]  # whose end is logged
         life = nursery.life(tmp_path / "run", *flags, console=os.ttyname(theirs))
         text = b""
         while not life.ended() or select.select([ours], [], [], 0.1)[0]:
@@ -293,6 +294,7 @@ def test_what_others_print_and_log_leaves_no_piece_of_the_bar_on_a_terminal(nurs
         place = next(place for place, line in enumerate(shown) if line.startswith(f"step {step:>7}  eval "))
         assert shown[place - 1].startswith(f"step {step:>7}  train  accuracy ")
     assert not any("steps/s" in line for line in shown)
+    assert sum(line.startswith("I") and "] profiled steps 23 to 24: " in line for line in shown) == 1
     assert sum("restored step 40" in line for line in shown) == 1
     assert re.search(r"\r +\d+%\|.{12}\| 25/40 \| [\d.]+ steps/s \| \d+ s left, evaluation in \d+ s, input", texts[0])
     assert "| 20/40 | " in texts[0] and "s left, evaluating, input" in texts[0]

@@ -21,6 +21,7 @@ _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 _RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
+_PIECE_SECONDS = 0.5  # of reading batches that are skipped
 _SHORT = 1.0  # seconds of an evaluation, after which the next one's pipeline is not tuned
 
 
@@ -90,6 +91,7 @@ class HostStream(Stream):
                 return iterator
             iterator = self._iter()
         if self.skipped:
+            self.passed = 0
             self._warn_of_what_skipping_cannot_repeat()
             self._skip(iterator)
             seconds = time.perf_counter() - start
@@ -114,8 +116,8 @@ class HostStream(Stream):
             self._untuned = self.dataset.prefetch(2).with_options(options)
         return self._untuned
 
-    def end(self, iterator: tf.data.Iterator) -> None:
-        """See `Stream`; returns at once.
+    def end(self, iterator: tf.data.Iterator, wait: bool = False) -> None:
+        """See `Stream`; returns at once without `wait`.
 
         Sometimes the end of an iterator that tunes itself takes as long as it has lived, and at most 60 s: TensorFlow
         2.20 wakes its tuning thread before it notes that the thread has to end, so that a thread which looks at once
@@ -131,7 +133,7 @@ class HostStream(Stream):
             with tf.device("/cpu:0"):
                 tf.raw_ops.MakeIterator(dataset=nothing, iterator=iterator_state.handle(iterator))
 
-        if untuned:
+        if untuned or wait:
             replace()
         else:
             threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
@@ -146,8 +148,14 @@ class HostStream(Stream):
             for _ in tf.range(count):
                 next(iterator)
 
+        piece = 1
         try:
-            skip(iterator, tf.constant(count, tf.int64))
+            while count:  # in pieces, for the watchdog to see that something moves
+                piece, start = min(piece, count), time.perf_counter()
+                skip(iterator, tf.constant(piece, tf.int64))
+                count -= piece
+                self.passed += piece
+                piece *= 2 if time.perf_counter() - start < _PIECE_SECONDS else 1
         except tf.errors.OutOfRangeError:
             pass  # the data ends before; so does the training
 

@@ -35,6 +35,7 @@ class Stream:
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
       block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
+      passed: of the `skipped` batches, those that were read so far.
     """
 
     strategy: tf.distribute.Strategy
@@ -57,6 +58,7 @@ class Stream:
     ids: tf.data.Dataset | None = None
     lengths: Lengths | None = None
     block: int = 1
+    passed: int = dataclasses.field(default=0, init=False)
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property
@@ -109,8 +111,13 @@ class Stream:
         self._iterated = True
         return self.dataset
 
-    def end(self, iterator: Any) -> None:
-        """Releases an iterator that is no longer read."""
+    def end(self, iterator: Any, wait: bool = False) -> None:
+        """Releases an iterator that is no longer read.
+
+        Args:
+          iterator: from `iterate`.
+          wait: whether to return only once its threads have ended.
+        """
 
     def copy_seconds(self) -> float:
         """Measures a copy of a batch to the device of its replica; 0 where none is made, or it is not known."""

@@ -1,9 +1,11 @@
 """The loop of one task: its data distributed, its step traced, its inner loop built, its metrics read."""
 
+import atexit
 import dataclasses
 import functools
 import math
 import numbers
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +34,7 @@ from looplib.task.state import variables_of
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
+_reading: "weakref.WeakSet[TaskLoop]" = weakref.WeakSet()  # loops that have an iterator
 
 
 class TaskLoop(TrainingLoop):
@@ -171,6 +174,7 @@ class TaskLoop(TrainingLoop):
 
     def _iterate(self) -> None:
         self._iterator, self._position = self._stream.iterate(self._position), None
+        _reading.add(self)
         self._sure = self._stream.sure - (0 if self._stream.positioned else self._start_step)
         if not self._inner.traces:
             with self._clock.phase("compile"):
@@ -191,6 +195,10 @@ class TaskLoop(TrainingLoop):
         if phase == "train":
             self._clock.move(min(ran.waited, self._clock.of(phase) - before), phase, "input")
         return ran
+
+    def progress(self) -> float:
+        """See `Loop`; what counts is data that is read again by a run that resumes."""
+        return self._stream.passed
 
     def read(self) -> dict[str, int | float]:
         """See `Loop`."""
@@ -241,10 +249,11 @@ class TaskLoop(TrainingLoop):
         found = bottleneck.of(self._iterator, self._stream.copy_seconds())
         return (str(found), found.advice) if found else None
 
-    def _end_data(self) -> None:
+    def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
-            self._stream.end(self._iterator)
+            self._stream.end(self._iterator, wait)
         self._iterator = None
+        _reading.discard(self)
 
     def place_of(self, error: BaseException) -> str:
         """See `Loop`."""
@@ -320,6 +329,16 @@ class TaskLoop(TrainingLoop):
                 self._spec.step_name,
                 join_names(random),
             )
+
+
+@atexit.register
+def _end_all_data() -> None:
+    """Ends the data of loops that nobody has closed, at the end of the process while Python still runs.
+
+    Later, Python would wait for an iterator whose `tf.py_function` waits for Python, and the process would never end.
+    """
+    for loop in list(_reading):
+        loop._end_data(wait=True)  # at an exit, Python 3.12 starts no thread
 
 
 def make_loop(spec: Specification) -> Loop:

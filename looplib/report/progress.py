@@ -94,7 +94,7 @@ class Pace:
             end,
             evaluating,
             rate=rate,
-            left=None if end is None else (end - step) * (1 / rate + overhead),
+            left=None if end is None or end < step else (end - step) * (1 / rate + overhead),
             to_evaluation=None if evaluation is None else (evaluation - step) / rate,
             waiting=self._waiting,
         )

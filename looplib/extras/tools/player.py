@@ -49,6 +49,11 @@ class Order:
     save: str = ""
     exact: bool = True
 
+    @property
+    def news(self) -> str:
+        """The file in which the process writes what it is doing."""
+        return f"{self.to}.news"
+
     def as_environment(self) -> dict[str, str]:
         """Returns the environment variable that asks for it."""
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
@@ -131,6 +136,10 @@ class Player:
     def step(self) -> int:
         """The global step."""
         return self._controller.global_step
+
+    def progress(self) -> tuple[int, float]:
+        """Returns numbers of which one changes while it makes progress, the global step first."""
+        return self.step, self.loop.progress()
 
     def play(self, end: int) -> None:
         """Trains to a step, with the boundaries of the run, at which the engines divide the steps as the run did.

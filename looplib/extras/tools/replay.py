@@ -1,5 +1,6 @@
 """`python -m looplib replay DIR --step=N`: back to any step of a run, and a close look at it."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -7,19 +8,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from typing import Any
 
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, whole_number
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, whole_number
 from looplib.extras.tools import rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
+from looplib.report.formats import format_seconds
 
 _LAST_LINES = 20  # of a process that failed
+_NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
+_TICK = 0.1
 
 
 def replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str = "") -> int:
@@ -111,7 +116,7 @@ class Recorded:
                 shutil.copyfileobj(read, write)
         command, place = rerun.command_of(self.report, self.directory, self._start_that_did(order.step))
         command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
-        environment = {**rerun.environment(self.directory), **order.as_environment()}
+        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **rerun.environment(self.directory), **order.as_environment()}
         environment |= {example_checksum.VARIABLE: "1"} if order.trace else {}
         log = None if order.eager else os.path.join(folder, "output.log")
         try:
@@ -124,7 +129,7 @@ class Recorded:
                     **({"stdout": output, "stderr": subprocess.STDOUT} if log else {}),
                     preexec_fn=dying_with_parent(signal.SIGTERM),
                 )
-                code = process.wait()
+                code = process.wait() if order.debug else _wait(process, order)
         except OSError as error:
             raise UsageError(f"{command[0]} cannot be started in {place} ({error.strerror})") from error
         if code == 0 and os.path.exists(order.to):
@@ -132,6 +137,11 @@ class Recorded:
         if log:
             with open(log, errors="replace") as lines:
                 print("".join(f"  | {line}" for line in lines.readlines()[-_LAST_LINES:]), end="", file=sys.stderr)
+        if code == EXIT_STALLED:
+            raise UsageError(
+                f"the replay of {self.directory} made no progress before step {order.step}, and was ended; the lines "
+                "above say where it hung"
+            )
         raise UsageError(f"the command of {self.directory} ended with code {code} before step {order.step}; see above")
 
     def _start_that_did(self, step: int) -> int:
@@ -159,3 +169,18 @@ class Recorded:
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
         # Python's debugger follows one thread, and each replica has its own.
         return found + ["--strategy=auto", "--num_virtual_devices=1"] * debug
+
+
+def _wait(process: subprocess.Popen, order: Order) -> int:
+    """Waits for a replay, and prints from time to time what it is doing; returns its exit code."""
+    said = started = time.monotonic()
+    while True:
+        try:
+            return process.wait(_TICK)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+        if now > said + _NEWS_SECONDS:
+            said, news = now, "starting"
+            with contextlib.suppress(OSError), open(order.news) as file:
+                news = file.read()
+            say(f"  {news} ({format_seconds(now - started)})")

@@ -5,15 +5,22 @@ its own that holds one checkpoint. The binary builds and restores everything as 
 `answer`, which trains without reports, saves, evaluations and actions.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from looplib import files
 from looplib.extras.tools.player import VARIABLE, Answer, Order, Player
+from looplib.health.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from looplib.controller import Controller
+
+_NEWS_SECONDS = 0.5
 
 
 def requested() -> bool:
@@ -35,6 +42,29 @@ def answer(controller: "Controller", evaluate_every: int | None) -> None:
 
     order = Order(**json.loads(os.environ[VARIABLE]))
     player = Player(controller, evaluate_every)
-    found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
+    watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.policy.guards.stall_limit)
+    with _telling(player, order), controller.clock.phase("train"), watchdog.watching():
+        found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
     with open(order.to, "w") as file:
         json.dump(dataclasses.asdict(found), file)
+
+
+@contextlib.contextmanager
+def _telling(player: Player, order: Order) -> Iterator[None]:
+    """Writes what the player is doing to a file, again and again while a `with` block runs."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(_NEWS_SECONDS):
+            stream = player.loop.stream
+            skips = 0 < stream.passed < stream.skipped
+            batches = f", reading its data again: {stream.passed:,} of {stream.skipped:,} batches" * skips
+            files.write_whole(order.news, f"at step {player.step:,} of {order.step:,}{batches}")
+
+    thread = threading.Thread(target=tell, name="looplib-replay-news", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
