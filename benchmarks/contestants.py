@@ -23,7 +23,7 @@ _ALL_ON = looplib.Guards("halt", spike_score=1e15, on_spike="halt")  # so high t
 _ALL_OFF = looplib.Guards("off", stall_limit=0)
 
 
-def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, actions=(), compiled=False):
+def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, actions=(), compiled=False, strategy=None):
     """Builds looplib's controller, which finds the end of the data by itself."""
     if compiled:
         _compile(task)
@@ -32,6 +32,7 @@ def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, action
         own = _LooplibTask(task, own_input)
     return looplib.Controller(
         **{"trainer" if task.training else "evaluator": own},
+        strategy=strategy,
         global_batch_size=task.workload.batch,
         steps_per_loop=task.steps_per_loop,
         loop=engine,
@@ -41,15 +42,15 @@ def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, action
     )
 
 
-def looplib_loop(task, engine=ENGINE, own_input=False, guards=_ALL_ON, compiled=False):
-    """Builds looplib's loop, of a trainer of its own or of a compiled model."""
+def looplib_loop(task, engine=ENGINE, own_input=False, guards=_ALL_ON, compiled=False, strategy=None):
+    """Builds looplib's loop, of a trainer of its own or of a compiled model, on a strategy or the default one."""
     settling = []
 
     def stop_when_chosen(event):
         if settling and event.controller.engines:
             event.controller.stop()
 
-    controller = make_controller(task, engine, own_input, guards, [stop_when_chosen], compiled)
+    controller = make_controller(task, engine, own_input, guards, [stop_when_chosen], compiled, strategy)
 
     def settle():
         """Lets auto choose, as it would in the first seconds of a long run."""
@@ -74,7 +75,7 @@ class _LooplibTask(looplib.Trainer, looplib.Evaluator):
         self._task, self._own_input = task, own_input
 
     def dataset(self, context):
-        return self._task.own_input(context) if self._own_input else self._task.dataset()
+        return self._task.own_input(context) if self._own_input else self._task.dataset(context.num_replicas)
 
     def step_fn(self, inputs):
         losses, right = self._task.step(*inputs, mean=self.global_mean)
@@ -87,7 +88,7 @@ def by_hand(task, in_graph=True):
     endless = iter(dataset) if task.training else None
 
     def step(iterator, sums):
-        return sums + task.sums(iterator)
+        return sums + task.sums(*next(iterator))
 
     def loop(iterator, steps):
         sums = tf.zeros(3)
@@ -111,11 +112,11 @@ def by_hand(task, in_graph=True):
     return timed(run, task.loss)
 
 
-def orbit_loop(task, to_the_end=False):
-    """Builds Orbit's controller."""
+def orbit_loop(task, to_the_end=False, strategy=None):
+    """Builds Orbit's controller, on a strategy or the default one."""
     from benchmarks import orbit_peer
 
-    return orbit_peer.controller_loop(task, to_the_end)
+    return orbit_peer.controller_loop(task, to_the_end, strategy)
 
 
 def keras_loop(task, jit_compile=False):

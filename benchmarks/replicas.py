@@ -5,90 +5,23 @@ device, as `--strategy=mirrored` makes it on CPUs; Orbit runs on that and on `tf
 sums are collective ops. Turns alternate in one process, and no result counts unless all compute the same.
 """
 
-import contextlib
 import functools
-import io
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
 import numpy as np
-import orbit
 import tensorflow as tf
 from absl import app, flags, logging
 
-import looplib
-from benchmarks import records
-from benchmarks.workloads import WORKLOADS, Task, means, take_turns, timed
+from benchmarks import contestants, records
+from benchmarks.workloads import WORKLOADS, Task, take_turns
 
 _REPLICAS = 2
 _WORKLOAD = flags.DEFINE_enum("workload", "W1", ["W1", "W2", "W3"], "The workload to run.")
 _ROUNDS = flags.DEFINE_integer("rounds", 11, "Turns of each contestant that count.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 0.7, "Length of a turn, rounded to whole loops.", lower_bound=0)
 _OUTPUT = flags.DEFINE_string("output", "build/bench.json", "The file to add the ratios to.")
-
-
-class _Looplib(looplib.Trainer):
-    def __init__(self, task, own_input):
-        self.model, self.optimizer = task.model, task.optimizer
-        self._task, self._own_input = task, own_input
-
-    def dataset(self, context):
-        return self._task.own_input(context) if self._own_input else self._task.dataset(_REPLICAS)
-
-    def step_fn(self, inputs):
-        losses, right = self._task.step(*inputs, mean=self.global_mean)
-        return {"loss": losses, "accuracy": right}
-
-
-class _Orbit(orbit.StandardTrainer):
-    def __init__(self, task, strategy):
-        super().__init__(strategy.distribute_datasets_from_function(lambda context: task.dataset(_REPLICAS)))
-        self._task, self._strategy = task, strategy
-        kind = dict(synchronization=tf.VariableSynchronization.ON_READ, aggregation=tf.VariableAggregation.SUM)
-        with strategy.scope():
-            self._sums = tf.Variable(tf.zeros(3), **kind)
-        self._reset = tf.function(lambda: strategy.run(lambda: self._sums.assign(tf.zeros(3))), autograph=False)
-
-    def train_loop_begin(self):
-        self._reset()
-
-    def train_step(self, iterator):
-        self._strategy.run(self._step, args=(next(iterator),))
-
-    def _step(self, inputs):
-        losses, right = self._task.step(*inputs, mean=lambda values: tf.reduce_sum(values) / self._task.workload.batch)
-        self._sums.assign_add(tf.stack([tf.reduce_sum(losses), tf.reduce_sum(right), tf.cast(len(losses), tf.float32)]))
-
-    def train_loop_end(self):
-        return means(self._sums.read_value())
-
-
-def looplib_loop(task, strategy, engine, own_input=False):
-    """Builds looplib's loop."""
-    controller = looplib.Controller(
-        trainer=_Looplib(task, own_input),
-        strategy=strategy,
-        global_batch_size=task.workload.batch,
-        steps_per_loop=task.steps_per_loop,
-        loop=engine,
-        writers=[],
-    )
-    return timed(lambda steps: controller.train(controller.global_step + steps), task.loss)
-
-
-def orbit_loop(task, strategy):
-    """Builds Orbit's controller, which prints to nowhere."""
-    step, trainer = task.optimizer.iterations.value, _Orbit(task, strategy)
-    controller = orbit.Controller(
-        trainer=trainer, strategy=strategy, global_step=step, steps_per_loop=task.steps_per_loop
-    )
-
-    def run(steps):
-        with contextlib.redirect_stdout(io.StringIO()):
-            controller.train(int(step.read_value()) + steps)
-
-    return timed(run, task.loss)
 
 
 def measure(workload, rounds, seconds):
@@ -108,12 +41,13 @@ def measure(workload, rounds, seconds):
     devices = [f"/cpu:{i}" for i in range(_REPLICAS)]
     default = tf.distribute.MirroredStrategy(devices)
     summing = tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
+    ours, orbit = contestants.looplib_loop, contestants.orbit_loop
     makers = {
-        "looplib, graph": (summing, functools.partial(looplib_loop, engine="graph")),
-        "looplib, xla": (summing, functools.partial(looplib_loop, engine="xla")),
-        "looplib, own input": (summing, functools.partial(looplib_loop, engine="xla", own_input=True)),
-        "orbit": (default, orbit_loop),
-        "orbit, sums on one device": (summing, orbit_loop),
+        "looplib, graph": (summing, functools.partial(ours, engine="graph")),
+        "looplib, xla": (summing, functools.partial(ours, engine="xla")),
+        "looplib, own input": (summing, functools.partial(ours, engine="xla", own_input=True)),
+        "orbit": (default, orbit),
+        "orbit, sums on one device": (summing, orbit),
     }
     if workload is WORKLOADS["W3"]:  # XLA runs convolutions on one thread, ten times slower
         makers = {name: maker for name, maker in makers.items() if "xla" not in name and "own input" not in name}
@@ -122,7 +56,7 @@ def measure(workload, rounds, seconds):
     for name, (strategy, make) in makers.items():
         with strategy.scope():
             task = Task(workload, arrays)
-        loops[name] = make(task, strategy)
+        loops[name] = make(task, strategy=strategy)
         loops[name].run(workload.loop)
         outcomes[name] = loops[name].loss()
         spent, _ = loops[name].run(3 * workload.loop)

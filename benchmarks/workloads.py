@@ -220,8 +220,15 @@ class Task:
         """Returns looplib's own input: ids in a keyed order, of rows that stay on the device."""
         return context.resident(self.arrays)
 
-    def step(self, inputs, labels, mean=tf.reduce_mean):
-        """Does one step; returns what each example's loss was, and which share of its predictions was right."""
+    def step(self, inputs, labels, mean=None):
+        """Does one step of a replica; returns each example's loss, and which share of its predictions was right.
+
+        Args:
+          inputs: of the model.
+          labels: int64 tensor.
+          mean: function from the losses of a replica to its part of the mean over the batch.
+        """
+        mean = mean or (lambda losses: tf.reduce_sum(losses) / self.workload.batch)
         with tf.GradientTape() as tape:
             logits = self.model(inputs, training=self.training)
             losses = per_example(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
@@ -231,9 +238,9 @@ class Task:
             self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
         return losses, per_example(tf.cast(tf.equal(tf.argmax(logits, axis=-1), labels), tf.float32))
 
-    def sums(self, iterator):
-        """Does one step; returns [sum of losses, sum of shares right, number of examples]."""
-        losses, right = self.step(*next(iterator))
+    def sums(self, inputs, labels):
+        """Does one step of a replica; returns [sum of losses, sum of shares right, number of examples]."""
+        losses, right = self.step(inputs, labels)
         return tf.stack([tf.reduce_sum(losses), tf.reduce_sum(right), tf.cast(tf.size(losses), tf.float32)])
 
     def some_examples(self):
