@@ -233,4 +233,4 @@ class AutoLoop(InnerLoop):
 
 def _convolves_on_a_cpu(step: Step) -> bool:
     """Returns whether XLA would run convolutions on one thread, at a fraction of the graph loop's speed."""
-    return not tf.config.list_logical_devices("GPU") and any("Conv" in node.op for node in step.ops)
+    return not tf.config.list_logical_devices("GPU") and any("Conv" in op for op in step.op_counts)

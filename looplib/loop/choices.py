@@ -1,6 +1,5 @@
 """What `loop="auto"` has found in earlier runs of a program on this machine, in files of the user's cache directory."""
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -65,7 +64,7 @@ def key_of(step: Step, steps_per_loop: int) -> str:
       steps_per_loop: steps of a call.
     """
     program = [
-        sorted(collections.Counter(node.op for node in step.ops).items()),
+        sorted(step.op_counts.items()),
         sorted((variable.dtype.name, str(variable.shape)) for variable in step.variables),
         [str(spec) for spec in tf.nest.flatten(step.function.structured_input_signature)],
         steps_per_loop,

@@ -73,7 +73,7 @@ def why_not(step: Step) -> str | None:
             f"the strategy has {replicas} replicas, and XLA compiles several only on the CPUs of one process, with "
             'distribute="auto" (on TPUs graph is compiled by XLA in any case)'
         )
-    if any(node.op.startswith("Collective") for node in step.ops):
+    if any(op.startswith("Collective") for op in step.op_counts):
         return (
             "the strategy sums over replicas by collective ops, which XLA does not have on CPUs; make it with "
             "cross_device_ops=tf.distribute.ReductionToOneDevice()"
