@@ -80,46 +80,29 @@ def distribute(
         return pipelines.newest if on_host else distributed
 
     dataset = make()
-    cardinalities, context = pipelines.cardinalities, pipelines.contexts[0]
+    context = pipelines.contexts[0]
     if remote and context.by_python:
         raise UsageError(
             f"{pipelines.who}.dataset uses context.records, which reads by Python, and the workers of a parameter "
             "server strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or "
             "another strategy"
         )
-    shares = [pipelines.shares[0]]
-    if workers.count > 1:
-        cardinalities = workers.gather(np.int64(cardinalities)).ravel().tolist()
-        shares = workers.gather(np.int64(shares)).ravel().tolist()
-    if start_step == 0 and not any(cardinalities):
-        raise UsageError(
-            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
-            f"or not one for each of {replicas} replicas; check where the data is read from, and that drop_remainder "
-            "does not drop the only batch"
-        )
+    cardinalities, shares = pipelines.of_all_workers()
     lengths = Lengths(shares, 1 if whole else max(1, replicas // workers.count)) if training and not remote else None
-    if lengths is not None and start_step == 0 and lengths.steps == 0:
-        raise UsageError(
-            f"the training data has no batch for the first step of all workers: the shares of {pipelines.who}.dataset "
-            f"have {', '.join(map(str, shares))} batches, in the order of the workers; divide the data evenly, such as "
-            "by dataset.shard before batch, or repeat() it"
-        )
+    if start_step == 0:
+        _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
     kind: Callable[..., Stream] = Stream
-    if on_host and not remote:
-        on_cpus = devices.runs_on_host(strategy)
-        kind = functools.partial(HostStream, devices=() if on_cpus else local)
-        in_blocks = in_blocks and on_cpus and training and workers.count == 1
-        block = block_of(dataset.element_spec, replicas) if in_blocks else 1
-        if block > 1:
-            kind = functools.partial(BlockStream, block=block)
-            if dataset is context.ids and context.draw is not None:
-                kind = functools.partial(KeyedStream, block=IDS_BLOCK, draw=context.draw)
     if remote:
         by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
         kind = functools.partial(
             RemoteStream, make=pipelines.build_on_worker, by_number=context.positioned and by_number
         )
+    elif on_host:
+        on_cpus = devices.runs_on_host(strategy)
+        kind = functools.partial(HostStream, devices=() if on_cpus else local)
+        if in_blocks and on_cpus and training and workers.count == 1:
+            kind = _in_blocks(dataset, context, replicas) or kind
     return kind(
         strategy=strategy,
         dataset=dataset,
@@ -143,6 +126,41 @@ def distribute(
     )
 
 
+def _refuse_without_batches(
+    pipelines: "_Pipelines", training: bool, cardinalities: list[int], lengths: Lengths | None
+) -> None:
+    """Raises `UsageError` where a run begins with data that has not a batch for each replica.
+
+    Args:
+      pipelines: the pipelines of this process.
+      training: whether this is training data.
+      cardinalities: of the pipelines of all workers, in batches.
+      lengths: of the shares of a training; None for others.
+    """
+    if not any(cardinalities):
+        raise UsageError(
+            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
+            f"or not one for each of {pipelines.replicas} replicas; check where the data is read from, and that "
+            "drop_remainder does not drop the only batch"
+        )
+    if lengths is not None and lengths.steps == 0:
+        raise UsageError(
+            f"the training data has no batch for the first step of all workers: the shares of {pipelines.who}.dataset "
+            f"have {', '.join(map(str, lengths.batches))} batches, in the order of the workers; divide the data "
+            "evenly, such as by dataset.shard before batch, or repeat() it"
+        )
+
+
+def _in_blocks(dataset: tf.data.Dataset, context: InputContext, replicas: int) -> Callable[..., Stream] | None:
+    """Returns what makes a stream that reads many batches at once; None if the batches are too large for it."""
+    block = block_of(dataset.element_spec, replicas)
+    if block == 1:
+        return None
+    if dataset is context.ids and context.draw is not None:
+        return functools.partial(KeyedStream, block=IDS_BLOCK, draw=context.draw)
+    return functools.partial(BlockStream, block=block)
+
+
 def _makes_global_batches(task: Trainer | Evaluator) -> bool:
     if task.batches not in KINDS:
         raise UsageError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
@@ -163,6 +181,7 @@ class _Pipelines:
 
     Attributes:
       who: the class name of the task, for messages.
+      replicas: the number of replicas.
       newest: the pipeline that was built last.
       contexts: the `InputContext` of each that was built.
       cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
@@ -185,7 +204,7 @@ class _Pipelines:
         self.who = type(task).__name__
         self._task, self._settings, self._start_step = task, settings, start_step
         self._workers, self._on_host, self._whole = workers, on_host, whole
-        self._replicas = settings["num_replicas"]
+        self.replicas = settings["num_replicas"]
         self._overfit_batch = overfit_batch
         self.newest: tf.data.Dataset | None = None
         self.contexts: list[InputContext] = []
@@ -224,15 +243,23 @@ class _Pipelines:
         self.contexts.append(context)
         several = context.num_replicas > 1
         self.cardinalities.append(cardinality // replicas if training and several and cardinality > 0 else cardinality)
-        if self._whole and self._replicas > 1:
-            own = self._replicas // self._workers.count
+        if self._whole and self.replicas > 1:
+            own = self.replicas // self._workers.count
             first = tf_context.input_pipeline_id * own
-            dataset = global_batches.to_replicas(dataset, first, own, self._replicas, shares=not self.fixed)
-        if self._replicas > 1 and not endless and not self._on_host:
+            dataset = global_batches.to_replicas(dataset, first, own, self.replicas, shares=not self.fixed)
+        if self.replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
         self.newest = dataset
         return dataset
+
+    def of_all_workers(self) -> tuple[list[int], list[int]]:
+        """Returns `cardinalities` and the first of `shares`, of all workers, in their order."""
+        cardinalities, shares = self.cardinalities, self.shares[:1]
+        if self._workers.count > 1:
+            cardinalities = self._workers.gather(np.int64(cardinalities)).ravel().tolist()
+            shares = self._workers.gather(np.int64(shares)).ravel().tolist()
+        return cardinalities, shares
 
     def _ended_together(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Ends this worker's share where the shortest one ends; tf.distribute would go on with empty batches."""
