@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import more
+from conftest import more, repetitions
 
 import looplib
 from looplib.extras.tools.compare import compare
@@ -62,16 +62,16 @@ def once(plan, workers=1, replicas=1):
 # A mixture of packed rows also has what each of the two does alone.
 @pytest.mark.parametrize("name", ["kept", "mixture of packed", "buckets", *more(["mixture", "packed"])])
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
-    plan = PLANS[name]()
-    whole = read(plan, 100, seeds=True)
+    plan, steps = PLANS[name](), repetitions(40, 100)
+    whole = read(plan, steps, seeds=True)
     for workers, replicas in ((1, 4), (2, 2)):
-        for part, expected in zip(read(plan, 100, workers, replicas, seeds=True), whole, strict=True):
+        for part, expected in zip(read(plan, steps, workers, replicas, seeds=True), whole, strict=True):
             np.testing.assert_array_equal(part, expected)
-    for part, expected in zip(read(plan, 20, 2, 4, seeds=True, start_step=80), whole, strict=True):
-        np.testing.assert_array_equal(part, expected[80:])
-    assert not np.array_equal(read(plan, 100, seed=4)[0], whole[0])
+    for part, expected in zip(read(plan, 10, 2, 4, seeds=True, start_step=steps - 10), whole, strict=True):
+        np.testing.assert_array_equal(part, expected[-10:])
+    assert not np.array_equal(read(plan, steps, seed=4)[0], whole[0])
     seeds = whole[-1].reshape(-1, 2)
-    assert len({tuple(seed) for seed in seeds}) == len(seeds) == 800
+    assert len({tuple(seed) for seed in seeds}) == len(seeds) == steps * BATCH
 
 
 SHARES = [
@@ -87,7 +87,7 @@ SHARES = [
 @pytest.mark.parametrize("weights", [SHARES[1], *SHARES[-2:], *more([SHARES[0], *SHARES[2:-2]])], ids=str)
 def test_every_prefix_of_a_mixture_has_of_each_source_its_share(weights):
     order = looplib.Mixture(dict.fromkeys(weights, 1000), weights)
-    sources = read(order, 5000)[1].ravel()
+    sources = read(order, repetitions(1500, 5000))[1].ravel()
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     shares = np.array(list(weights.values())) / sum(weights.values())
     expected = np.arange(1, len(sources) + 1)[:, None] * shares
