@@ -1,5 +1,6 @@
 """The checksum of examples: of their content and step alone."""
 
+import itertools
 import json
 
 import pytest
@@ -8,7 +9,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.loop.example_checksum import examples_checksum
+from looplib.loop.example_checksum import examples_checksum, hash_of_each
 
 BATCHES = {
     "numbers": tf.reshape(tf.range(8.0), [4, 2]),
@@ -36,6 +37,22 @@ def test_parts_of_a_batch_sum_to_the_whole(kind):
         assert sum(int(examples_checksum(p, 5)) for p in parts) == int(whole)
     assert int(examples_checksum(BATCHES[kind], 6)) != int(whole)
     assert int(tf.function(examples_checksum)(BATCHES[kind], tf.constant(5))) == int(whole)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "kind", [tf.uint8, tf.float32, tf.int64, tf.bool, tf.float16, tf.float64, tf.complex64, tf.int16]
+)
+def test_xla_computes_the_same(kind):
+    batch = tf.cast(tf.random.stateless_uniform([4, 5, 3], [1, 2], -9, 9), kind), tf.range(4)
+    compiled = tf.function(examples_checksum, jit_compile=True)
+    assert int(compiled(batch, tf.constant(5))) == int(examples_checksum(batch, 5))
+
+
+def test_rows_that_differ_have_other_hashes():
+    for kind in (tf.float32, tf.float64):
+        rows = tf.constant(list(itertools.product([-1, 0, 1, 2], repeat=7)), kind)
+        assert len(set(hash_of_each(rows).numpy().tolist())) == 4**7
 
 
 def test_what_belongs_together_counts():

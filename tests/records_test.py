@@ -353,6 +353,39 @@ def test_the_page_of_records_opens_files_as_printed(tmp_path):
     assert len(calls) == 5 and all(len(tf.nest.flatten(batch)[0]) == 20 for batch in found)
 
 
+class Lists(list):
+    """A source that takes lists of numbers alone, as TFDS's do."""
+
+    def __getitems__(self, numbers):
+        return [self[number] for number in numbers] if numbers and type(numbers) is list else []
+
+
+def test_a_record_that_an_installed_package_cannot_read_is_named_and_may_be_left_out(tmp_path):
+    from array_record.python import array_record_data_source, array_record_module
+
+    path = tmp_path / "a.array_record"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+    for number in range(TOTAL):
+        writer.write(content(number))
+    writer.close()
+    flip(path, path.read_bytes().index(content(150)) + 20)
+    source = array_record_data_source.ArrayRecordDataSource([str(path)])
+    said = "record 150 of the ArrayRecordDataSource cannot be read: .*at byte .*bad_records=skip:N"
+    with pytest.raises(tf.errors.OpError, match=said):
+        list(context().records(source, block=1).take(12))
+    found = np.concatenate(numbers(context(bad_records=1).records(source, shuffle=False), 12))
+    assert found[:TOTAL].tolist() == [number + (number == 150) for number in range(TOTAL)]
+
+    class Ends:  # as the library raises where reading ahead outlives the program
+        def __getitems__(self, numbers):
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    files = looplib.open_records(path)
+    files._source = Ends()
+    with pytest.raises(RuntimeError, match="cannot schedule new futures"):
+        files[3]
+
+
 def test_data_sources_of_other_libraries(tmp_path):
     from array_record.python import array_record_module
 
@@ -362,6 +395,8 @@ def test_data_sources_of_other_libraries(tmp_path):
     writer.close()
     expected = numbers(context().records([content(number) for number in range(TOTAL)], block=7), 12)
     assert numbers(context().records(f"{tmp_path}/a.array_record", block=7), 12) == expected
+    lists = Lists(content(number) for number in range(TOTAL))
+    assert numbers(context().records(lists, block=1), 3) == numbers(context().records(list(lists), block=1), 3)
     arrays = [{"x": np.full([2, 3], number), "y": np.int64(number)} for number in range(30)]
     batch = next(context(10).records(arrays, block=4).as_numpy_iterator())
     assert batch["x"].shape == (10, 2, 3) and list(batch["x"][:, 1, 1]) == list(batch["y"])
