@@ -76,6 +76,16 @@ def test_the_stage_that_takes_the_time_is_named(records):
     assert found.kind == "read" and found.share > 0.5, found
 
 
+@pytest.mark.parametrize(
+    "parallel, advice", [(None, "read several files at once"), (tf.data.AUTOTUNE, "move the files")]
+)
+def test_advice_that_was_followed_is_not_given_again(records, parallel, advice):
+    zipped = lambda path: tf.data.TFRecordDataset(path, "GZIP")
+    data = Data.from_tensor_slices(records).repeat().interleave(zipped, 2, num_parallel_calls=parallel)
+    found = slowest(data.map(tf.strings.length).prefetch(1), 200)
+    assert found.kind == "read" and found.advice.startswith(advice), found
+
+
 def test_a_copy_to_a_device_that_takes_longer_is_named():
     iterator = iter(Data.range(100).map(Slow()).batch(4))
     for _ in range(10):

@@ -51,6 +51,7 @@ class Bottleneck:
       stage: the name that TensorFlow gives the slowest one of this kind.
       milliseconds: that it takes for one of its elements.
       parallel: how many of these it makes at once.
+      tuned: whether tf.data decides how many, or reads several such stages at once.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Bottleneck:
     stage: str
     milliseconds: float
     parallel: int
+    tuned: bool = False
 
     def __str__(self) -> str:
         each = f"{self.milliseconds:.2g} ms for an element, {self.parallel} at once"
@@ -66,7 +68,7 @@ class Bottleneck:
     @property
     def advice(self) -> str:
         """What to change."""
-        return _ADVICE.get((self.kind, self.parallel > 1)) or _ADVICE[self.kind, False]
+        return _ADVICE.get((self.kind, self.tuned or self.parallel > 1)) or _ADVICE[self.kind, False]
 
 
 def of(iterator: tf.data.Iterator, copy: float = 0.0) -> Bottleneck | None:
@@ -106,9 +108,12 @@ def _slowest(nodes: Any, copy: float) -> Bottleneck | None:
         return None
     if kind == "copy":
         return Bottleneck(kind, seconds[kind] / total, "to the device", copy / 1e6, 1)
-    stage = nodes[max((number for number in found if _kind(nodes[number].name) == kind), key=found.get)]
+    slowest = max((number for number in found if _kind(nodes[number].name) == kind), key=found.get)
+    stage = nodes[slowest]
     milliseconds = stage.processing_time / 1e6 / max(1, stage.num_elements)
-    return Bottleneck(kind, seconds[kind] / total, stage.name, milliseconds, _parallelism(stage))
+    return Bottleneck(
+        kind, seconds[kind] / total, stage.name, milliseconds, _parallelism(stage), _is_tuned(nodes, slowest)
+    )
 
 
 def _add(nodes: Any, number: int, scale: float, found: dict[int, float]) -> None:
@@ -126,6 +131,16 @@ def _add(nodes: Any, number: int, scale: float, found: dict[int, float]) -> None
         scale *= node.num_elements / max(1, sum(nodes[other].num_elements for other in inner))
     for other in inner:
         _add(nodes, other, scale, found)
+
+
+def _is_tuned(nodes: Any, number: int) -> bool:
+    """Returns whether tf.data tunes how many elements of a stage it makes at once, or how many of an interleave."""
+    if any(one.name == "parallelism" and one.tunable for one in nodes[number].parameters):
+        return True
+    after = next((other for other in nodes if number in nodes[other].inputs), None)
+    if after is None or not any(part in nodes[after].name for part in ("FlatMap", "Interleave")):
+        return False
+    return _parallelism(nodes[after]) > 1 or _is_tuned(nodes, after)
 
 
 def _parallelism(node: Any) -> int:
