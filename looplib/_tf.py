@@ -468,6 +468,26 @@ def repeated_seeds(dataset: tf.data.Dataset) -> RepeatedSeeds | None:
     return RepeatedSeeds(**found)
 
 
+# Stages that give an element for each one that they get, and remember nothing of those before.
+_BY_ELEMENT = {"_MapDataset", "_ParallelMapDataset", "_PrefetchDataset", "_OptionsDataset", "_ZipDataset"}
+
+
+def is_by_element(dataset: tf.data.Dataset, origins: list[tf.data.Dataset]) -> bool:
+    """Returns whether a pipeline makes each element of one element of each origin that it reads.
+
+    Then it begins at any position if its origins do. Other stages, such as a shuffle, depend on the elements before.
+    False where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+    """
+    if any(dataset is origin for origin in origins):
+        return True
+    try:
+        inputs = dataset._inputs()
+    except (AttributeError, NotImplementedError):
+        return False
+    known = type(dataset).__name__ in _BY_ELEMENT
+    return known and bool(inputs) and all(is_by_element(one, origins) for one in inputs)
+
+
 def why_restored_wrongly(texts: list[bytes]) -> str:
     """Returns why TensorFlow (2.20, 2.21) would restore an iterator's state wrongly; "" if no reason is known."""
     stages = stages_of_iterator_state(texts)

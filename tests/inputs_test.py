@@ -298,3 +298,42 @@ def nothing(i, x, y):
 def test_data_that_cannot_be_trained_on_is_a_sentence(make, message):
     with pytest.raises(looplib.UsageError, match=message):
         run(make_strategy("default"), pipeline(make), 4)
+
+
+BEHIND = {  # stages behind `indices` that depend on the batches before
+    "shuffle": lambda ids: ids.shuffle(16, seed=1),
+    "enumerate": lambda ids: ids.enumerate().map(lambda n, i: i + 1000 * n),
+    "scan": lambda ids: ids.scan(tf.constant(0, tf.int64), lambda n, i: (n + 1, i + 1000 * n)),
+    "filter": lambda ids: ids.filter(lambda i: i[0] % 3 > 0),
+    "examples": lambda ids: ids.unbatch().map(lambda i: i + 1).batch(4, drop_remainder=True),
+    "none": lambda ids: ids.map(lambda i: i + 1),
+}
+
+
+class Behind(looplib.Trainer):
+    def __init__(self, stage):
+        self.stage, self.weight, self.seen = stage, tf.Variable(0.0), []
+
+    def dataset(self, context):
+        return BEHIND[self.stage](context.indices(40))
+
+    def step_fn(self, ids):
+        self.weight.assign_add(1.0)
+        return {"ids": looplib.last(ids)}
+
+    def loop_end(self, metrics):
+        self.seen += metrics.pop("ids").tolist()
+        return metrics
+
+
+@pytest.mark.parametrize("stage", BEHIND)
+def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(stage, tmp_path):
+    batches = list(BEHIND[stage](context(global_batch_size=4).indices(40)).take(20).as_numpy_iterator())
+    seen = []
+    for stop in (7, 20):
+        trainer = Behind(stage)
+        settings = dict(global_batch_size=4, steps_per_loop=1, seed=3, writers=[])
+        with looplib.Controller(trainer=trainer, model_dir=tmp_path, **settings) as controller:
+            controller.train(stop)
+        seen += trainer.seen
+    np.testing.assert_array_equal(np.reshape(seen, [20, 4]), batches)

@@ -212,6 +212,18 @@ def the_stages_and_keys_in_the_state_of_an_iterator(folder: pathlib.Path) -> Non
     assert _tf.repeated_seeds(both.shuffle(3).repeat().shuffle(2)) == _tf.RepeatedSeeds(outside=2, cached=1, caches=1)
 
 
+def the_stages_that_remember_no_element(folder: pathlib.Path) -> None:
+    ids = tf.data.Dataset.range(20)
+    kept = ids.map(lambda i: i + 1).map(lambda i: i + 1, tf.data.AUTOTUNE).prefetch(2).with_options(tf.data.Options())
+    assert _tf.is_by_element(ids, [ids]) and _tf.is_by_element(tf.data.Dataset.zip((kept, {"a": ids})), [ids])
+    others = [
+        ids.shuffle(3), ids.enumerate(), ids.batch(2), ids.take(3), ids.filter(lambda i: i > 2), ids.cache(),
+        ids.scan(0, lambda state, i: (state + 1, i)), ids.repeat(),
+    ]  # fmt: skip
+    assert not any(_tf.is_by_element(other.map(lambda *x: x[0]), [ids]) for other in others)
+    assert not _tf.is_by_element(kept, [])
+
+
 def the_events_of_a_profile(folder: pathlib.Path) -> None:
     function = tf.function(lambda x: tf.math.digamma(x))
     function(tf.constant([2.0]))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib._tf import is_by_element
 from looplib.cluster.collectives import Workers
 from looplib.data import devices, global_batches
 from looplib.data.block_stream import IDS_BLOCK, BlockStream, KeyedStream, block_of
@@ -286,6 +287,10 @@ class _Pipelines:
             raise UsageError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
+        if context.training and context.positioned and not is_by_element(dataset, context.made):
+            # A shuffle or the like behind `indices` depends on the batches before: its position is not that of the ids.
+            context.positioned, context.ids = False, None
+            return (context, dataset) if start_step == 0 else self._build(tf_context, 0)
         if start_step and not context.positioned and context.asked_for_its_start:
             # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.

@@ -83,6 +83,7 @@ class InputContext:
         self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.steps_per_epoch: float | None = None
         self.sources: list[sources.Source] = []
+        self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
@@ -147,6 +148,7 @@ class InputContext:
         ends = whole_epochs and plan.size % self.global_batch_size
         drawn = isinstance(plan, Ids) and self.training and not seeds and not ends
         self.draw = functools.partial(self._draw, RecordOrder(plan.size, self.seed, shuffle)) if drawn else None
+        self.made.append(batches)
         return batches
 
     @tf.autograph.experimental.do_not_convert
@@ -257,7 +259,9 @@ class InputContext:
         if isinstance(plan.source, sources.Subset):
             self.ids = self.ids.map(functools.partial(tf.gather, tf.constant(plan.source.ids)))
         self.by_python = True
-        return _batches(reading.read(source, picked, by_pieces=by_pieces, may_lack=tolerates and not self.training))
+        read = reading.read(source, picked, by_pieces=by_pieces, may_lack=tolerates and not self.training)
+        self.made.append(batches := _batches(read))
+        return batches
 
     def _block(self, source: sources.Source) -> int:
         if isinstance(source, sources.Blocked):
