@@ -369,8 +369,8 @@ def test_resumes_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])
     assert len(whole) > STOPS[-1]
     assert rests == [whole[stop:] for stop in STOPS]
-    # At step 8 the seeds of its shuffles are not in the state.
-    between_epochs = name == "make_batched_features_dataset"
+    # At step 8 the seeds of a shuffle may be missing in the state: how far it has read ahead is a matter of time.
+    between_epochs = name in ("make_batched_features_dataset", "shuffle, of a shuffle")
     assert log.count("from its saved state") >= len(STOPS) - between_epochs and "no position" not in log
 
 
