@@ -210,6 +210,15 @@ def test_tokens_of_packed_rows_may_be_read_for_them():
     np.testing.assert_array_equal(rows.fill(TOKENS, -1), expected)
 
 
+def test_batches_of_a_bucket_are_padded_to_its_boundary():
+    """By the line of docs/data_mixing.md."""
+    batches = context().indices(looplib.Buckets(LENGTHS, BOUNDARIES))
+    padded = lambda ids, longest: (ids, tf.gather(TOKENS, ids).to_tensor(shape=[-1, longest[0]]))
+    for ids, tokens in batches.map(padded).take(8).as_numpy_iterator():
+        assert tokens.shape == (8, min(bound for bound in BOUNDARIES if bound >= LENGTHS[ids].max()))
+        assert [list(row[:n]) for row, n in zip(tokens, LENGTHS[ids])] == [TOKENS[i].numpy().tolist() for i in ids]
+
+
 @pytest.mark.parametrize("batch, sizes", [(8, (60, 35, 205)), (8, (3, 2, 1)), (64, (30, 5, 70))])
 def test_each_global_batch_is_of_one_bucket_and_what_is_left_comes_in_the_next_epoch(batch, sizes):
     lengths = np.repeat([5, 20, 33], sizes)[np.random.default_rng(2).permutation(sum(sizes))]

@@ -20,7 +20,7 @@ class Buckets(Plan):
     take turns in an order that is shuffled each epoch. An evaluation has each example once, from short to long.
 
         order = looplib.Buckets(texts.row_lengths(), [64, 128, 256])  # of a tf.RaggedTensor [n, (length)]
-        context.indices(order).map(lambda ids, longest: tf.gather(texts, ids).to_tensor(shape=[None, longest[0]]))
+        context.indices(order).map(lambda ids, longest: tf.gather(texts, ids).to_tensor(shape=[-1, longest[0]]))
 
     Examples are pairs: the id, int64 `[b]`; and the length of the batch, int64 `[b]`, the same for all its examples.
 
