@@ -472,20 +472,31 @@ def repeated_seeds(dataset: tf.data.Dataset) -> RepeatedSeeds | None:
 _BY_ELEMENT = {"_MapDataset", "_ParallelMapDataset", "_PrefetchDataset", "_OptionsDataset", "_ZipDataset"}
 
 
-def is_by_element(dataset: tf.data.Dataset, origins: list[tf.data.Dataset]) -> bool:
-    """Returns whether a pipeline makes each element of one element of each origin that it reads.
+def is_by_element(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_other: bool = False) -> bool:
+    """Returns whether a pipeline makes each element of one element of each data set that it reads.
 
-    Then it begins at any position if its origins do. Other stages, such as a shuffle, depend on the elements before.
-    False where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+    Then it begins at any position if those do. Other stages, such as a shuffle, depend on the elements before. False
+    where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+
+    Args:
+      dataset: the pipeline.
+      origins: data sets that it may read.
+      any_other: whether branches that read none of these are known to begin at any position too.
     """
-    if any(dataset is origin for origin in origins):
-        return True
     try:
-        inputs = dataset._inputs()
+        return _reads(dataset, origins, any_other) is not False
     except (AttributeError, NotImplementedError):
         return False
-    known = type(dataset).__name__ in _BY_ELEMENT
-    return known and bool(inputs) and all(is_by_element(one, origins) for one in inputs)
+
+
+def _reads(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_other: bool) -> bool | None:
+    """Returns whether it reads origins by element; None for a branch that reads none, and may."""
+    if any(dataset is origin for origin in origins):
+        return True
+    found = [_reads(one, origins, any_other) for one in dataset._inputs()]
+    if not any(one is not None for one in found):
+        return None if any_other else False
+    return False not in found and type(dataset).__name__ in _BY_ELEMENT
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:

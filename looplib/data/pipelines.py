@@ -287,7 +287,8 @@ class _Pipelines:
             raise UsageError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        if context.training and context.positioned and not is_by_element(dataset, context.made):
+        at_its_start = is_by_element(dataset, context.made, any_other=context.asked_for_its_start)
+        if context.training and context.positioned and not at_its_start:
             # A shuffle or the like behind `indices` depends on the batches before: its position is not that of the ids.
             context.positioned, context.ids = False, None
             return (context, dataset) if start_step == 0 else self._build(tf_context, 0)

@@ -340,7 +340,7 @@ class InputContext:
         def positions(first: tf.Tensor) -> tf.Tensor:
             return self._batches_from(first, count)
 
-        first = self.start_step * self.replicas_per_pipeline
+        first = self._start_step * self.replicas_per_pipeline
         return (tf.data.Dataset.counter(first, count) if self.numbers is None else self.numbers).map(positions)
 
     def _batches_from(self, first: tf.Tensor, count: int) -> tf.Tensor:
@@ -357,7 +357,7 @@ class InputContext:
             epoch, first = step // steps * num_examples, step % steps * size
             return (epoch + tf.range(first, tf.minimum(first + size, num_examples)))[None]
 
-        return (tf.data.Dataset.counter(self.start_step) if self.numbers is None else self.numbers).map(positions)
+        return (tf.data.Dataset.counter(self._start_step) if self.numbers is None else self.numbers).map(positions)
 
     def _in_order(self, num_examples: int) -> tf.data.Dataset:
         batch = self.per_replica_batch_size
@@ -372,7 +372,7 @@ class InputContext:
             return tf.range(start, tf.minimum(start + batch, num_examples))[None]
 
         self.batches = own
-        first = self.start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
+        first = self._start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
         return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(positions)
 
     def _seeds(self, positions: tf.Tensor) -> tf.Tensor:
