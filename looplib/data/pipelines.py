@@ -82,23 +82,17 @@ def distribute(
 
     dataset = make()
     context = pipelines.contexts[0]
-    if remote and context.by_python:
-        raise UsageError(
-            f"{pipelines.who}.dataset uses context.records, which reads by Python, and the workers of a parameter "
-            "server strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or "
-            "another strategy"
-        )
     cardinalities, shares = pipelines.of_all_workers()
+    by_number = context.positioned and cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
+    if remote:
+        _refuse_on_parameter_servers(pipelines.who, context, by_number)
     lengths = Lengths(shares, 1 if whole else max(1, replicas // workers.count)) if training and not remote else None
     if start_step == 0:
         _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
     kind: Callable[..., Stream] = Stream
     if remote:
-        by_number = cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
-        kind = functools.partial(
-            RemoteStream, make=pipelines.build_on_worker, by_number=context.positioned and by_number
-        )
+        kind = functools.partial(RemoteStream, make=pipelines.build_on_worker, by_number=by_number)
     elif on_host:
         on_cpus = devices.runs_on_host(strategy)
         kind = functools.partial(HostStream, devices=() if on_cpus else local)
@@ -125,6 +119,28 @@ def distribute(
         ids=context.ids,
         lengths=lengths,
     )
+
+
+def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
+    """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves.
+
+    Args:
+      who: the class name of the task.
+      context: of its pipeline.
+      by_number: whether the pipeline makes a batch for each position.
+    """
+    if context.by_python:
+        raise UsageError(
+            f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
+            "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
+            "strategy"
+        )
+    if context.training and context.made and not by_number:
+        raise UsageError(
+            f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
+            "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "
+            "one batch of ids, as map does"
+        )
 
 
 def _refuse_without_batches(

@@ -52,6 +52,8 @@ class Regression(looplib.Trainer):
             return context.indices(EXAMPLES).map(rows)
         if self.config.data == "filtered":
             return context.indices(EXAMPLES).filter(lambda i: tf.reduce_min(i) > 3).map(rows)
+        if self.config.data == "shuffled":
+            return context.indices(EXAMPLES).shuffle(4, seed=context.seed).map(rows)
         if self.config.data == "untraceable":
             return context.indices(tf.constant(EXAMPLES).numpy()).map(rows)
         if self.config.data == "resident":
@@ -176,6 +178,7 @@ def tries():
     attempt("skip", checkpoints=guards("skip"))
     attempt("ends", Config(data="ends"))
     attempt("filtered", Config(data="filtered"))
+    attempt("shuffled", Config(data="shuffled"))
     attempt("untraceable", Config(data="untraceable"))
     attempt("keras_metric", Config(keras_metric=True))
     attempt("scope", scope=False)

@@ -349,11 +349,6 @@ class RemoteLoop(InnerLoop):
 
 def _check_training_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for training data that workers cannot read by themselves."""
-    if stream.positioned and not stream.by_number:
-        raise UsageError(
-            f"{stream.who}.dataset changes the number of batches of context.indices (for example with filter or take); "
-            "with the strategy parameter_server it must produce one batch per batch, as map does"
-        )
     if not stream.infinite and not stream.unknown:
         raise UsageError(
             f"{stream.who}.dataset ends, but each worker reads by itself; with the strategy parameter_server training "
