@@ -15,11 +15,6 @@ from looplib.loop.reducer import Reducer
 
 StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
 
-_RANDOM_OPS = {
-    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle",
-    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
-}  # fmt: skip
-
 
 class Step:
     """The user's step on every replica, traced once, and its contribution to the metrics.
@@ -100,7 +95,8 @@ class Step:
     @property
     def random_ops(self) -> list[str]:
         """The names of the ops in the step that draw random numbers from a state that cannot be saved."""
-        return [node.name for node in self.ops if node.op in _RANDOM_OPS] if _RANDOM_OPS & self.op_counts.keys() else []
+        random = _tf.RANDOM_OPS
+        return [node.name for node in self.ops if node.op in random] if random & self.op_counts.keys() else []
 
     @tf.autograph.experimental.do_not_convert
     def contribution(self, inputs: Any) -> Any:
