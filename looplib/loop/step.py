@@ -98,6 +98,16 @@ class Step:
         random = _tf.RANDOM_OPS
         return [node.name for node in self.ops if node.op in random] if random & self.op_counts.keys() else []
 
+    @property
+    def unsaved_ops(self) -> list[str]:
+        """The types of the ops in the step whose state no checkpoint holds: those of queues and of Python functions."""
+        return sorted(op for op in self.op_counts if op.startswith("Queue") or op in ("PyFunc", "EagerPyFunc"))
+
+    @property
+    def changes_tables(self) -> bool:
+        """Whether the step changes a lookup table."""
+        return not self.op_counts.keys().isdisjoint(("LookupTableInsertV2", "LookupTableRemoveV2"))
+
     @tf.autograph.experimental.do_not_convert
     def contribution(self, inputs: Any) -> Any:
         """Does one step; returns what each replica adds to the metrics. In a `tf.function`, across replicas."""
