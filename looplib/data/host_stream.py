@@ -13,7 +13,7 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.data import doubts, iterator_state
-from looplib.data.stream import Stream
+from looplib.data.stream import Stream, counted_from_0
 from looplib.errors import UsageError
 
 _PIECE_SECONDS = 0.5  # of reading batches that are skipped
@@ -186,6 +186,7 @@ class HostStream(Stream):
 
     def next(self, iterator: tf.data.Iterator) -> Any:
         """See `Stream`."""
+        iterator = counted_from_0(iterator)
         return self._to_replicas(self._placed([next(iterator) for _ in range(self._local_replicas)]))
 
     @tf.autograph.experimental.do_not_convert
