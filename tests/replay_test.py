@@ -132,7 +132,9 @@ def test_the_last_line_says_where_a_replay_began_and_which_reports_it_compared(r
     assert last == "equal, bit by bit, to what the run reported at steps 10, 20"
     assert main(["replay", str(folder), "--step=30", "--eager"]) == EXIT_DONE
     last = capfd.readouterr().out.splitlines()[-1]
-    assert last.endswith("at the checkpoint of step 20; a step that runs op by op is not compared with what the run reported")
+    assert last.endswith(
+        "at the checkpoint of step 20; a step that runs op by op is not compared with what the run reported"
+    )
 
 
 def test_a_step_of_tf_keras_is_replayed_with_its_dropout_and_gradients(runs, capfd):

@@ -242,6 +242,21 @@ def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
     assert any(len(line) == len(loss) and np.allclose(line, smooth, rtol=1e-4) for line in lines[1:])
 
 
+def test_the_numbers_of_an_axis_have_the_digits_that_tell_them_apart(run, opened):
+    sheet = opened(run / "report.html")
+    for ticks, texts in (
+        ([0.00095, 0.000975, 0.001, 0.001025], ["0.00095", "0.000975", "0.001", "0.001025"]),
+        ([0, 0.0005, 0.001, 0.0015], ["0", "0.0005", "0.001", "0.0015"]),
+        ([0.1, 0.2, 0.30000000000000004], ["0.1", "0.2", "0.3"]),
+        ([12000, 12250, 12500], ["12,000", "12,250", "12,500"]),
+        ([-2e-6, 0, 2e-6], ["-2e-6", "0", "2e-6"]),
+        ([0.001, None, 0.1, 1], ["0.001", "–", "0.1", "1"]),
+    ):
+        assert sheet.evaluate("tickTexts", ticks) == texts
+    constant = [sheet.evaluate(f"padded(null, {value}, {value})") for value in (0.001, -3, 0)]
+    assert constant == [[0, 0.002], [-6, 0], [-1, 1]]
+
+
 @pytest.mark.parametrize("width, scheme", [(1200, "light"), (360, "dark")])
 def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(run, other, evil, opened, width, scheme, tmp_path):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
