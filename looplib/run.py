@@ -155,7 +155,7 @@ class Run:
             config=config,
             standing=self._standing,
             check=self.directory.check_lock,
-            at_end=self._page.update,
+            page=self._page,
         )
 
     def _flush_for_page(self) -> None:

@@ -345,6 +345,24 @@ def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp
     assert "loss was not finite once, first at step 500,000" in sheet.inner_text("#verdict")
 
 
+def test_a_notebook_shows_the_page_as_it_is_now_and_no_script_of_a_name_runs_there(tmp_path, opened):
+    trainer, evaluator = toy.build(make_strategy("default"))
+    folder = tmp_path / "a&quot; onload=1 <b>"
+    with toy.controller(None, trainer, evaluator, model_dir=folder) as controller:
+        controller.train(2)
+        controller.train(5)
+        shown = controller.report()
+    (tmp_path / "notebook.html").write_text(f"<body>{shown._repr_html_()}</body>")
+    sheet = opened(tmp_path / "notebook.html")
+    frame = sheet.frame_locator("iframe")
+    assert "5" in frame.locator(".tile", has_text="steps").first.inner_text().split()
+    assert frame.locator("h1").inner_text().startswith(folder.name) and frame.locator(".u-over").count()
+    assert shown.path == str(folder / "report.html") and shown._repr_html_().count("<iframe") == 1
+    with toy.controller(None, toy.Regression()) as without_directory:
+        with pytest.raises(looplib.UsageError, match="needs a directory that can be written; give Controller"):
+            without_directory.report()
+
+
 def test_a_page_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, caplog):
     def obstruct(event):
         (tmp_path / "report.html").mkdir(exist_ok=True)
