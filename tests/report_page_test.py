@@ -357,6 +357,8 @@ def test_a_notebook_shows_the_page_as_it_is_now_and_no_script_of_a_name_runs_the
     frame = sheet.frame_locator("iframe")
     assert "5" in frame.locator(".tile", has_text="steps").first.inner_text().split()
     assert frame.locator("h1").inner_text().startswith(folder.name) and frame.locator(".u-over").count()
+    frame.get_by_role("link", name="History").click()
+    assert frame.locator("#history h2").inner_text() == "History"  # and not the notebook
     assert shown.path == str(folder / "report.html") and shown._repr_html_().count("<iframe") == 1
     with toy.controller(None, toy.Regression()) as without_directory:
         with pytest.raises(looplib.UsageError, match="needs a directory that can be written; give Controller"):
