@@ -85,11 +85,13 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
 
     Args:
       values: the value of each flag, by name.
+
+    Raises:
+      UsageError: for a value that has another form.
     """
     keep = [KeepLast(values["keep_last"])]
     if values["keep_best"]:
-        mode, colon, metric = values["keep_best"].partition(":")
-        keep.append(KeepBest(metric, mode) if colon else KeepBest(mode))
+        keep.append(_keep_best(values["keep_best"]))
     if values["keep_every"] is not None:
         keep.append(KeepEvery(values["keep_every"]))
     return CheckpointPolicy(
@@ -109,6 +111,17 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
             stall_limit=values["stall_limit"],
         ),
     )
+
+
+def _keep_best(text: str) -> KeepBest:
+    mode, colon, metric = text.partition(":")
+    try:
+        return KeepBest(metric, mode) if colon else KeepBest(text)
+    except UsageError:
+        raise UsageError(
+            f"--keep_best is {text!r}; expected <evaluator>/<metric>, such as eval/accuracy or eval/loss, with max: or "
+            "min: before it if the name does not say which is better, such as max:eval/score"
+        ) from None
 
 
 def actions(values: dict[str, Any]) -> list[Action]:

@@ -23,7 +23,7 @@ _GAP = b"\n(looplib: text is missing here: there was no reader)\n"
 _LOGGERS = (None, "absl", "tensorflow")  # whose handlers keep the stream that they were made with
 _CLEARED = b"\r\x1b[K"  # takes away the line that the cursor is in
 _sentences: list[str] = []
-_bar = threading.Event()  # whether the cursor is behind a progress bar
+_bar = threading.Event()  # whether the cursor is in the line of a progress bar
 
 
 def trouble() -> str:
@@ -57,7 +57,7 @@ def say(line: str, stream: TextIO | None = None) -> None:
 
 
 def bar_is_drawn() -> None:
-    """Notes that the cursor is behind a progress bar, which the next text of a guarded stream then replaces."""
+    """Notes that the cursor is in the line of a progress bar, which the next text of a guarded stream then replaces."""
     _bar.set()
 
 

@@ -78,7 +78,7 @@ class Controller:
       model_dir: the run directory, or None.
       policy: the `CheckpointPolicy`.
       report: `RunReport`, which writes `run.json` when a training starts and ends (`run_eval.json` for a controller
-        without a trainer).
+        without a trainer). `controller.report()` writes `report.html` as it is now, and shows it in a notebook.
 
     Raises:
       UsageError: for bad input, in a sentence.

@@ -155,7 +155,7 @@ class Run:
             config=config,
             standing=self._standing,
             check=self.directory.check_lock,
-            at_end=self._page.update,
+            page=self._page,
         )
 
     def _flush_for_page(self) -> None:
@@ -296,7 +296,7 @@ class Run:
     def note_speed(self) -> None:
         """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self.report.path and self._trained and seconds >= flops.SHORT_TRAINING:
+        if self.report.speed and self.workers.is_chief and self._trained and seconds >= flops.SHORT_TRAINING:
             with self.clock.phase("report"):
                 strategy = self._settings.strategy
                 self.report.speed = flops.with_share(self.report.speed, strategy, self._trained / seconds)

@@ -107,3 +107,6 @@ def test_the_reports_have_the_share_of_the_measured_peak_unless_the_training_is_
     for share, text in shares.items():
         assert f", {text} of the measured peak" in str(dataclasses.replace(speed, share_of_peak=share))
     assert found["peak"] == measured_peak("CPU:0", "float32") > 1e8  # measured once
+    with toy.controller(None, toy.Regression()) as without_directory:  # a binary prints it at its end, too
+        without_directory.train(3)
+        assert 0 < without_directory.report.speed.share_of_peak < 1

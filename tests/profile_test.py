@@ -108,6 +108,17 @@ def test_memory_and_time_are_in_run_json_and_in_no_record(profiled):
         assert sum(after.values()) <= start["seconds"]["wall"] + 0.1
 
 
+def test_the_table_of_the_log_has_a_head_above_its_columns():
+    ops = [op_times.OpTime("a/MatMul", "MatMul", 1234.5, 0.9), op_times.OpTime("b/Relu", "Relu", 0.25, 0.1)]
+    head, *rows = op_times.table(ops).splitlines()
+    assert [row.split() for row in rows] == [
+        ["90.0%", "1234.500", "ms", "MatMul", "a/MatMul"], ["10.0%", "0.250", "ms", "Relu", "b/Relu"]
+    ]  # fmt: skip
+    assert head.split() == ["share", "time", "type", "operation"]
+    for name, cells in {"type": ("MatMul", "Relu"), "operation": ("a/", "b/")}.items():
+        assert [row.index(cell) for row, cell in zip(rows, cells)] == [head.index(name)] * 2
+
+
 def test_times_inside_of_an_op_are_not_its_own():
     events = [(0, 100, "outer"), (10, 40, "inner"), (20, 30, "innermost"), (50, 60, "inner"), (100, 110, "next")]
     totals = {}

@@ -118,7 +118,23 @@ def test_the_loss_and_the_norms_of_a_step_are_those_of_numpy(runs, capfd):
         norm = np.linalg.norm(gradient.sum(0) if name == "last/bias" else gradient)
         assert float(re.search(rf"{name} +(\S+)", out)[1]) == pytest.approx(norm, rel=1e-3), name
     assert "no op of the step has an output that is not finite" in out
-    assert "it reported no step since its checkpoint" in out
+    last = "the run did not report step 21, and the replay began at the checkpoint of step 20, so there is nothing to"
+    assert last in out.splitlines()[-1]
+
+
+def test_the_last_line_says_where_a_replay_began_and_which_reports_it_compared(runs, capfd):
+    folder, _ = runs("plain")
+    assert main(["replay", str(folder), "--step=3"]) == EXIT_DONE
+    last = "did not report any of the steps 1 to 3, and the replay began at step 0, without a checkpoint, so there is"
+    assert last in capfd.readouterr().out.splitlines()[-1]
+    assert main(["replay", str(folder), "--step=20"]) == EXIT_DONE
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last == "equal, bit by bit, to what the run reported at steps 10, 20"
+    assert main(["replay", str(folder), "--step=30", "--eager"]) == EXIT_DONE
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last.endswith(
+        "at the checkpoint of step 20; a step that runs op by op is not compared with what the run reported"
+    )
 
 
 def test_a_step_of_tf_keras_is_replayed_with_its_dropout_and_gradients(runs, capfd):

@@ -242,6 +242,21 @@ def test_charts_are_read_and_zoomed_by_keys_and_by_the_mouse(run, opened):
     assert any(len(line) == len(loss) and np.allclose(line, smooth, rtol=1e-4) for line in lines[1:])
 
 
+def test_the_numbers_of_an_axis_have_the_digits_that_tell_them_apart(run, opened):
+    sheet = opened(run / "report.html")
+    for ticks, texts in (
+        ([0.00095, 0.000975, 0.001, 0.001025], ["0.00095", "0.000975", "0.001", "0.001025"]),
+        ([0, 0.0005, 0.001, 0.0015], ["0", "0.0005", "0.001", "0.0015"]),
+        ([0.1, 0.2, 0.30000000000000004], ["0.1", "0.2", "0.3"]),
+        ([12000, 12250, 12500], ["12,000", "12,250", "12,500"]),
+        ([-2e-6, 0, 2e-6], ["-2e-6", "0", "2e-6"]),
+        ([0.001, None, 0.1, 1], ["0.001", "–", "0.1", "1"]),
+    ):
+        assert sheet.evaluate("tickTexts", ticks) == texts
+    constant = [sheet.evaluate(f"padded(null, {value}, {value})") for value in (0.001, -3, 0)]
+    assert constant == [[0, 0.002], [-6, 0], [-1, 1]]
+
+
 @pytest.mark.parametrize("width, scheme", [(1200, "light"), (360, "dark")])
 def test_axe_finds_nothing_and_nothing_is_wider_than_the_screen(run, other, evil, opened, width, scheme, tmp_path):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
@@ -328,6 +343,26 @@ def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp
     )
     assert drawn["points"] == steps and drawn["bad_steps"] == [500_000] and len(at) <= 2002
     assert "loss was not finite once, first at step 500,000" in sheet.inner_text("#verdict")
+
+
+def test_a_notebook_shows_the_page_as_it_is_now_and_no_script_of_a_name_runs_there(tmp_path, opened):
+    trainer, evaluator = toy.build(make_strategy("default"))
+    folder = tmp_path / "a&quot; onload=1 <b>"
+    with toy.controller(None, trainer, evaluator, model_dir=folder) as controller:
+        controller.train(2)
+        controller.train(5)
+        shown = controller.report()
+    (tmp_path / "notebook.html").write_text(f"<body>{shown._repr_html_()}</body>")
+    sheet = opened(tmp_path / "notebook.html")
+    frame = sheet.frame_locator("iframe")
+    assert "5" in frame.locator(".tile", has_text="steps").first.inner_text().split()
+    assert frame.locator("h1").inner_text().startswith(folder.name) and frame.locator(".u-over").count()
+    frame.get_by_role("link", name="History").click()
+    assert frame.locator("#history h2").inner_text() == "History"  # and not the notebook
+    assert shown.path == str(folder / "report.html") and shown._repr_html_().count("<iframe") == 1
+    with toy.controller(None, toy.Regression()) as without_directory:
+        with pytest.raises(looplib.UsageError, match="needs a directory that can be written; give Controller"):
+            without_directory.report()
 
 
 def test_a_page_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, caplog):

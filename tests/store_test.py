@@ -14,6 +14,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
+from looplib import command_line
 from looplib.__main__ import main as cli
 from looplib.checkpoint import commits
 from looplib.checkpoint import marker as marker_room
@@ -283,12 +284,22 @@ def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
     trainer, evaluator = toy.build(make_strategy("default"))
     for metric, message in (
         ("test/accuracy", "needs the evaluator 'test', which does not exist; the evaluators are: eval"),
+        ("eval/acc", r"\(--keep_best=max:eval/acc\) needs a metric that the evaluation returns"),
         ("eval/acc", "it returns eval/accuracy"),
     ):
         policy = looplib.CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest(metric)))
         with pytest.raises(UsageError, match=message):
             settings = dict(model_dir=tmp_path, checkpoints=policy)
             toy.controller(make_strategy("default"), trainer, evaluator, **settings).train_and_evaluate(4, 2)
+
+
+@pytest.mark.parametrize("text", ["accuracy", "eval/score", "most:eval/score", "max:score"])
+def test_a_best_checkpoint_that_is_asked_for_wrongly_is_answered_with_the_form_of_the_flag(text):
+    with pytest.raises(UsageError) as refused:
+        command_line.policy({"keep_last": 5, "keep_best": text})
+    sentence = str(refused.value)
+    assert sentence.startswith(f"--keep_best is {text!r}; expected <evaluator>/<metric>, such as eval/accuracy or ")
+    assert sentence.endswith("such as max:eval/score")
 
 
 @pytest.mark.any_engine(False)

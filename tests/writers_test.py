@@ -234,6 +234,20 @@ def test_a_bar_on_a_narrow_terminal_cuts_no_number(columns, shown):
     assert f"1,060/1,100 | 85.73 steps/s{end}" in last and last.endswith(end or "steps/s")
 
 
+def test_a_message_of_the_runtime_replaces_the_bar_and_does_not_stand_behind_it():
+    stream, message = Terminal(), "2026-11-23 12:00:00.000000: W tensorflow/core/framework/op_kernel.cc: " + 60 * "x"
+    writer = ConsoleWriter(stream)
+    writer.progress(Progress(10, 100, rate=4.0))
+    stream.write(message + "\n")  # on the same terminal, not through the bar or a guarded stream
+    writer.progress(Progress(20, 100, rate=4.0, evaluating=True))
+    writer.write(20, "eval", {"accuracy": 0.5})
+    stream.write(message + "\n")
+    writer.progress(Progress(30, 100, rate=4.0))
+    shown = screen(stream.getvalue())
+    assert shown[:3] == [message, "step      20  eval   accuracy 0.5", message]
+    assert len(shown) == 4 and "30/100 | 4 steps/s" in shown[3]
+
+
 def test_a_training_whose_end_is_not_known_shows_its_step():
     stream = Terminal()
     writer = ConsoleWriter(stream)

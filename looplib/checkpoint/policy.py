@@ -151,15 +151,16 @@ class CheckpointPolicy:
             if not isinstance(rule, KeepBest):
                 continue
             name, _, metric = rule.metric.partition("/")
+            who = f"KeepBest({rule.metric!r}) (--keep_best={rule.mode}:{rule.metric})"
             if name not in metrics:
                 raise UsageError(
-                    f"KeepBest({rule.metric!r}) needs the evaluator {name!r}, which does not exist; "
+                    f"{who} needs the evaluator {name!r}, which does not exist; "
                     f"the evaluators are: {', '.join(sorted(metrics)) or 'none'}"
                 )
             known = metrics[name]
             if known is not None and metric not in known:
                 raise UsageError(
-                    f"KeepBest({rule.metric!r}) needs a metric that the evaluation returns; it returns "
+                    f"{who} needs a metric that the evaluation returns; it returns "
                     f"{', '.join(sorted(f'{name}/{one}' for one in known))}; name one of these"
                 )
         if self.guards.may_roll_back and not model_dir:

@@ -13,7 +13,7 @@ from looplib.errors import gist
 from looplib.loop.base import TrainingLoop
 from looplib.report.speed import Speed
 
-SHORT_TRAINING = 5.0  # seconds, below which the peak, which takes 0.2 s, is not measured
+SHORT_TRAINING = 1.0  # seconds, below which the peak, which takes 0.1 s, is not measured
 _LOOPS, _BRANCHES = ("While", "StatelessWhile"), ("If", "StatelessIf", "Case", "StatelessCase")
 _PRODUCTS = ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 _CONVOLUTION = re.compile(r"(Conv2D|Conv3D|(DepthwiseConv2dNative))(Backprop(Input|Filter))?(V2)?")

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from looplib import console
 from looplib.report.formats import format_number
@@ -149,6 +149,14 @@ def _make_bar(stream: TextIO | None, progress: Progress) -> "tqdm.tqdm | None":
 
     class Bar(kind):
         monitor_interval = 0  # no thread, which would draw into the prompt of a debugger
+
+        def refresh(self, *args: Any, **settings: Any) -> bool | None:
+            drawn = super().refresh(*args, **settings)
+            if not in_notebook:
+                # Messages of TensorFlow's runtime, which nothing here sees, then replace the bar.
+                self.fp.write("\r")
+                self.fp.flush()
+            return drawn
 
     bar = "{bar}" if in_notebook else "{bar:12}"  # a notebook's fills the line
     return Bar(

@@ -63,6 +63,7 @@ class MediaWriter(Writer):
     def _fields(self, step: int, split: str, name: str, shown: Shown) -> Record:
         if isinstance(shown, Images):
             begin = f"{files.safe_name(split)}.{files.safe_name(name)}.{step:08}"
+            tf.io.gfile.makedirs(self._folder)
             return {"kind": "image", "files": [self._write(begin, i, png) for i, png in enumerate(shown.files)]}
         if isinstance(shown, Histogram):
             return {"kind": "histogram", "edges": list(shown.edges), "counts": list(shown.counts)}
@@ -72,7 +73,6 @@ class MediaWriter(Writer):
         """Writes an image; returns the name of its file."""
         name = f"{begin}.{number}.{hashlib.sha256(png).hexdigest()[:8]}.png"
         path = os.path.join(self._folder, name)
-        tf.io.gfile.makedirs(self._folder)
         files.write_whole(path, png, durable=False)
         self._new.append(path)
         return name

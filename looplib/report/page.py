@@ -1,11 +1,33 @@
 """`report.html` of a run: written when the run ends, however it ends."""
 
+import dataclasses
+import html
+import os
 import time
 from collections.abc import Callable
 
+import tensorflow as tf
 from absl import logging
 
+from looplib.errors import UsageError
+
 _SHARE = 0.01  # of the time of a run that calls `train` many times
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenPage:
+    """A page that was written; a notebook shows it below the cell that ends with it.
+
+    Attributes:
+      path: the file.
+    """
+
+    path: str
+
+    def _repr_html_(self) -> str:
+        with tf.io.gfile.GFile(self.path) as file:
+            page = html.escape(file.read())  # as an attribute, because no address of the file works in all notebooks
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" width="100%" height="600" style="border: 0"></iframe>'
 
 
 class Page:
@@ -32,6 +54,17 @@ class Page:
         if self._closed or time.monotonic() - self._written >= self._took / _SHARE:
             self._write()
 
+    def show(self) -> WrittenPage:
+        """Writes the page, and returns it.
+
+        Raises:
+          UsageError: if there is no place for it.
+        """
+        self._write()
+        if self._directory is None:
+            raise UsageError("the page of a run needs a directory that can be written; give Controller(model_dir=...)")
+        return WrittenPage(os.path.join(self._directory, "report.html"))
+
     def close(self) -> None:
         """Writes the page if there are news; each later `update` writes it."""
         self._closed = True
@@ -43,10 +76,10 @@ class Page:
             return
         started = time.monotonic()
         try:
-            from looplib.extras.page import html  # here, because most of a run does not need it
+            from looplib.extras.page.html import write_of_run  # here, because most of a run does not need it
 
             self._check()
-            html.write_of_run(self._directory)
+            write_of_run(self._directory)
         except Exception as error:  # what is only shown never ends a run
             logging.warning("report.html cannot be written (%s)", error)
             self._directory = None

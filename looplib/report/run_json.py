@@ -20,6 +20,7 @@ from looplib.errors import Preempted, UsageError, gist
 from looplib.files import write_whole
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
+from looplib.report.page import Page, WrittenPage
 from looplib.report.points import Points
 from looplib.report.program import DIFF, Program
 from looplib.report.run_file import OF_TRAINING, read
@@ -81,7 +82,7 @@ class RunReport:
       speed: how much the training computes; None where that is not known.
       points: memory and seconds at the reports of this start.
       defaults: `flags` and `config` as they are when nothing is set, for `not_default`; None if they are not known.
-      at_end: called without arguments after the file was written because the run has ended in some way.
+      page: the `Page` of the run, which is updated when the run has ended in some way.
     """
 
     path: str | None
@@ -97,13 +98,21 @@ class RunReport:
     speed: Speed | None = None
     points: Points = dataclasses.field(init=False)
     defaults: dict[str, Any] | None = None
-    at_end: Callable[[], None] = lambda: None
+    page: Page = dataclasses.field(default_factory=lambda: Page(None, lambda: None))
     _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.points = Points(self.clock)
+
+    def __call__(self) -> WrittenPage:
+        """Writes the page of the run, `report.html`, as it is now, and returns it for a notebook to show.
+
+        Raises:
+          UsageError: if there is no run directory, or it cannot be written.
+        """
+        return self.page.show()
 
     @contextlib.contextmanager
     def of_a_start(self, restored_from: str | None) -> Iterator[None]:
@@ -199,7 +208,7 @@ class RunReport:
             content["not_default"] = {name: list(values) for name, values in changed.items()}
         self._write(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
         if status != "running":
-            self.at_end()
+            self.page.update()
 
     def _write_diff(self, path: str, diff: str) -> None:
         if diff:

@@ -21,7 +21,7 @@ class Images:
     def files(self) -> tuple[bytes, ...]:
         """The content of a PNG file for each; encoded when first asked for, in the thread of a writer."""
         with tf.device("cpu:0"):
-            return tuple(tf.io.encode_png(pixels).numpy() for pixels in self.pixels)
+            return tuple(tf.io.encode_png(self.pixels).numpy().tolist())  # one op for all of them
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,9 +92,11 @@ def write(profile: Profile, start: int, steps: int, model_dir: str) -> None:
 
 
 def table(ops: Sequence[OpTime]) -> str:
-    """Returns ops as a table with a line for each."""
-    width = max((len(op.type) for op in ops), default=0)
-    return "\n".join(f"  {op.share:6.1%}  {op.time_ms:9.3f} ms  {op.type:<{width}}  {op.name[-80:]}" for op in ops)
+    """Returns ops as a table with a line for each, below a head."""
+    rows = [("share", "time", "type", "operation")]
+    rows += [(f"{op.share:.1%}", f"{op.time_ms:.3f} ms", op.type, op.name[-80:]) for op in ops]
+    share, time, kind, _ = (max(map(len, column)) for column in zip(*rows))
+    return "\n".join(f"  {row[0]:>{share}}  {row[1]:>{time}}  {row[2]:<{kind}}  {row[3]}" for row in rows)
 
 
 def _ops_of(plane: Any, line: Any) -> Iterator[tuple[int, int, tuple[str, str]]]:

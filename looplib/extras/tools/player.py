@@ -116,6 +116,7 @@ class Player:
 
     Attributes:
       loop: the loop of the trainer.
+      start: the step of the checkpoint that was restored; 0 for none.
       reported: the metrics of each report on the way, by step.
 
     Raises:
@@ -130,7 +131,7 @@ class Player:
         self.reported: dict[int, dict[str, int | float]] = {}
         self._controller, self._evaluate_every = controller, evaluate_every
         self._offset = loop.stream.start_step - controller.global_step  # of a run that left out data in a rollback
-        self._metrics_since = controller.global_step
+        self.start = self._metrics_since = controller.global_step
 
     @property
     def step(self) -> int:

@@ -23,6 +23,7 @@ from looplib.task.trainer import Trainer
 _SHOWN_IDS = 16
 _ROUNDING = 1e-4  # of a number, between engines
 _SHOWN_ROWS = 60  # of the table of norms
+_NAMED_STEPS = 5
 
 
 def look(player: Player, order: Order) -> Answer:
@@ -55,7 +56,7 @@ def look(player: Player, order: Order) -> Answer:
         different = [step for step, metrics in compared.items() if _differing(metrics, reported[step], order.exact)]
         if not different:
             break
-    return Answer([*lines, _verdict(order, compared, different, reported)], equal=not different)
+    return Answer([*lines, _verdict(order, player.start, compared, different, reported)], equal=not different)
 
 
 def _trained(path: str) -> dict[int, Record]:
@@ -82,17 +83,22 @@ def _differing(metrics: Mapping[str, int | float], record: Record, exact: bool) 
 
 def _verdict(
     order: Order,
+    start: int,
     compared: Mapping[int, Mapping[str, int | float]],
     different: Sequence[int],
     records: Mapping[int, Record],
 ) -> str:
     """Says whether the metrics that the run reported on the way are those of the replay."""
     step, exact = order.step, order.exact
-    here = "" if step in records else f"the run did not report step {step}; "
     if not compared:
-        return f"{here}it reported no step since its checkpoint, so there is nothing to compare"
+        begin = f"the checkpoint of step {start}" if start else "step 0, without a checkpoint"
+        if step in records:  # an eager pass alone
+            return f"the replay began at {begin}; a step that runs op by op is not compared with what the run reported"
+        missed = f"step {step}" if step == start + 1 else f"any of the steps {start + 1} to {step}"
+        return f"the run did not report {missed}, and the replay began at {begin}, so there is nothing to compare"
+    here = "" if step in records else f"the run did not report step {step}; "
     if not different:
-        steps = f"step {max(compared)}" if len(compared) == 1 else f"steps {min(compared)} to {max(compared)}"
+        steps = _steps(sorted(compared))
         if exact:
             return f"{here}equal, bit by bit, to what the run reported at {steps}"
         return (
@@ -107,6 +113,12 @@ def _verdict(
         f"{here}DIFFERENT from what the run reported at step {first}: {', '.join(texts)}; the code, the settings or "
         "the machine may have changed since, or the step uses something that a checkpoint does not hold"
     )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if len(steps) > _NAMED_STEPS:
+        return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
 
 
 @dataclasses.dataclass(frozen=True)

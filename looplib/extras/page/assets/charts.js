@@ -17,9 +17,9 @@ const HEIGHT = 220;
 
 // How a chart shows its values: as numbers, as bytes, or as shares of a whole, whose areas lie on top of each other.
 const LOOKS = {
-  numbers: { text: (value) => number(value, 5), tick: (value) => number(value, 3), range: padded },
-  bytes: { text: bytes, tick: bytes, range: (_, low, high) => [0, 1.06 * (high || 1)] },
-  shares: { text: percent, tick: percent, range: () => [0, 1] },
+  numbers: { text: (value) => number(value, 5), ticks: tickTexts, range: padded },
+  bytes: { text: bytes, ticks: (ticks) => ticks.map(bytes), range: (_, low, high) => [0, 1.06 * (high || 1)] },
+  shares: { text: percent, ticks: (ticks) => ticks.map(percent), range: () => [0, 1] },
 };
 
 /** One chart in a figure. It is drawn when it comes near the screen. */
@@ -152,7 +152,7 @@ class Chart {
         {
           ...axis,
           size: (_, texts) => 18 + 6.5 * Math.max(3, ...(texts ?? []).map((text) => text.length)),
-          values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.look.tick(tick))),
+          values: (_, ticks) => this.look.ticks(ticks).map((text, index) => (ticks[index] === null ? "" : text)),
         },
       ],
       cursor: {
@@ -313,9 +313,21 @@ function nearest(values, at) {
   return at;
 }
 
+/** The numbers of an axis, with as few digits as tell them apart. */
+function tickTexts(ticks) {
+  const known = ticks.filter((tick) => tick !== null);
+  const gap = least([...known.slice(1).map((tick, index) => tick - known[index]), most(known.map(Math.abs)) || 1]);
+  const texts = (digits) => ticks.map((tick) => number(tick, digits));
+  const isExact = (text, index) => Math.abs(Number(text.replaceAll(",", "")) - ticks[index]) < 0.01 * gap;
+  let digits = 1;
+  while (digits < 8 && !texts(digits).every((text, index) => ticks[index] === null || isExact(text, index))) digits += 1;
+  return texts(digits);
+}
+
 function padded(_, low, high) {
   if (low === null || high === null) return [0, 1];
-  const space = 0.06 * (high - low) || 0.06 * Math.abs(high) || 1;
+  if (high - low <= 1e-6 * Math.abs(high)) return high ? [Math.min(0, 2 * high), Math.max(0, 2 * high)] : [-1, 1];
+  const space = 0.06 * (high - low);
   return [low >= 0 && low < space ? 0 : low - space, high + space];
 }
 

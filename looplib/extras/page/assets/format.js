@@ -12,6 +12,12 @@ function el(tag, properties = {}, ...children) {
   return element;
 }
 
+/** A cell with a name that may break after each of its slashes. */
+function nameCell(name) {
+  const parts = name.split(/(?<=\/)/).flatMap((part, index) => (index ? [el("wbr"), part] : [part]));
+  return { value: name, shown: el("span", {}, parts) };
+}
+
 /** A number with `digits` significant digits, and a comma between thousands. */
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";

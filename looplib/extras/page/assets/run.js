@@ -24,7 +24,7 @@ function page(title, mark, facts, content) {
   const kept = content.filter(Boolean);
   const links = kept
     .filter((one) => one.id)
-    .map((one) => el("a", { href: `#${one.id}` }, one.querySelector("h2").textContent));
+    .map((one) => el("a", { href: `#${one.id}`, click: (event) => follow(event, one) }, one.querySelector("h2").textContent));
   return [
     el(
       "header",
@@ -40,6 +40,13 @@ function page(title, mark, facts, content) {
     el("main", {}, kept),
     el("footer", {}, `Written by looplib, ${time(report.written)}.`),
   ];
+}
+
+/** In a notebook's frame, whose address is the notebook's, the link would lead to the notebook. */
+function follow(event, target) {
+  if (location.protocol !== "about:") return;
+  event.preventDefault();
+  target.scrollIntoView();
 }
 
 function badge(status) {

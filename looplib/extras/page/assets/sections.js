@@ -4,15 +4,15 @@ function profile(run) {
   if (!run.ops.length) return null;
   const columns = [
     { name: "Operation" },
-    { name: "Type" },
     { name: "Time", numeric: true },
     { name: "Share", numeric: true },
+    { name: "Type" },
   ];
   const rows = run.ops.map((op) => [
-    op.name,
-    op.type,
+    nameCell(op.name),
     { value: op.time_ms, shown: op.time_ms === null ? "–" : `${number(op.time_ms)} ms` },
     { value: op.share, shown: op.share === null ? "–" : percent(op.share) },
+    op.type,
   ]);
   return [
     run.profiled
@@ -68,7 +68,7 @@ function modelTable(run) {
     { name: "Trained" },
   ];
   const rows = run.model.map((row) => [
-    row.name,
+    nameCell(row.name),
     row.shape,
     { value: row.parameters, shown: number(row.parameters) },
     row.trainable ? "yes" : "no",
