@@ -30,7 +30,7 @@ def start(python, *arguments):
 def results(python, tmp_path_factory):
     """The last evaluation of each example, one of which trains on two replicas; two at a time."""
     folder = tmp_path_factory.mktemp("examples")
-    steps = {"mixture": 300, "regression": 500, "retrieval": 200, "tagging": 100}
+    steps = {"mixture": 300, "regression": 300, "retrieval": 200, "tagging": 100}
 
     def run(name):
         devices = 2 if name == "tagging" else 1

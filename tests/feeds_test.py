@@ -114,7 +114,7 @@ def read(stream, iterator, steps):
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("make", [parallel, interleaved, nested, finite])
-@pytest.mark.parametrize("stop", [1, 3, 11])
+@pytest.mark.parametrize("stop", [*more([1]), 3, 11])
 def test_a_pipeline_resumes_from_its_saved_state(strategy, make, stop, files, caplog):
     caplog.set_level(logging.INFO, logger="absl")
     whole = expected(strategy, lambda context: make(context, files), stop + 6)

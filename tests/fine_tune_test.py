@@ -47,7 +47,7 @@ def tuned(base, tmp_path_factory):
     results = {}
     for tune in ("all", "last", "lora"):
         folder = tmp_path_factory.mktemp(tune)
-        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=300), folder, 300)
+        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=200), folder, 200)
         results[tune] = folder, trainer, metrics
     return results
 

@@ -157,6 +157,7 @@ def test_the_diffusion_loss_is_the_error_of_the_predicted_noise():
     np.testing.assert_allclose(losses, (predicted - noise) ** 2, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.any_engine
 @EXPERIMENTS
 def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, classifier, tmp_path):
     config = dataclasses.replace(SMALL[experiment], classifier=classifier)

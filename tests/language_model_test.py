@@ -221,7 +221,7 @@ def trained(files, tmp_path_factory):
     results = {}
     for name, strategy in (("one", "default"), ("other", "default"), ("two", "mirrored_x2")):
         folder = str(tmp_path_factory.mktemp(name))
-        controller, metrics = run(config(files), strategy, 200, model_dir=folder, writers=None)
+        controller, metrics = run(config(files), strategy, 80, model_dir=folder, writers=None)
         controller.report.write("done")
         controller.close()
         results[name] = folder, metrics

@@ -69,7 +69,7 @@ def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_ste
             np.testing.assert_array_equal(part, expected)
     for part, expected in zip(read(plan, 10, 2, 4, seeds=True, start_step=steps - 10), whole, strict=True):
         np.testing.assert_array_equal(part, expected[-10:])
-    assert not np.array_equal(read(plan, steps, seed=4)[0], whole[0])
+    assert not np.array_equal(read(plan, 5, seed=4)[0], whole[0][:5])
     seeds = whole[-1].reshape(-1, 2)
     assert len({tuple(seed) for seed in seeds}) == len(seeds) == steps * BATCH
 
@@ -87,7 +87,7 @@ SHARES = [
 @pytest.mark.parametrize("weights", [SHARES[1], *SHARES[-2:], *more([SHARES[0], *SHARES[2:-2]])], ids=str)
 def test_every_prefix_of_a_mixture_has_of_each_source_its_share(weights):
     order = looplib.Mixture(dict.fromkeys(weights, 1000), weights)
-    sources = read(order, repetitions(1500, 5000))[1].ravel()
+    sources = read(order, repetitions(600, 5000))[1].ravel()
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     shares = np.array(list(weights.values())) / sum(weights.values())
     expected = np.arange(1, len(sources) + 1)[:, None] * shares
@@ -166,7 +166,7 @@ def first_fit(lengths, row_length):
     return len(rooms)
 
 
-@pytest.mark.parametrize("row_length", [32, 64, 39, 1])
+@pytest.mark.parametrize("row_length", [32, *more([64]), 39, 1])
 def test_each_epoch_of_packed_rows_has_each_token_once_in_rows_that_are_full(row_length):
     order = looplib.Packed(LENGTHS, row_length)
     steps = -(-3 * order.size // BATCH)

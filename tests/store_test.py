@@ -51,6 +51,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "keep, expected",
     [

@@ -214,6 +214,7 @@ def averaged(tmp_path_factory):
     return directory, params, trainer, metrics, [event for event in seen if event.split == "validation"]
 
 
+@pytest.mark.any_engine
 def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(averaged):
     directory, params, trainer, metrics, _ = averaged
     losses, counts = validation_losses(params, f"{directory}/run")  # of the weights that were trained
@@ -228,6 +229,7 @@ def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(avera
     assert {weight.tobytes() for weight in weights} <= found
 
 
+@pytest.mark.any_engine
 def test_averaged_weights_resume_exactly(averaged, tmp_path):
     directory, params, trainer, _, _ = averaged
     shutil.copytree(f"{directory}/run/checkpoints", tmp_path / "run" / "checkpoints")
@@ -245,6 +247,7 @@ def test_averaged_weights_resume_exactly(averaged, tmp_path):
         )
 
 
+@pytest.mark.any_engine
 def test_the_best_checkpoint_and_the_averages_are_exported_as_model_garden_does(averaged):
     directory, _, trainer, metrics, evaluations = averaged
     with open(f"{directory}/run/best/info.json") as file:
