@@ -35,7 +35,7 @@ def results(python, tmp_path_factory):
     def run(name):
         devices = 2 if name == "tagging" else 1
         flags = [f"--model_dir={folder / name}", f"--num_virtual_devices={devices}", f"--train_steps={steps[name]}"]
-        start(python, f"examples.{name}", *flags, "--eval_interval=500")
+        start(python, f"examples.{name}", *flags, "--eval_interval=500", "--loop=graph")
         records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         return next(record for record in reversed(records) if record["split"] == "eval")
 

@@ -25,7 +25,7 @@ def train(module, config, model_dir, steps, strategy=None):
         trainer, evaluator = module.build(config)
     controller = looplib.Controller(
         trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=64, steps_per_loop=steps,
-        model_dir=model_dir, config=config,
+        model_dir=model_dir, config=config, loop="graph",
     )  # fmt: skip
     metrics = controller.train_and_evaluate(steps, steps)["eval"]
     controller.close()

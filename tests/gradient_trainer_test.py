@@ -107,7 +107,7 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
 def test_losses_of_the_models_layers_count_once(weighted, count):
     """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
@@ -255,6 +255,7 @@ def test_half_precision_learns_as_float32_does(precision, keras):
     assert accuracy(precision) == pytest.approx(accuracy("float32"), abs=0.01)
 
 
+@pytest.mark.few(1)
 def test_frozen_layers_keep_weights_and_statistics(keras):
     class Deep(Tagger):
         def __init__(self):
@@ -288,7 +289,7 @@ def test_the_table_of_the_model_says_of_one_frozen_variable_of_a_layer_that_it_i
     assert table.count(trainable_only=True) == FEATURES * CLASSES
 
 
-@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+@pytest.mark.parametrize("name", [*more(["default"]), "mirrored_x2"])
 def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     strategy = make_strategy(name)
     with strategy.scope():
@@ -299,6 +300,7 @@ def test_parts_of_a_model_have_optimizers_of_their_own(keras, name, tmp_path):
     assert metrics["learning_rate/bias"] == pytest.approx(0.1) and metrics["learning_rate/rest"] == pytest.approx(RATE)
 
 
+@pytest.mark.few(1)
 def test_no_decay_leaves_out_the_variables_that_match(keras):
     optimizer = keras.optimizers.AdamW(0.0, weight_decay=0.1)  # without a rate only the decay of Keras's AdamW is left
     optimizer.learning_rate = 1.0
@@ -457,6 +459,7 @@ def test_sentences_of_an_unknown_length_train_in_micro_batches(keras, count):
     assert_weights(trainer, numpy_weights(3))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, count", [("mirrored_x2", 2), *more([("default", 1), ("mirrored_x2", 1)])])
 def test_embeddings_train_as_their_dense_gradients_would(keras, name, count):
     class Words(looplib.GradientTrainer):

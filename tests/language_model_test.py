@@ -150,7 +150,7 @@ def test_vocabularies_encode_and_decode(vocabularies):
     assert [pieces[token] for token in tokens] == ["import", "o", "##s"] and words.decode(tokens) == b"import os"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["", "sentence", "word"])
 def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies, kind):
     settings = config(files, vocabulary=vocabularies[kind], sequence_length=1024, text_bytes=10_000)
@@ -221,7 +221,7 @@ def trained(files, tmp_path_factory):
     results = {}
     for name, strategy in (("one", "default"), ("other", "default"), ("two", "mirrored_x2")):
         folder = str(tmp_path_factory.mktemp(name))
-        controller, metrics = run(config(files), strategy, 80, model_dir=folder, writers=None)
+        controller, metrics = run(config(files), strategy, 120, model_dir=folder, writers=None, loop="graph")
         controller.report.write("done")
         controller.close()
         results[name] = folder, metrics

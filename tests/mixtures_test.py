@@ -64,12 +64,14 @@ def once(plan, workers=1, replicas=1):
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
     plan, steps = PLANS[name](), repetitions(40, 100)
     whole = read(plan, steps, seeds=True)
-    for workers, replicas in ((1, 4), (2, 2)):
+    for workers, replicas in repetitions([(2, 2)], [(2, 2), (1, 4)]):
         for part, expected in zip(read(plan, steps, workers, replicas, seeds=True), whole, strict=True):
             np.testing.assert_array_equal(part, expected)
-    for part, expected in zip(read(plan, 10, 2, 4, seeds=True, start_step=steps - 10), whole, strict=True):
+    for part, expected in zip(
+        read(plan, 10, repetitions(1, 2), 4, seeds=True, start_step=steps - 10), whole, strict=True
+    ):
         np.testing.assert_array_equal(part, expected[-10:])
-    assert not np.array_equal(read(plan, 5, seed=4)[0], whole[0][:5])
+    assert not np.array_equal(read(plan, steps, seed=4)[0], whole[0])
     seeds = whole[-1].reshape(-1, 2)
     assert len({tuple(seed) for seed in seeds}) == len(seeds) == steps * BATCH
 
@@ -80,14 +82,14 @@ SHARES = [
     {"a": 0.7, "b": 0.2, "c": 0.1},
     dict(zip("abcde", (1, 1, 1, 1, 1))),
     {"a": 1_281_167, "b": 50_000, "c": 700},
-    dict(zip("abcdefghijk", 10 ** np.random.default_rng(1).uniform(-2, 2, 11))),
+    dict(zip("abcdef", 10 ** np.random.default_rng(1).uniform(-2, 2, 6))),
 ]
 
 
 @pytest.mark.parametrize("weights", [SHARES[1], *SHARES[-2:], *more([SHARES[0], *SHARES[2:-2]])], ids=str)
 def test_every_prefix_of_a_mixture_has_of_each_source_its_share(weights):
     order = looplib.Mixture(dict.fromkeys(weights, 1000), weights)
-    sources = read(order, repetitions(600, 5000))[1].ravel()
+    sources = read(order, repetitions(1500, 5000))[1].ravel()
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     shares = np.array(list(weights.values())) / sum(weights.values())
     expected = np.arange(1, len(sources) + 1)[:, None] * shares

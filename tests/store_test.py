@@ -131,7 +131,7 @@ SAVED = {
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_path):
@@ -292,6 +292,7 @@ def test_a_rule_by_a_metric_that_is_not_there_is_a_sentence_at_once(tmp_path):
             toy.controller(make_strategy("default"), trainer, evaluator, **settings).train_and_evaluate(4, 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.any_engine(False)
 def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
     """Where `loop_end` is the default one, the trace of the evaluation tells the names; Keras metrics among them."""
