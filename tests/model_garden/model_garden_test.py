@@ -129,6 +129,7 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     assert mean_iou(sum(matrices)) != pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-2)
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize(
     "both",
     ["resnet_imagenet", *more(name for name in _PLAIN if name != "resnet_imagenet")],
@@ -162,6 +163,7 @@ def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
         assert controller.global_step == 3
 
 
+@pytest.mark.any_engine
 def test_looplib_trains_on_from_the_drivers_checkpoint_and_the_driver_reads_looplibs(both, tmp_path):
     name, params, directory, whole, _ = both
     if name != "resnet_imagenet":
