@@ -165,9 +165,8 @@ def no_shuffle(context):
     return data.map(square, num_parallel_calls=4).prefetch(tf.data.AUTOTUNE)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "changed", [other_elements, no_shuffle, lambda c: parallel(c, buffer=10), lambda c: parallel(c, buffer=30)]
+    "changed", [other_elements, no_shuffle, lambda c: parallel(c, buffer=10), *more([lambda c: parallel(c, buffer=30)])]
 )
 def test_a_changed_pipeline_is_skipped_to_with_a_warning(changed, caplog):
     caplog.set_level(logging.INFO, logger="absl")
