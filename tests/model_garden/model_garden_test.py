@@ -129,7 +129,6 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     assert mean_iou(sum(matrices)) != pytest.approx(mean_iou(sum(matrices[1:])), rel=1e-2)
 
 
-@pytest.mark.any_engine
 @pytest.mark.parametrize(
     "both",
     ["resnet_imagenet", *more(name for name in _PLAIN if name != "resnet_imagenet")],
@@ -163,7 +162,6 @@ def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
         assert controller.global_step == 3
 
 
-@pytest.mark.any_engine
 def test_looplib_trains_on_from_the_drivers_checkpoint_and_the_driver_reads_looplibs(both, tmp_path):
     name, params, directory, whole, _ = both
     if name != "resnet_imagenet":
@@ -216,7 +214,6 @@ def averaged(tmp_path_factory):
     return directory, params, trainer, metrics, [event for event in seen if event.split == "validation"]
 
 
-@pytest.mark.any_engine
 def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(averaged):
     directory, params, trainer, metrics, _ = averaged
     losses, counts = validation_losses(params, f"{directory}/run")  # of the weights that were trained
@@ -231,7 +228,6 @@ def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(avera
     assert {weight.tobytes() for weight in weights} <= found
 
 
-@pytest.mark.any_engine
 def test_averaged_weights_resume_exactly(averaged, tmp_path):
     directory, params, trainer, _, _ = averaged
     shutil.copytree(f"{directory}/run/checkpoints", tmp_path / "run" / "checkpoints")
@@ -249,7 +245,6 @@ def test_averaged_weights_resume_exactly(averaged, tmp_path):
         )
 
 
-@pytest.mark.any_engine
 def test_the_best_checkpoint_and_the_averages_are_exported_as_model_garden_does(averaged):
     directory, _, trainer, metrics, evaluations = averaged
     with open(f"{directory}/run/best/info.json") as file:
