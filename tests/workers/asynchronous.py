@@ -92,11 +92,12 @@ class Regression(looplib.Trainer):
 
 
 def wait(seconds):
-    """An op that sleeps so long, without Python, which a worker has none of."""
-    kind = {"output_types": [tf.float64], "output_shapes": [[]]}
-    one = tf.raw_ops.TensorDataset(components=[tf.constant(seconds, tf.float64)], output_shapes=[[]])
-    slow = tf.raw_ops.SleepDataset(input_dataset=one, sleep_microseconds=int(seconds * 1e6), **kind)
-    return tf.raw_ops.DatasetToSingleElement(dataset=slow, **kind)[0]
+    """An op that takes so long, without Python, which a worker has none of."""
+    until = tf.timestamp() + seconds
+    now = tf.timestamp()
+    while now < until:
+        now = tf.timestamp()
+    return tf.cast(now - until + seconds, tf.float64)
 
 
 class Values(looplib.Evaluator):

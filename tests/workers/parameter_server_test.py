@@ -115,23 +115,23 @@ def ids_by_number(output):
 
 def test_workers_die_and_come_back_and_a_coordinator_resumes_with_every_batch_counted_once(nursery, tmp_path, capsys):
     run = tmp_path / "run"
-    flags = ["--eval_interval=50", "--checkpoint_interval=50", "--config.step_seconds=0.01"]
+    flags = ["--eval_interval=100", "--checkpoint_interval=50", "--config.step_seconds=0.01"]
     with Cluster(nursery, arguments(run, *flags, "--train_steps=1000000"), tmp_path) as cluster:
-        cluster.wait_for(lambda: reached(run) >= 20, "20 steps")
+        cluster.wait_for(lambda: reached(run) >= 50, "50 steps")
         cluster.processes["worker", 1].kill()
         cluster.wait_for(lambda: "task:1 is gone" in cluster.log("chief"), "note that the worker is gone")
         alone = reached(run)
-        cluster.wait_for(lambda: reached(run) >= alone + 20, "training by the other worker")
+        cluster.wait_for(lambda: reached(run) >= alone + 50, "training by the other worker")
         cluster.start(("worker", 1))
         cluster.wait_for(lambda: "task:1 is back" in cluster.log("chief"), "note that the worker is back")
         again = reached(run)
-        cluster.wait_for(lambda: reached(run) >= again + 20, "training by both")
+        cluster.wait_for(lambda: reached(run) >= again + 50, "training by both")
         cluster.processes["chief", 0].kill(signal.SIGTERM)
         assert set(cluster.codes().values()) == {75}, cluster.log("chief")[-3000:]
         first = cluster.log("chief")
     assert len(re.findall("task:1 is (gone|back)", first)) == 2 and "Traceback" not in first
     stopped = int(re.search(r"ended by SIGTERM at step (\d+), saved", first)[1])
-    target = stopped - stopped % 10 + 50
+    target = stopped - stopped % 10 + 100
     with Cluster(nursery, arguments(run, *flags, f"--train_steps={target}"), tmp_path) as cluster:
         assert set(cluster.codes().values()) == {0}, cluster.log("chief")[-3000:]
         both = cluster.log("chief")
@@ -151,8 +151,7 @@ def test_workers_die_and_come_back_and_a_coordinator_resumes_with_every_batch_co
 def ids_of_one_process(capsys, steps):
     capsys.readouterr()
     trainer = asynchronous.Regression(asynchronous.Config())
-    settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="graph")
-    looplib.Controller(trainer=trainer, **settings).train(steps)
+    looplib.Controller(trainer=trainer, global_batch_size=8, steps_per_loop=10, writers=[]).train(steps)
     return ids_by_number(capsys.readouterr().out)
 
 
