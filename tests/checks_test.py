@@ -17,17 +17,17 @@ from looplib.extras.tools.compare import compare
 
 ROOT = pathlib.Path(__file__).parents[1]
 MLP = [
-    *("trainers.image_classification", "--config.model=mlp", "--train_steps=120", "--eval_interval=40"),
-    *("--steps_per_loop=20", "--checkpoint_interval=30"),
+    *("trainers.image_classification", "--config.model=mlp", "--train_steps=60", "--eval_interval=20"),
+    *("--steps_per_loop=10", "--checkpoint_interval=15"),
 ]
-FEW = ["--train_steps=100", "--loop=eager"]
+FEW = ["--train_steps=20", "--loop=graph"]
 CASES = {
     "resume": (["resume", "--kills=1"], MLP),
-    "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step", "--train_steps=300", "--loop=eager"]),
+    "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step", "--train_steps=100", "--loop=eager"]),
     "data": (["resume", "--kills=1"], ["unreliable", "--config.fault=data"]),
     "unseeded": (["resume", "--baseline=2"], ["unreliable", "--config.fault=unseeded", *FEW]),
     "crash": (["resume"], ["unreliable", "--config.fault=crash"]),
-    "slow": (["resume", "--timeout=2"], MLP),
+    "slow": (["resume", "--timeout=1"], MLP),
     "replicas": (["replicas", "--counts=1,2"], MLP),
     "csv": (["resume", "--kills=1"], ["csv_reader", "--train_steps=400"]),
     "loss": (["replicas", "--counts=1,2"], ["unreliable", "--config.fault=loss", *FEW]),
@@ -107,7 +107,7 @@ def test_a_command_that_fails_is_code_2_with_its_last_line(results):
 def test_a_command_that_takes_too_long_is_ended(results):
     result = results["slow"]
     assert result.returncode == 2
-    assert "looplib: error: the command did not end within 2 s (--timeout)" in result.stderr
+    assert "looplib: error: the command did not end within 1 s (--timeout)" in result.stderr
 
 
 def test_replicas_that_agree(results, folder):
@@ -134,12 +134,12 @@ def test_records_twice_and_tensors_of_another_checkpoint_are_differences(results
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (other / "metrics.jsonl").write_text("".join([*lines[:-1], lines[0]]))
     found = [where for where, _, _ in compare(whole, other).differences]
-    assert found[:2] == ["step 1 train: records", "step 120 eval: records"]
-    for path in other.glob("checkpoints/ckpt-120*"):
+    assert found[:2] == ["step 1 train: records", "step 60 eval: records"]
+    for path in other.glob("checkpoints/ckpt-60*"):
         path.unlink()
     (other / "checkpoints" / "checkpoint").unlink()
     found = {where: texts for where, *texts in compare(whole, other).differences}
-    assert found["tensor global_step"] == ["120", "90"]
+    assert found["tensor global_step"] == ["60", "45"]
     one, two = found["tensor optimizer/_trainable_variables/1"]
     assert one.startswith("[0] ") and re.search(r", \d+ of 128 elements differ$", two)
 

@@ -22,14 +22,15 @@ EVERY = ("default", "one_device", "mirrored_x2", "mirrored_x4")
 _REPLICAS = dict(zip(EVERY, (1, 1, 2, 4)))
 # With several processes, each takes the next file when it is done with one: the longest go first.
 _LONGEST = (
-    "engines", "model_garden/model_garden", "workers/workers", "mixtures", "checks", "workers/faults",
-    "gradient_trainer", "workers/parameter_server", "preemption", "faults/random_faults", "conformance/conformance",
-    "faults/kill", "docs", "guards", "model_garden/binary", "foreign", "sweep", "predictions", "sources", "launch",
-    "preflight", "language_model", "record_runs", "exports", "faults/lock", "replay", "optimizers", "controller",
-    "runtime", "last_line", "faults/hostile", "inputs", "faults/disk", "writers", "imports",
-    "model_garden/multi_task", "faults/power_cut", "plateau", "keras_trainer", "store", "records", "generative",
-    "loops", "fine_tune", "image_classification", "feeds", "faults/files", "workers/ready_trainers", "metrics", "tpu",
-    "rerun", "rounding",
+    "engines", "workers/workers", "model_garden/model_garden", "gradient_trainer", "mixtures", "guards",
+    "workers/parameter_server", "conformance/conformance", "workers/faults", "language_model", "preemption",
+    "faults/kill", "feeds", "optimizers", "controller", "checks", "exports", "docs", "sources", "sweep",
+    "model_garden/binary", "keras_trainer", "preflight", "replay", "inputs", "foreign", "store",
+    "image_classification", "faults/disk", "plateau", "fine_tune", "metrics", "predictions", "faults/files",
+    "faults/hostile", "runtime", "model_garden/multi_task", "records", "generative", "faults/random_faults",
+    "lifecycle", "launch", "media", "tpu", "notebook", "faults/lock", "global_batches", "batch_sizes",
+    "report_page", "imports", "writers", "loops", "workers/ready_trainers", "last_line", "faults/power_cut",
+    "faults/fuzz", "limits", "contrastive", "rounding",
 )  # fmt: skip
 # Other tests run without Model Garden too. Whole files that need it say so by `pytest.importorskip`.
 needs_models = pytest.mark.skipif(

@@ -26,7 +26,7 @@ def build(config, strategy, **settings):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         trainer, evaluator = contrastive.build(config)
-    settings = {"global_batch_size": 32, "writers": [], **settings}
+    settings = {"global_batch_size": 32, "writers": [], "loop": "graph", **settings}
     return trainer, looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
 
 

@@ -103,9 +103,10 @@ PAGES = {
 }
 
 
-# Run with --all: a TPU's page also runs with a stand-in for it, and one migration shows what the others do.
+# Run with --all: a TPU's page also runs with a stand-in for it, one migration shows what the others do, and the tests of exports
+# and predictions what the page about them does.
 REPETITIONS = ("tpu_guide", "tpu_course", "tpu_strategy", "from_orbit", "from_tf_distribute", "from_lightning",
-               "recipes")  # fmt: skip
+               "recipes", "after_training")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +257,7 @@ def test_the_recipes_run_as_printed(results):
     assert len(accuracies) >= 6 and min(accuracies) > 0.8 and max(accuracies) > 0.95
 
 
+@pytest.mark.repetition
 def test_the_programs_of_after_training_run_as_printed(results, folders):
     out = printed(results["after_training"])
     assert min(shown(r"accuracy of the second hundred: (\S+)", out)) > 0.9

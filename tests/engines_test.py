@@ -53,6 +53,20 @@ class Images(looplib.Trainer):
         return metrics
 
 
+class Quick(looplib.Trainer):
+    """One weight, for tests of the choice among engines: most of what a trial costs is tracing and compiling."""
+
+    def __init__(self):
+        self.weight = tf.Variable(0.0)
+
+    def dataset(self, context):
+        return context.indices(50).map(lambda i: tf.gather(IMAGES, i))
+
+    def step_fn(self, inputs):
+        self.weight.assign_add(self.global_mean(tf.reduce_mean(inputs, [1, 2, 3]) - self.weight))
+        return {"loss": tf.reduce_sum(inputs, [1, 2, 3])}
+
+
 class Resident(Images):
     """Images whose arrays stay on the device."""
 
@@ -293,11 +307,11 @@ def test_data_that_is_read_many_batches_at_once_is_trained_to_its_last_step(loop
 
 
 def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, fast_trials, monkeypatch):
-    controller, _ = train("auto", 200, model_dir=tmp_path)
+    controller, _ = train("auto", 200, Quick(), model_dir=tmp_path)
     chosen = controller.engines["train"]
     assert chosen["seconds_per_step"].keys() >= {"graph", "xla x1"}  # longer chunks depend on the speed of a step
     monkeypatch.setattr(auto.AutoLoop, "_try_all", lambda self: pytest.fail("it was tried again"))
-    resumed, _ = train("auto", 300, model_dir=tmp_path)
+    resumed, _ = train("auto", 300, Quick(), model_dir=tmp_path)
     assert resumed.engines["train"] == chosen and resumed.global_step == 300
 
 
@@ -313,7 +327,7 @@ def test_a_second_run_starts_with_what_the_first_one_chose_as_long_as_it_holds(t
 
     def measurements(**settings):
         trials.clear()
-        record = train("auto", 60, **settings)[0].engines["train"]
+        record = train("auto", 60, Quick(), **settings)[0].engines["train"]
         assert (record["loop"], record["chunk"]) == ("graph", 4)
         return len(trials)
 
@@ -352,7 +366,7 @@ def test_the_fastest_candidate_wins_and_graph_stays_where_none_is_faster_by_3_pe
         return plans[plan] / 1e3
 
     monkeypatch.setattr(auto.AutoLoop, "_measure", measured)
-    record = train("auto", 300)[0].engines["train"]
+    record = train("auto", 300, Quick())[0].engines["train"]
     assert str(Plan(record["loop"], record["chunk"])) == expected
     assert record["seconds_per_step"] == pytest.approx({str(plan): value / 1e3 for plan, value in plans.items()})
 
@@ -549,5 +563,5 @@ def test_calls_that_are_too_short_for_a_chunk_do_not_hold_the_trial_up(steps_per
     for name, value in {"_PAYS_BACK": 0, "_SECONDS": 0.0005, "_MISFITS": 2}.items():
         monkeypatch.setattr(auto, name, value)
     policy = looplib.CheckpointPolicy(interval)
-    controller, _ = train("auto", 1000, steps_per_loop=steps_per_loop, checkpoints=policy)
+    controller, _ = train("auto", 1000, Quick(), steps_per_loop=steps_per_loop, checkpoints=policy)
     assert set(controller.engines["train"]["seconds_per_step"]) == tried

@@ -30,17 +30,17 @@ def start(python, *arguments):
 def results(python, tmp_path_factory):
     """The last evaluation of each example, one of which trains on two replicas; two at a time."""
     folder = tmp_path_factory.mktemp("examples")
-    steps = {"mixture": 300, "regression": 500, "retrieval": 200, "tagging": 100}
+    steps = {"mixture": 300, "regression": 300, "retrieval": 200, "tagging": 100}
 
     def run(name):
         devices = 2 if name == "tagging" else 1
         flags = [f"--model_dir={folder / name}", f"--num_virtual_devices={devices}", f"--train_steps={steps[name]}"]
-        start(python, f"examples.{name}", *flags, "--eval_interval=500")
+        start(python, f"examples.{name}", *flags, "--eval_interval=500", "--loop=graph")
         records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         return next(record for record in reversed(records) if record["split"] == "eval")
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        names = repetitions(("regression", "tagging"), NAMES)
+        names = repetitions(("tagging",), NAMES)
         return dict(zip(names, pool.map(run, names)))
 
 
@@ -52,6 +52,7 @@ def test_an_example_has_fewer_than_forty_lines():
         assert f"python -m examples.{name}" in (ROOT / "examples" / "README.md").read_text()
 
 
+@pytest.mark.repetition
 def test_the_regression_is_better_than_the_mean(results):
     target = np.loadtxt(ROOT / "examples" / "diabetes.csv", delimiter=",", skiprows=1)[:, -1]
     of_the_mean = np.abs(target[350:] - target[:350].mean()).mean()

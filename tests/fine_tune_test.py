@@ -25,7 +25,7 @@ def train(module, config, model_dir, steps, strategy=None):
         trainer, evaluator = module.build(config)
     controller = looplib.Controller(
         trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=64, steps_per_loop=steps,
-        model_dir=model_dir, config=config,
+        model_dir=model_dir, config=config, loop="graph",
     )  # fmt: skip
     metrics = controller.train_and_evaluate(steps, steps)["eval"]
     controller.close()
@@ -47,7 +47,7 @@ def tuned(base, tmp_path_factory):
     results = {}
     for tune in ("all", "last", "lora"):
         folder = tmp_path_factory.mktemp(tune)
-        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=300), folder, 300)
+        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=200), folder, 200)
         results[tune] = folder, trainer, metrics
     return results
 

@@ -23,10 +23,9 @@ def run(config, strategy, steps, **settings):
     "model, name",
     [
         ("cnn", "mirrored_x2"),
-        ("mlp", "mirrored_x2"),
         ("tpu_guide", "default"),
         pytest.param("resnet18", "default", marks=needs_models),
-        *more([("cnn", "default"), ("mlp", "default"), ("tpu_guide", "mirrored_x2")]),
+        *more([("mlp", "mirrored_x2"), ("cnn", "default"), ("mlp", "default"), ("tpu_guide", "mirrored_x2")]),
         pytest.param("resnet18", "mirrored_x2", marks=[needs_models, pytest.mark.repetition]),
     ],
 )

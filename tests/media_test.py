@@ -107,10 +107,16 @@ def pixels(directory, record):
     "kind, strategy, engine",
     [
         (Showing, "default", "graph"),
-        (Showing, "mirrored_x2", "graph"),
         (Decoding, "default", "xla"),
         (Decoding, "mirrored_x2", "eager"),
-        *more([(Showing, "default", "auto"), (Showing, "default", "eager"), (Showing, "one_device", "graph")]),
+        *more(
+            [
+                (Showing, "mirrored_x2", "graph"),
+                (Showing, "default", "auto"),
+                (Showing, "default", "eager"),
+                (Showing, "one_device", "graph"),
+            ]
+        ),
     ],
 )
 def test_reported_steps_show_the_first_examples_of_the_first_replica(kind, strategy, engine, order, tmp_path):

@@ -65,10 +65,12 @@ def once(plan, workers=1, replicas=1):
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
     plan, steps = PLANS[name](), repetitions(40, 100)
     whole = read(plan, steps, seeds=True)
-    for workers, replicas in ((1, 4), (2, 2)):
+    for workers, replicas in repetitions([(2, 2)], [(2, 2), (1, 4)]):
         for part, expected in zip(read(plan, steps, workers, replicas, seeds=True), whole, strict=True):
             np.testing.assert_array_equal(part, expected)
-    for part, expected in zip(read(plan, 10, 2, 4, seeds=True, start_step=steps - 10), whole, strict=True):
+    for part, expected in zip(
+        read(plan, 10, repetitions(1, 2), 4, seeds=True, start_step=steps - 10), whole, strict=True
+    ):
         np.testing.assert_array_equal(part, expected[-10:])
     assert not np.array_equal(read(plan, steps, seed=4)[0], whole[0])
     seeds = whole[-1].reshape(-1, 2)
@@ -81,7 +83,7 @@ SHARES = [
     {"a": 0.7, "b": 0.2, "c": 0.1},
     dict(zip("abcde", (1, 1, 1, 1, 1))),
     {"a": 1_281_167, "b": 50_000, "c": 700},
-    dict(zip("abcdefghijk", 10 ** np.random.default_rng(1).uniform(-2, 2, 11))),
+    dict(zip("abcdef", 10 ** np.random.default_rng(1).uniform(-2, 2, 6))),
 ]
 
 
@@ -167,7 +169,7 @@ def first_fit(lengths, row_length):
     return len(rooms)
 
 
-@pytest.mark.parametrize("row_length", [32, 64, 39, 1])
+@pytest.mark.parametrize("row_length", [32, *more([64]), 39, 1])
 def test_each_epoch_of_packed_rows_has_each_token_once_in_rows_that_are_full(row_length):
     order = looplib.Packed(LENGTHS, row_length)
     steps = -(-3 * order.size // BATCH)

@@ -252,8 +252,8 @@ def test_a_run_killed_at_any_event_stops_and_reduces_as_one_that_was_not(side, p
 
     killed, whole = run("whole", "")
     assert killed == 0 and whole["step"] == 13  # 5 comes at step 8, and five evaluations bring no more
-    killed, parts = run("parts", repetitions("train-4 eval-7 eval-13", "eval-4 train-4 eval-7 train-8 eval-13"))
-    assert killed == repetitions(3, 5) and parts["step"] == 13
+    killed, parts = run("parts", repetitions("train-4 eval-13", "eval-4 train-4 eval-7 train-8 eval-13"))
+    assert killed == repetitions(2, 5) and parts["step"] == 13
     assert not compare(tmp_path / "whole", tmp_path / "parts").differences
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -282,7 +281,7 @@ def test_a_second_signal_leaves_at_once(python, tmp_path):
 
 
 INTERRUPTED = """
-import signal, sys, threading, time
+import os, pathlib, signal, sys, threading, time
 sys.path[:0] = [{tests!r}, {root!r}]
 import tensorflow as tf
 import toy, looplib
@@ -305,6 +304,7 @@ class Slow(toy.Regression):
 
     def sleep(self, y, step):
         if step == 5 and not again:
+            pathlib.Path({folder!r} + ".pid").write_text(str(os.getpid()))
             print("in step 6", flush=True)
             time.sleep({step})
         return y
@@ -342,7 +342,10 @@ def interrupted(python, tmp_path, signums, ps1=None, grace=1.0, step=3.0, ignore
         while process.stdout.readline() != "in step 6\n":
             assert process.poll() is None, process.stderr.read()
         for signum in signums:
-            process.send_signal(signum)
+            if signum in (signal.SIGSTOP, signal.SIGCONT):  # which what stands for Python cannot pass on
+                os.kill(int((tmp_path / "run.pid").read_text()), signum)
+            else:
+                process.send_signal(signum)
             time.sleep(3.5 if signum == signal.SIGSTOP else 0.3)
         output, errors = process.communicate(timeout=120)
     return process.returncode, output, errors
@@ -390,10 +393,10 @@ def test_a_hangup_that_was_ignored_when_the_process_started_stays_ignored(python
     assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
 
 
-def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_path):
+def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(python, tmp_path):
     """The step ends after 1.5 s of running time; the grace of 3 s, by the wall, is over while it is suspended."""
     code, _, errors = interrupted(
-        sys.executable, tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0
+        python, tmp_path, [signal.SIGTERM, signal.SIGSTOP, signal.SIGCONT], grace=3.0, step=5.0
     )
     assert code == 75 and "did not end in time" not in errors, errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
@@ -404,9 +407,9 @@ def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(tmp_
 
 
 @pytest.mark.repetition
-def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(tmp_path):
+def test_time_in_which_the_process_is_suspended_is_no_part_of_a_steps_time(python, tmp_path):
     """In the second call a step takes 5 s, in 3.5 s of which the process is suspended; looks come each 0.2 s."""
-    code, _, errors = interrupted(sys.executable, tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0, first=5)
+    code, _, errors = interrupted(python, tmp_path, [signal.SIGSTOP, signal.SIGCONT], step=5.0, first=5)
     assert code == 0, errors
     assert float(errors.rpartition("left out: ")[2].split()[0]) > 2.5, errors
 

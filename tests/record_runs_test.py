@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import sklearn.datasets
 import tensorflow as tf
-from conftest import more
 
 import looplib
 from looplib.extras.tools.compare import compare
@@ -132,7 +131,8 @@ def test_a_run_that_reads_files_passes_the_checks(python, flags, tmp_path, check
     assert result.returncode == 0 and "EQUAL" in result.stdout and "(with the examples" in result.stdout, result
 
 
-@pytest.mark.parametrize("kind", ["blocks", *more(["records", "mixture", "packed"])])
+@pytest.mark.repetition  # workers_test has a run that does so, and records_test the order of records for any number of workers
+@pytest.mark.parametrize("kind", ["blocks", "records", "mixture", "packed"])
 def test_a_run_goes_from_one_worker_to_two_and_back_with_the_same_examples(kind, nursery, flags, tmp_path):
     flags = [*flags, *KINDS[kind], "--steps_per_loop=5"]
     lives = [nursery.life_of("recorded", f"--model_dir={tmp_path}/whole", *flags, "--train_steps=60")]

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import graphlib
 import pathlib
 import re
@@ -101,6 +102,7 @@ def test_every_folder_and_file_has_a_level() -> None:
     assert len(FOLDERS) <= 9
 
 
+@functools.cache
 def used_from_outside() -> dict[str, set[str]]:
     """The names of each module that files of other rooms, or the public names of looplib, use."""
     names = collections.defaultdict(set)

@@ -52,6 +52,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "keep, expected",
     [
@@ -131,7 +132,7 @@ SAVED = {
 }
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("how", SAVED)
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_path):
@@ -302,6 +303,7 @@ def test_a_best_checkpoint_that_is_asked_for_wrongly_is_answered_with_the_form_o
     assert sentence.endswith("such as max:eval/score")
 
 
+@pytest.mark.few(1)
 @pytest.mark.any_engine(False)
 def test_a_misspelt_metric_is_refused_before_the_first_step(keras, tmp_path):
     """Where `loop_end` is the default one, the trace of the evaluation tells the names; Keras metrics among them."""

@@ -71,7 +71,7 @@ def test_a_disk_that_gets_full_ends_a_run_with_a_sentence_and_it_resumes_once_th
     """Full at once, so that nothing can be reported either, and full in the midst of a later save."""
     arguments, run = ARGUMENTS, disk / "run"
     life = nursery.life(run, *arguments)
-    while saved_step(run) < 12 and not life.ended(0.001):
+    while saved_step(run) < 12 and not life.ended(0.005):
         pass
     fill_until_it_ends(life, disk, leave)
     code, output = life.code(), life.output()

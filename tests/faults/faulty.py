@@ -119,7 +119,7 @@ class Faulty(looplib.Trainer):
         self.notes = notes
         self.noted = Noted(notes, config)
         if self.keras_is_3 and config.noisy:
-            self.augmentation = keras.Sequential([keras.Input((SIDE, SIDE, 1)), layers.RandomTranslation(0.2, 0.2)])
+            self.augmentation = keras.Sequential([keras.Input((SIDE, SIDE, 1)), layers.RandomFlip()])
         norm = [layers.BatchNormalization(momentum=0.9)] if config.normalized else []
         self.model = keras.Sequential([
             layers.InputLayer((SIDE, SIDE, 1)), layers.Flatten(), *norm, layers.Dense(16, "relu"), layers.Dropout(0.3 * config.noisy),

@@ -87,8 +87,9 @@ def test_an_evaluation_job_and_post_evaluation_give_the_same_numbers(run, files,
     arguments = ["--experiment=resnet_imagenet", f"--config_file={directory}/params.yaml"]
     evaluation = nursery.life_of(BINARY, *arguments, f"--model_dir={directory}", "--mode=eval")
     post = nursery.life_of(
-        BINARY, *arguments, f"--model_dir={tmp_path}/post", "--mode=train_and_post_eval", "--seed=3", "--deterministic"
-    )
+        BINARY, *arguments, f"--model_dir={tmp_path}/post", "--mode=train_and_post_eval", "--seed=3", "--deterministic",
+        "--loop=eager",
+    )  # fmt: skip
     assert evaluation.code(300) == 0, evaluation.output()
     assert post.code(300) == 0, post.output()
     trained = json.loads((directory / "run.json").read_text())["metrics"]["held_out"]

@@ -14,8 +14,9 @@ from looplib.extras.tools.compare import compare
 
 # Long enough to strike in the middle; a step is a collective op of both. Each worker has a pipeline of its own, whose
 # iterator's state is saved.
+STEPS = repetitions(80, 120)
 ARGUMENTS = [
-    "--mode=train", "--config.slow_step=0.01", "--train_steps=120", "--config.state_mb=0.01", "--config.data=interleaved",
+    "--mode=train", "--config.slow_step=0.01", f"--train_steps={STEPS}", "--config.state_mb=0.01", "--config.data=interleaved",
     "--verbosity=0"
 ]  # fmt: skip
 LIMIT = 60.0  # seconds
@@ -113,7 +114,7 @@ def test_a_preempted_worker_makes_all_save_and_leave(victim, nursery, struck):
 
 
 def test_after_all_these_strikes_the_run_resumes_exactly(nursery, struck, whole):
-    assert saved_step(struck) < 120
+    assert saved_step(struck) < STEPS
     finish(nursery, [struck])
     compare_with_whole(whole, struck)
 
