@@ -23,8 +23,8 @@ _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TP
 # Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
 # small step (docs/speed.md), and several workers have to ask each other.
 _STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
-# Ops of a step from which a loop looks at the stop flag itself, for about 17 microseconds a step. The end of a loop costs
-# more then: TensorFlow passes over all ops of its body once more, in a third of a step's time if they are small.
+# Ops of a step from which the loop over steps looks at the stop flag itself, which costs 17 microseconds a step. At the
+# end of a loop TensorFlow passes over all ops of its body again, in a third of the time of a step of many small ops.
 _MANY_OPS = 4000
 
 Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the same shapes each time
