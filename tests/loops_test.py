@@ -10,6 +10,7 @@ import toy
 from conftest import make_strategy, more, repetitions
 
 import looplib
+from looplib.loop import graph
 from looplib.loop.base import Request
 
 
@@ -71,6 +72,22 @@ def test_the_graph_loop_equals_a_plain_loop_over_tf_function():
         step(tf.constant(ids))
     for a, b in zip(trainer.weights(), by_hand.weights()):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_step_of_many_ops_trains_like_one_of_few(ends, monkeypatch):
+    weights = []
+    for many_ops in (0, 1_000_000):
+        monkeypatch.setattr(graph, "_MANY_OPS", many_ops)
+        trainer = toy.Regression()
+        if ends:
+            trainer.dataset = lambda context: toy.Regression.dataset(trainer, context).take(23)
+        with toy.controller(None, trainer, steps_per_loop=10) as controller:
+            controller.train(-1 if ends else 23)
+            assert controller.global_step == 23
+        weights.append(trainer.weights())
+    for a, b in zip(*weights):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_loop_of_many_steps_is_one_call():

@@ -19,6 +19,7 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.health import preemption
 from looplib.health.preemption import Preempted, notice
+from looplib.loop import graph
 
 DEFAULT = make_strategy("default")
 
@@ -102,6 +103,19 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
     controller.close()
     if name == "default":
         finish(tmp_path)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_current_step_of_many_ops_ends_not_the_loop(ends, monkeypatch):
+    monkeypatch.setattr(graph, "_MANY_OPS", 0)
+    trainer = Quiet(0.1)
+    if ends:
+        trainer.dataset = lambda context: toy.Regression.dataset(trainer, context).take(10_000)
+    controller = toy.controller(DEFAULT, trainer, steps_per_loop=10_000)
+    with signal_when(lambda: controller.global_step >= 5):
+        with pytest.raises(Preempted):
+            controller.train(10_000)
+    assert 5 <= controller.global_step <= 8
 
 
 @pytest.mark.few(1)

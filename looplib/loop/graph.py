@@ -23,6 +23,9 @@ _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TP
 # Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
 # small step (docs/speed.md), and several workers have to ask each other.
 _STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
+# Ops of a step from which the loop over steps looks at the stop flag itself, which costs 17 microseconds a step. At the
+# end of a loop TensorFlow passes over all ops of its body again, in a third of the time of a step of many small ops.
+_MANY_OPS = 4000
 
 Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the same shapes each time
 Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
@@ -63,6 +66,7 @@ class GraphLoop(InnerLoop):
         self._loop, self._one_round = tf.function(self._run), tf.function(self._run_round)
         self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
         self._bound: tuple[Iterator, dict[bool, Callable[[], tf.Tensor]]] | None = None  # as in `_ran`
+        self._looks_within = sum(step.op_counts.values()) >= _MANY_OPS
         self._at_most = self._rounds_one_by_one()
         self._numbers_now: Numbers | None = None
         self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
@@ -121,6 +125,8 @@ class GraphLoop(InnerLoop):
 
         After each stride of rounds it checks whether to stop.
         """
+        if self._looks_within:
+            return self._repeat_and_look(do, value, iterator, rounds, stride, status)
         # The step appears once in the program: if it draws random numbers, each copy would have its own state.
         rounds, done = tf.where(status.go, rounds, 0), tf.constant(0, tf.int64)
         for _ in tf.range(_strides(rounds, stride)):
@@ -135,6 +141,24 @@ class GraphLoop(InnerLoop):
                 break
         return done, value, status
 
+    def _repeat_and_look(
+        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
+        stride: tf.Tensor, status: Status,
+    ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
+        """`_repeat` in one loop, which does not end for each check."""
+        done = tf.constant(0, tf.int64)
+        for _ in tf.range(tf.where(status.go, rounds, 0)):
+            tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)
+            value = do(iterator, value)
+            done += 1
+            if tf.equal(done % stride, 0):
+                self._note(stride)
+                status = self._look()
+                if not status.go:
+                    break
+        self._note(done % stride)
+        return done, value, self._look()
+
     def _repeat_to_the_end(self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: Status) -> Steps:
         """The inner loop over data that ends, or is fetched a step ahead."""
         # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
@@ -143,15 +167,21 @@ class GraphLoop(InnerLoop):
         batch = self._stream.next_as_optional(iterator)
         begins = self._stream.has_value(batch) & status.go
         rounds = tf.where(begins, steps - 1, 0)
-        for _ in tf.range(_strides(rounds, stride)):
-            for _ in tf.range(tf.minimum(stride, rounds - done)):
+        longest = tf.maximum(rounds, 1) if self._looks_within else stride
+        for _ in tf.range(_strides(rounds, longest)):
+            for _ in tf.range(tf.minimum(longest, rounds - done)):
                 self.step(self._stream.get_value(batch))
                 done += 1
                 batch, seconds = timed(
                     lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
                 )
                 waited += seconds
-                if not self._stream.has_value(batch):
+                ends = ~self._stream.has_value(batch)
+                if self._looks_within:
+                    if tf.equal(done % stride, 0):
+                        status = self._look()
+                    ends |= ~status.go
+                if ends:
                     break
             status = self._look()
             if ~(status.go & self._stream.has_value(batch)):
