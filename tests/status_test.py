@@ -17,6 +17,8 @@ import pytest
 
 from looplib.__main__ import main as cli
 from looplib.checkpoint import lock
+from looplib.extras.page.read import read
+from looplib.extras.page.verdict import findings
 
 SLOW = ["--mode=train", "--config.slow_step=0.02", "--train_steps=100000"]
 LIVES = {
@@ -117,6 +119,16 @@ def test_step_rate_and_metrics_are_those_of_the_last_records(runs):
     shown = rows["sweep/trial-0000/seed-0"][1]
     assert "20/20" in shown and f"eval/accuracy {done[-1]['accuracy']:.4g}" in shown
     assert f"{done[-2]['steps_per_second']:.4g} " in shown
+
+
+def test_the_page_of_a_run_has_the_word_and_the_step_of_its_status(runs):
+    folder, _, rows = runs
+    for name in LIVES:
+        page = read(str(folder / name), name)
+        assert page.status == rows[name][0] and f" {page.step}/" in rows[name][1]
+        assert page.starts[-1].status == page.status
+    verdict = findings(read(str(folder / "moving"), "moving"))[0]
+    assert re.fullmatch(r"The run was killed at step \d+ or later\.", verdict.text)
 
 
 def test_nothing_is_locked_or_written(runs):

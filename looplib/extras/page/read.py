@@ -1,5 +1,6 @@
 """What a run directory says about its run, read with bounds: the directory may come from somebody else."""
 
+import dataclasses
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from looplib.checkpoint import commits
 from looplib.errors import UsageError, gist
 from looplib.extras.page import curves, marks, phases, values
 from looplib.extras.page.run import Change, Mark, Op, Run, Saved, Start, Variable
+from looplib.extras.page.run_status import read_status
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.report import program, run_file
 from looplib.report.records import Record, each_record
@@ -37,7 +39,12 @@ def read(directory: str, name: str) -> Run:
     found = curves.of_records(_records(directory, "metrics.jsonl", notes))
     undone = curves.of_records(_records(directory, "metrics.voided.jsonl", notes), undone=True)
     listed = [one for one in values.items(report.get("starts")) if isinstance(one, dict)]
+    status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     starts = [_start(one) for one in listed]
+    if not files.is_remote(directory) and (seen := read_status(directory)).state != "unknown":
+        status, step = seen.state, seen.step
+        if status == "killed" and starts:  # it could not write so itself
+            starts[-1] = dataclasses.replace(starts[-1], status=status, step=step)
     flags, config = values.flat(report.get("flags")), values.flat(report.get("config"), "config.")
     settings = {key: values.shown(value) for key, value in {**flags, **config}.items()}
     metric, mode = marks.best_metric(flags.get("keep_best"), found)
@@ -51,8 +58,8 @@ def read(directory: str, name: str) -> Run:
     return Run(
         name=values.text(name, 200),
         directory=values.text(directory, 1000),
-        status=values.text(report.get("status"), 40),
-        step=values.whole(report.get("step")),
+        status=status,
+        step=step,
         started=values.text(report.get("started"), 40),
         error=values.text(report.get("error")),
         verdict=values.text(report.get("verdict"), 500),

@@ -80,7 +80,8 @@ class Run:
 
     Attributes:
       name: of the directory, below the one that the page is for.
-      status: "done", "failed", "preempted", "killed", "running" or "" if there is no `run.json`.
+      status: see `RunStatus.state`; what `run.json` says of a remote run; "" if that is not known.
+      step: the last known step, or None.
       error: the sentence of a failure.
       seconds: dict from phase to seconds, over all starts, without the sum.
       wall: the sum.

@@ -41,11 +41,14 @@ def _of_the_end(run: Run) -> Iterator[Finding]:
         yield Finding("bad", f"The run failed{at}.", "Fix what the error above names, and run the same command again.")
     elif run.status == "preempted":
         yield Finding("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
-    elif run.status == "running":
-        text = f"The run had not ended when this page was written; run.json is of step {run.step or 0:,}."
-        yield Finding("note", text, "If no process runs any more, run the same command to continue.")
+    elif run.status == "killed":
+        yield Finding("bad", f"The run was killed{at} or later.", "Run the same command to continue.")
+    elif run.status in ("starting", "running", "silent"):
+        text = f"The run had not ended when this page was written; its last report is of step {run.step or 0:,}."
+        silent = "It has reported nothing for long; python -m looplib status names its process."
+        yield Finding("note", text, silent if run.status == "silent" else "")
     killed = sum(start.status == "killed" for start in run.starts)
-    if killed:
+    if killed and len(run.starts) > 1:
         were = "was" if killed == 1 else "were"
         yield Finding("note", f"{killed} of {_count(len(run.starts), 'start')} {were} killed.")
 

@@ -1,7 +1,7 @@
 // The page of one run.
 
 const FEW = 12; // charts of a kind that are not folded
-const ENDED = { done: "good", failed: "bad", killed: "bad", preempted: "note", running: "note" };
+const ENDED = { done: "good", failed: "bad", killed: "bad" };
 
 function runPage(run) {
   const sections = [
