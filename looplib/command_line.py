@@ -16,7 +16,6 @@ from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
 from looplib.report import pieces
-from looplib.task.actions import Action
 from looplib.task.profiling import Profile
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
@@ -59,7 +58,7 @@ FLAGS = (
     ("export", flags.DEFINE_string, None, "Directory for --mode=export; none: export/step-<step> in model_dir."),
     ("export_averages", flags.DEFINE_boolean, True, "Exports averaged weights if the evaluator or trainer has any."),
     ("export_tflite", flags.DEFINE_boolean, False, "Exports a TFLite file too, if the converter takes the model."),
-    ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
+    ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints; each evaluation saves one too."),
     ("keep_last", flags.DEFINE_integer, 5, "Number of newest checkpoints to keep."),
     ("keep_best", flags.DEFINE_string, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
     ("keep_every", flags.DEFINE_integer, None, "Also keeps the checkpoints at multiples of this number of steps."),
@@ -111,7 +110,7 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     )
 
 
-def actions(values: dict[str, Any]) -> list[Action]:
+def actions(values: dict[str, Any]) -> list[Profile]:
     """Returns the actions that the flags ask for.
 
     Args:
@@ -165,6 +164,8 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
     if actions(values) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
+    for profile in actions(values):
+        profile.check_end(values["train_steps"])
     for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size",
                  "predictions_piece"):  # fmt: skip
         if values[name] < 1:

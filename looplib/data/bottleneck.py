@@ -62,7 +62,8 @@ class Bottleneck:
     tuned: bool = False
 
     def __str__(self) -> str:
-        each = f"{self.milliseconds:.2g} ms for an element, {self.parallel} at once"
+        time = f"{self.milliseconds:.0f}" if self.milliseconds >= 10 else f"{self.milliseconds:.2g}"
+        each = f"{time} ms for an element, {self.parallel} at once"
         return f"{self.share:.0%} of the pipeline's time is {self.kind} ({self.stage}: {each})"
 
     @property

@@ -119,11 +119,13 @@ def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
 
 def _start(report: dict[str, Any]) -> Start:
     restored = re.search(r"ckpt-(\d{1,15})$", values.text(report.get("restored_from")))
+    status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     return Start(
         started=values.text(report.get("started"), 40),
-        status=values.text(report.get("status"), 40),
-        step=values.whole(report.get("step")),
+        status=status,
+        step=step,
         restored_step=int(restored[1]) if restored else None,
+        trained=not (status == "done" and restored and step == int(restored[1])),
         command=_command(report),
         commit=_program(report).get("commit", "")[:12],
         seconds=values.numbers(report.get("seconds")),

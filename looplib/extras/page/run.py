@@ -18,12 +18,13 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of the run; see `RunReport` for its fields."""
+    """One start of the run; see `RunReport` for its fields. `trained` is False if there was nothing left to train."""
 
     started: str
     status: str
     step: int | None
     restored_step: int | None
+    trained: bool
     command: str
     commit: str
     seconds: dict[str, float]
