@@ -33,10 +33,10 @@ function runTable(runs) {
     { name: "Ended" },
     { name: "Step", numeric: true },
     ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: /loss|error|perplexity/.test(metric) })),
-    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name])) })),
-    { name: "Steps a second", numeric: true },
     { name: "Time", numeric: true },
+    { name: "Steps a second", numeric: true },
     { name: "Restarts", numeric: true },
+    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name])) })),
   ];
   const rows = runs.map((run) => {
     const last = (metric) => run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
@@ -55,10 +55,10 @@ function runTable(runs) {
       { value: run.status, shown: badge(run.status) },
       { value: run.step, shown: number(run.step) },
       ...values,
-      ...own,
-      { value: rate, shown: number(rate) },
       { value: run.wall, shown: duration(run.wall) },
+      { value: rate, shown: number(rate) },
       { value: restarts, shown: number(restarts) },
+      ...own,
     ];
   });
   return [
