@@ -50,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
-    if options.run in (_status, _launch):
-        ending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    else:
+    places = [*options.directories, options.output or ""] if options.run is _report else []
+    is_local = bool(places) and not any("://" in place for place in places)
+    if options.run not in (_status, _launch) and not is_local:  # these start in a moment
         _import_tensorflow()
-        from looplib.extras.tools.children import ended_by_signals
+    from looplib.extras.tools.children import ended_by_signals
 
-        ending = ended_by_signals()
+    ending = contextlib.nullcontext() if options.run in (_status, _launch) else ended_by_signals()
     try:
         with ending:
             return options.run(options)

@@ -261,6 +261,26 @@ def free_name(path: str) -> str:
     return next(name for name in numbered if not (os.path.lexists(name) or (is_remote(name) and _gfile().exists(name))))
 
 
+def exists(path: str) -> bool:
+    """Returns whether there is something at a path."""
+    return _gfile().exists(path) if is_remote(path) else os.path.exists(path)
+
+
+def is_directory(path: str) -> bool:
+    """Returns whether a path is that of a directory."""
+    return _gfile().isdir(path) if is_remote(path) else os.path.isdir(path)
+
+
+def size(path: str) -> int:
+    """Returns the bytes of a file."""
+    return _gfile().stat(path).length if is_remote(path) else os.stat(path).st_size
+
+
+def names_in(directory: str) -> list[str]:
+    """Returns the names of what is in a directory; some file systems put a slash after those of directories."""
+    return _gfile().listdir(directory) if is_remote(directory) else os.listdir(directory)
+
+
 def _gfile() -> Any:
     """Returns TensorFlow's file systems, which only a remote path needs: what reads local files starts without them."""
     import tensorflow as tf

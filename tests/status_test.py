@@ -179,6 +179,13 @@ def test_hostile_directories_cost_little_and_send_nothing_to_the_terminal(tmp_pa
     assert r"\x1b]0;x\x07\nbad\u202e" in rows[r"names\x1b[2J"][1]
 
 
+def test_a_page_is_written_without_tensorflow(runs, tmp_path):
+    code = "import sys; from looplib.__main__ import main; main(sys.argv[1:]); print('tensorflow' in sys.modules)"
+    command = [sys.executable, "-c", code, "report", runs[0], f"--output={tmp_path}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{tmp_path}/page.html: {len(runs[2])} runs", "False"] and not done.stderr
+
+
 def test_it_starts_without_tensorflow(runs):
     code = "import sys; from looplib.__main__ import main; main(sys.argv[1:]); print('tensorflow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, "status", runs[0]], capture_output=True, text=True, check=True)

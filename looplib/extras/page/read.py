@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.errors import UsageError, gist
@@ -94,7 +92,7 @@ def read(directory: str, name: str) -> Run:
 def _text(directory: str, name: str) -> str:
     try:
         return files.read_text(os.path.join(directory, name))
-    except (ValueError, OSError, tf.errors.OpError):
+    except (ValueError, *files.failures(directory)):
         return ""
 
 
@@ -109,11 +107,11 @@ def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
     """Yields the records of a file of JSON lines, as far as it can be read."""
     path = os.path.join(directory, name)
     try:
-        if tf.io.gfile.exists(path) and tf.io.gfile.stat(path).length > _MOST_RECORD_BYTES:
+        if files.exists(path) and files.size(path) > _MOST_RECORD_BYTES:
             notes.append(f"{name} has more than {_MOST_RECORD_BYTES:,} bytes and is not shown.")
             return
         yield from each_record(path)
-    except (OSError, tf.errors.OpError) as error:
+    except files.failures(path) as error:
         notes.append(f"{name} cannot be read ({gist(error)}).")
 
 
@@ -165,7 +163,7 @@ def _checkpoints(directory: str, notes: list[str]) -> list[Saved]:
     """Returns the checkpoints, oldest first."""
     try:
         found = commits.listing(os.path.join(directory, "checkpoints"))
-    except (UsageError, OSError, tf.errors.OpError) as error:
+    except (UsageError, *files.failures(directory)) as error:
         notes.append(f"The checkpoints cannot be listed: {gist(error)}.")
         return []
     saved = []
