@@ -198,8 +198,10 @@ class _Session:
     @property
     def page(self) -> str:
         """The path of the run's page; "" if there is none."""
-        path = os.path.join(self.values["model_dir"] or "", _PAGE)
-        return path if self.controller and self.controller.is_chief and tf.io.gfile.exists(path) else ""
+        if self.controller is None or not self.controller.is_chief:
+            return ""
+        path = os.path.join(self.values["model_dir"], _PAGE)
+        return path if tf.io.gfile.exists(path) else ""
 
     def place_of(self, error: Exception) -> str:
         """Returns the user's line that an error comes from, "" if it is not known."""
