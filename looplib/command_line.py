@@ -16,6 +16,7 @@ from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
 from looplib.report import pieces
+from looplib.task.actions import Action
 from looplib.task.profiling import Profile
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
@@ -110,7 +111,7 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     )
 
 
-def actions(values: dict[str, Any]) -> list[Profile]:
+def actions(values: dict[str, Any]) -> list[Action]:
     """Returns the actions that the flags ask for.
 
     Args:
@@ -164,8 +165,9 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
     if actions(values) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
-    for profile in actions(values):
-        profile.check_end(values["train_steps"])
+    for action in actions(values):
+        if isinstance(action, Profile):
+            action.check_end(values["train_steps"])
     for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size",
                  "predictions_piece"):  # fmt: skip
         if values[name] < 1:
