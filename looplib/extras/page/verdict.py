@@ -82,15 +82,15 @@ def _of_learning(run: Run) -> Iterator[Finding]:
         best, first = last_of(better, better.max()), int(better.argmax())
         lost, span = better[best] - better[-1], np.ptp(found)
         text = f"{metric} was best at step {steps[best]:,} ({found[best]:.4g})"
+        text += f", as at step {steps[first]:,}" * (first < best)
         noise = _noise(run, curve, (found[best] + found[-1]) / 2) if rises else 0.0
         if lost > max(_WORSE * span, noise):
             ended = f"{text}, and {found[-1]:.4g} at the end."
             advice = "Use the best checkpoint (--keep_best), train less long, or regularize more."
             overfits = "loss" in metric and _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
             yield Finding("note", ended + (" Training loss kept falling: it overfits." if overfits else ""), advice)
-        elif first < best:
-            text = f"{metric} reached its best first at step {steps[first]:,} ({found[best]:.4g})"
-            yield Finding("good", f"{text}, and was {found[-1]:.4g} at the end: it has levelled off.")
+        elif first < best == len(found) - 1:
+            yield Finding("good", f"{text}: it has levelled off.")
         elif best == len(found) - 1:
             yield Finding("good", f"{text}, the last evaluation.", "It may gain by training longer.")
         else:
