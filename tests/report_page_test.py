@@ -373,9 +373,8 @@ def test_the_verdict_follows_the_numbers(run):
     assert "The rate fell from 100 to 50 steps a second, from step 76 on." in text and "did not fall" not in text
     ties = [{"step": step, "split": "eval", "accuracy": 0.5, "examples": 200} for step in (10, 20, 30, 40)]
     text = of(run, [*ties[:3], {**ties[3], "accuracy": 0.495}])
-    assert (
-        "eval/accuracy reached its best first at step 10 (0.5), and was 0.495 at the end: it has levelled off." in text
-    )
+    assert "accuracy was best at step 30 (0.5), as at step 10, and 0.495 at the end: it has levelled off." in text
+    assert "accuracy was best at step 40 (0.5), as at step 10: it has levelled off." in of(run, ties)
     (accuracy, *_) = curves.of_records(ties[1:])
     assert curves.draw(accuracy, 100).highest.step == 40  # the newest, as of equal checkpoints
     assert "was best at step 10 (0.9), and 0.5 at the end" in of(run, [{**ties[0], "accuracy": 0.9}, *ties[1:]])

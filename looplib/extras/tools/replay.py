@@ -137,7 +137,7 @@ class Recorded:
         later = [one for one in steps if one > step]
         if not later or any(start < one <= step for one in steps):
             return ""
-        return f", which no report lets compare; --step={min(later)} is the next step that the run reported"
+        return f", which the run did not report; --step={min(later)} compares with its next report"
 
     def start_again(self, start: Commit | None, order: Order, folder: str) -> Answer:
         """Starts the run's own command in a directory with a copy of one checkpoint; returns its answer.
