@@ -29,9 +29,9 @@ class NotRegularError(ValueError):
     """A name that should be a file is a symbolic link, a directory or a device."""
 
 
-def is_remote(path: str) -> bool:
+def is_remote(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is outside of the operating system's file systems, such as "gs://bucket/run"."""
-    return "://" in path
+    return "://" in os.fspath(path)
 
 
 def proves_damage(error: Exception) -> bool:

@@ -190,8 +190,9 @@ def test_a_replay_without_progress_is_ended_by_the_watchdog(runs, capfd):
 
 
 def test_a_replay_that_is_ended_leaves_no_folder(runs, tmp_path, python):
-    command = [python, "-m", "looplib", "replay", str(runs("slow")[0]), f"--step={HANGS}"]
-    process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}; from looplib.__main__ import main; main()"
+    command = [python, "-c", code, "replay", str(runs("slow")[0]), f"--step={HANGS}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     end = time.monotonic() + 60
     while not list(tmp_path.glob("looplib-replay-*/answer.json.news")):  # it trains
         assert process.poll() is None and time.monotonic() < end
