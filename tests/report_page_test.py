@@ -401,7 +401,7 @@ def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
 
 
 def test_every_chart_is_drawn_for_the_printer(run, opened):
-    sheet = opened(run / "report.html")
+    sheet = opened(run / "report.html", width=390)  # so that the last charts are far below
     assert not sheet.evaluate("[...charts].every((chart) => chart.drawn)")
     sheet.pdf()
     charts = sheet.locator("figure:visible").count()
