@@ -468,6 +468,12 @@ def repeated_seeds(dataset: tf.data.Dataset) -> RepeatedSeeds | None:
     return RepeatedSeeds(**found)
 
 
+# Ops that draw from a state of TensorFlow's own, which nobody can save.
+RANDOM_OPS = frozenset({
+    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle",
+    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "SampleDistortedBoundingBox",
+    "SampleDistortedBoundingBoxV2", "TruncatedNormal",
+})  # fmt: skip
 # Stages that give an element for each one that they get, and remember nothing of those before.
 _BY_ELEMENT = {"_MapDataset", "_ParallelMapDataset", "_PrefetchDataset", "_OptionsDataset", "_ZipDataset"}
 
@@ -475,7 +481,8 @@ _BY_ELEMENT = {"_MapDataset", "_ParallelMapDataset", "_PrefetchDataset", "_Optio
 def is_by_element(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_other: bool = False) -> bool:
     """Returns whether a pipeline makes each element of one element of each data set that it reads.
 
-    Then it begins at any position if those do. Other stages, such as a shuffle, depend on the elements before. False
+    Then it begins at any position if those do. Other stages, such as a shuffle, depend on the elements before, and so
+    does a map that draws random numbers one after another. One that runs in parallel does not repeat them anyway. False
     where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
 
     Args:
@@ -496,7 +503,29 @@ def _reads(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_other: 
     found = [_reads(one, origins, any_other) for one in dataset._inputs()]
     if not any(one is not None for one in found):
         return None if any_other else False
-    return False not in found and type(dataset).__name__ in _BY_ELEMENT
+    name = type(dataset).__name__
+    if name == "_MapDataset" and RANDOM_OPS & _stateful_ops(dataset):
+        return False
+    return False not in found and name in _BY_ELEMENT
+
+
+def stateful_ops_of_maps(dataset: tf.data.Dataset, origins: list[tf.data.Dataset]) -> set[str]:
+    """Returns the types of ops that have side effects or keep a state in the maps of a pipeline `is_by_element`.
+
+    Args:
+      dataset: the pipeline.
+      origins: data sets that it reads, of which only what comes after them counts.
+    """
+    if any(dataset is origin for origin in origins):
+        return set()
+    own = _stateful_ops(dataset) if type(dataset).__name__ in ("_MapDataset", "_ParallelMapDataset") else set()
+    return own.union(*(stateful_ops_of_maps(one, origins) for one in dataset._inputs()))
+
+
+def _stateful_ops(stage: tf.data.Dataset) -> set[str]:
+    graph = stage._map_func.function.graph
+    graphs = [graph, *(function.graph for function in graph._functions.values())]
+    return {op.type for graph in graphs for op in graph.get_operations() if op.op_def.is_stateful}
 
 
 def why_restored_wrongly(texts: list[bytes]) -> str:

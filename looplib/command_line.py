@@ -31,7 +31,7 @@ OF_THE_MACHINE = (
 # The flags of every binary: (name, define, default, help). README.md's table is checked against it.
 FLAGS = (
     ("model_dir", flags.DEFINE_string, None, "The run directory: checkpoints, metrics, run.json, TensorBoard events."),
-    ("mode", flags.DEFINE_enum, "train_and_eval", "Job to run.", MODES),
+    ("mode", flags.DEFINE_enum, "train_and_eval", "Job to run; without an evaluator, train.", MODES),
     ("train_steps", flags.DEFINE_integer, 1000, "The global step to train to; -1 trains to the end of the data."),
     ("max_time", flags.DEFINE_string, None, "Saves and ends with code 75 after this time: 90 (seconds), 45m, 1h30m."),
     ("global_batch_size", flags.DEFINE_integer, 64, "Examples of one step over all replicas."),

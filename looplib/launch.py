@@ -77,7 +77,7 @@ def run(
 
     Args:
       build: function of the parsed config, called under the strategy's scope; returns `(trainer, evaluator)`, where
-        evaluator is an `Evaluator`, a dict from name to `Evaluator`, or None.
+        evaluator is an `Evaluator`, a dict from name to `Evaluator`, or None, without which --mode is train by default.
       config: a dataclass instance with the experiment's own settings, each a flag `--config.<field>=<value>` and a name
         in the files of --config_file; default None for none, with which `build` is called then.
       argv: the command line; default `sys.argv`.
@@ -283,6 +283,8 @@ def _make_controller(
     if not isinstance(built, tuple) or len(built) != 2:
         raise UsageError(f"build returned a {type(built).__name__}; expected (trainer, evaluator), or (trainer, None)")
     trainer, evaluator = built
+    if evaluator is None and (values["dry_run"] or not flags.FLAGS["mode"].present):
+        values["mode"] = "train"
     mode = values["mode"]
     if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")

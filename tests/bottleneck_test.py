@@ -60,7 +60,11 @@ def test_the_stage_that_takes_the_time_is_named(records):
     zipped = lambda path: tf.data.TFRecordDataset(path, "GZIP")
     numbers = Data.range(10**6)
     big = Data.from_tensors(tf.zeros([2**18])).repeat()
+    feature = tf.train.Feature(float_list=tf.train.FloatList(value=range(5000)))
+    example = tf.train.Example(features=tf.train.Features(feature={"x": feature})).SerializeToString()
+    parse = tf.data.experimental.parse_example_dataset({"x": tf.io.FixedLenFeature([5000], tf.float32)})
     cases = {
+        "decode": Data.from_tensors([example] * 32).repeat().apply(parse).prefetch(1),
         "map": numbers.shuffle(50, seed=1).map(Slow()).batch(4).prefetch(1),
         "read": zipped(records).prefetch(2),
         "batch": big.batch(32).prefetch(2),
@@ -84,6 +88,59 @@ def test_advice_that_was_followed_is_not_given_again(records, parallel, advice):
     data = Data.from_tensor_slices(records).repeat().interleave(zipped, 2, num_parallel_calls=parallel)
     found = slowest(data.map(tf.strings.length).prefetch(1), 200)
     assert found.kind == "read" and found.advice.startswith(advice), found
+
+
+def seconds_of(data):
+    """(the slowest stage, the seconds of 20 elements)."""
+    iterator = iter(data)
+    next(iterator)
+    start = time.perf_counter()
+    for _ in range(20):
+        next(iterator)
+    return bottleneck.of(iterator), time.perf_counter() - start
+
+
+def with_threads(data):
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = 16
+    return data.with_options(options)
+
+
+def test_the_advice_for_a_slow_function_of_flat_map_helps():
+    read = lambda number: Data.from_tensors(Slow()(number)).repeat(2)
+    numbers = Data.range(10**6)
+    found, before = seconds_of(numbers.flat_map(read).batch(8).prefetch(1))
+    assert found.kind == "read" and found.share > 0.5 and found.parallel == 1, found
+    assert found.advice.endswith("in a map in front of it, map(read, num_parallel_calls=tf.data.AUTOTUNE)")
+    done = numbers.map(Slow(), tf.data.AUTOTUNE).flat_map(lambda number: Data.from_tensors(number).repeat(2))
+    found, after = seconds_of(done.batch(8).prefetch(1))
+    assert after < 0.8 * before and (found.kind, found.tuned) == ("map", True), (found, before, after)
+
+
+def test_the_advice_for_a_slow_map_in_a_parallel_interleave_helps():
+    def pipeline(make, count=2):
+        return Data.range(50).repeat().interleave(lambda _: make(Data.range(64)), count, num_parallel_calls=count)
+
+    found, before = seconds_of(pipeline(lambda numbers: numbers.map(Slow())).batch(8).prefetch(1))
+    assert (found.kind, found.parallel) == ("map", 2) and "2 at once" in str(found), found
+    assert found.advice.startswith("batch before it") and "AUTOTUNE" not in found.advice
+    *_, batched = seconds_of(pipeline(lambda numbers: numbers.batch(8).map(Slow())).prefetch(1))
+    assert "num_parallel_calls=16 and options.threading.private_threadpool_size = 16" in found.advice
+    *_, threads = seconds_of(with_threads(pipeline(lambda numbers: numbers.map(Slow()), 16).batch(8).prefetch(1)))
+    assert max(batched, threads) < 0.6 * before, (before, batched, threads)
+
+
+def test_a_slow_map_of_batches_is_not_told_to_batch_and_its_advice_helps():
+    context = looplib.InputContext(
+        global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True, start_step=0
+    )
+    batches = (Data.range(10**6).batch(8), context.indices(10**6), context.indices(10**6).batch(4))  # as looplib chunks
+    for data in batches:
+        found, before = seconds_of(data.map(Slow(), tf.data.AUTOTUNE).prefetch(1))
+        assert (found.kind, found.tuned) == ("map", True) and "as many at once as tf.data chooses" in str(found), found
+        assert found.advice.startswith("make its function cheaper, or cache() it; if it waits")
+    *_, after = seconds_of(with_threads(data.map(Slow(), 16).prefetch(1)))
+    assert after < 0.6 * before, (before, after)
 
 
 def test_a_copy_to_a_device_that_takes_longer_is_named():

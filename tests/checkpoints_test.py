@@ -204,3 +204,44 @@ def test_variables_that_no_attribute_holds_are_named(caplog, keras):
     toy.controller(make_strategy("default"), Hiding(keras))
     assert "not attributes of the trainer; they are not saved" in caplog.text
     assert "hidden_scale" in caplog.text
+
+
+@pytest.mark.any_engine(False)
+def test_queues_tables_and_python_in_a_step_are_named_where_no_checkpoint_holds_them(caplog):
+    queue = tf.queue.FIFOQueue(100, [tf.float32])
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+    steps = {
+        "QueueEnqueueV2": lambda: queue.enqueue(1.0),
+        "a lookup table that is no attribute": lambda: table.insert(tf.constant(0, tf.int64), 1.0),
+        "PyFunc": lambda: tf.numpy_function(np.random.rand, [], tf.float64),
+    }
+    for words, step in steps.items():
+
+        class Keeping(toy.Regression):
+            def step_fn(self, inputs):
+                step()
+                return super().step_fn(inputs)
+
+        caplog.clear()
+        toy.controller(make_strategy("default"), Keeping())
+        assert f"Keeping.step_fn uses {words}" in caplog.text
+    caplog.clear()
+
+    class Holding(toy.Regression):
+        def step_fn(self, inputs):
+            self.table.insert(tf.constant(0, tf.int64), 1.0)
+            return super().step_fn(inputs)
+
+    holding = Holding()
+    holding.table = table
+    toy.controller(make_strategy("default"), holding)
+    assert "not saved" not in caplog.text
+
+
+def test_attributes_that_tensorflow_cannot_save_are_refused_before_the_first_step():
+    trainer = toy.Regression()
+    trainer.scales = {0: tf.Variable(1.0)}
+    with pytest.raises(
+        looplib.UsageError, match="cannot hold the attributes .* non-string key .* use dicts with str keys"
+    ):
+        toy.controller(make_strategy("default"), trainer)

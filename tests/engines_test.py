@@ -436,6 +436,20 @@ def test_xla_says_on_which_replicas_it_cannot_run(name, distribute, message):
         train("xla", 10, trainer, strategy=strategy, distribute=distribute)
 
 
+def test_a_chunk_reads_more_batches_than_tensorflow_expects_of_an_unrolled_loop():
+    class Numbers(looplib.Trainer):
+        def dataset(self, context):
+            return tf.data.Dataset.range(200).batch(context.per_replica_batch_size)  # of a size that is not known
+
+        def step_fn(self, numbers):
+            return {"sum": looplib.total(tf.reduce_sum(numbers))}
+
+    strategy = make_strategy("mirrored_x2")  # 20 steps of 2 replicas; TensorFlow raises at more than 32 batches
+    settings = dict(strategy=strategy, global_batch_size=8, steps_per_loop=100, loop="xla", writers=[])
+    with looplib.Controller(trainer=Numbers(), **settings) as controller:
+        assert controller.train(-1)["sum"] == 19900 and controller.global_step == 25
+
+
 @pytest.mark.repetition
 @pytest.mark.parametrize("name", ["mirrored_x2", "mirrored_x4"])
 def test_auto_on_several_replicas_tries_what_runs_there(name, fast_trials):

@@ -78,6 +78,23 @@ def test_what_steps_return_as_each_reaches_the_host_in_order(strategy, n, loop):
         assert words == [str(i).encode() for i in range(n)]
 
 
+@pytest.mark.parametrize("loop", ["graph", "eager"])
+def test_replicas_whose_first_batches_are_empty_add_nothing(loop):
+    class Filtered(looplib.Evaluator):
+        def dataset(self, context):
+            return context.indices(37).map(lambda ids: tf.boolean_mask(ids, ids % 8 > 3))
+
+        def step_fn(self, ids):
+            return {"value": tf.gather(VALUES, ids)}
+
+    kept = np.arange(37)[np.arange(37) % 8 > 3]
+    with looplib.Controller(
+        evaluator=Filtered(), strategy=make_strategy("mirrored_x2"), global_batch_size=8, writers=[], loop=loop
+    ) as controller:
+        metrics = controller.evaluate()["eval"]
+    assert metrics["examples"] == len(kept) and metrics["value"] == pytest.approx(VALUES[kept].mean())
+
+
 def test_a_number_of_steps_is_kept_to():
     evaluator = Collected(50)
     controller = looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[])

@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import shutil
+import time
 
 import numpy as np
 import pyarrow
@@ -77,6 +78,61 @@ def test_a_file_with_another_content_of_equal_length_is_named_and_a_copy_is_the_
     os.rename(tmp_path / "first" / f"part-0.{kind}", tmp_path / "first" / f"part-3.{kind}")
     found = changes(before, fingerprint([opened(pattern)]))
     assert found == [f"part-0.{kind} is missing", f"part-3.{kind} is new"]
+
+
+def tfds_source(folder):
+    """A data source of TFDS of 200 rows in one file, and the file."""
+    import tensorflow_datasets as tfds
+
+    rows = tf.data.Dataset.range(200).map(lambda number: {"row": tf.strings.as_string(number, width=40, fill="0")})
+    builder = tfds.dataset_builders.store_as_tfds_dataset(
+        name="rows", version="1.0.0", data_dir=folder, features=tfds.features.FeaturesDict({"row": tfds.features.Text()}),
+        split_datasets={"train": rows}, file_format="array_record", disable_shuffling=True,
+    )  # fmt: skip
+    (path,) = builder.info.splits["train"].filepaths
+    return builder.as_data_source("train"), path
+
+
+@pytest.mark.parametrize(
+    "kind, where",
+    {
+        "tfrecord": r"at record \d+ \(byte \d+\)",
+        "array_record": r"at record \d+",
+        "parquet": r"at row group 0 \(from row 0, byte \d+\)",
+        "jsonl": r"at record \d+ \(byte \d+\)",
+        "bin": r"at record \d+ \(byte \d+\)",
+        "tfds": r"at record \d+",
+    }.items(),
+)
+def test_a_file_that_changes_while_it_is_read_ends_the_run_with_its_name_and_a_record(kind, where, tmp_path):
+    """Files are truncated, as an interrupted copy leaves them, replaced, and removed, while batches are read."""
+    for change in ("truncated", "replaced", "removed"):
+        (folder := tmp_path / change).mkdir()
+        source, path = (
+            tfds_source(folder) if kind == "tfds" else (opened(write(folder, kind)), f"{folder}/part-1.{kind}")
+        )
+        context = looplib.InputContext(
+            global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=True, start_step=0
+        )
+        batches = iter(context.records(source, block=1))
+        next(batches)
+        size = os.path.getsize(path)
+        if change == "truncated":
+            os.truncate(path, size // 2)
+            said = f"{path} was changed while it was read, {where}: it had {size} bytes .* has {size // 2} now"
+        elif change == "replaced":
+            shutil.copy(path, f"{path}.new")
+            os.utime(f"{path}.new", (1, 1))
+            os.replace(f"{path}.new", path)
+            said = f"{path} was changed while it was read, {where}: .* another time of change now"
+        else:
+            os.unlink(path)
+            said = f"{path}, of which {where.removeprefix('at ')} is read, cannot be found"
+        begin = time.monotonic()
+        with pytest.raises(tf.errors.OpError, match=said):
+            while time.monotonic() < begin + 10:
+                next(batches)
+        assert time.monotonic() < begin + 2.5  # files are looked at once a second
 
 
 def test_plans_and_sources_of_any_kind_have_fingerprints(tmp_path):

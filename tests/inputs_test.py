@@ -1,11 +1,13 @@
 """Batch math, the keyed permutation and the distribution of data."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 import tensorflow as tf
 import toy
+from absl import logging
 from conftest import make_strategy, more, repetitions
 
 import looplib
@@ -306,8 +308,18 @@ BEHIND = {  # stages behind `indices` that depend on the batches before
     "scan": lambda ids: ids.scan(tf.constant(0, tf.int64), lambda n, i: (n + 1, i + 1000 * n)),
     "filter": lambda ids: ids.filter(lambda i: i[0] % 3 > 0),
     "examples": lambda ids: ids.unbatch().map(lambda i: i + 1).batch(4, drop_remainder=True),
+    "random": lambda ids: ids.map(lambda i: i + 1000 * tf.random.uniform([], 0, 100, tf.int64, seed=4)),
     "none": lambda ids: ids.map(lambda i: i + 1),
 }
+DOUBTFUL = {  # maps that keep the position, and why that may not be exact
+    "random": (
+        lambda i: i * tf.random.uniform([], 0, 9, tf.int64),
+        "RandomUniformInt .* tf.random.stateless_.*seeds=True",
+    ),
+    "python": (lambda i: tf.numpy_function(np.sort, [i], tf.int64), "PyFunc .* Python code depends on its arguments"),
+    "variable": (lambda i: i + COUNT, "ReadVariableOp .* variables .* have the values that they had at this step"),
+}
+COUNT = tf.Variable(1, dtype=tf.int64)
 
 
 class Behind(looplib.Trainer):
@@ -337,3 +349,19 @@ def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(
             controller.train(stop)
         seen += trainer.seen
     np.testing.assert_array_equal(np.reshape(seen, [20, 4]), batches)
+
+
+@pytest.mark.any_engine
+@pytest.mark.parametrize("kind", DOUBTFUL)
+def test_a_map_that_may_not_repeat_its_results_is_warned_of(kind, tmp_path, caplog, monkeypatch):
+    stage, words = DOUBTFUL[kind]
+    logging.get_absl_logger().setLevel("WARNING")
+    monkeypatch.setitem(BEHIND, kind, lambda ids: ids.map(stage, 2).map(lambda i: tf.ensure_shape(i, [4])))
+    warned = []
+    for stop in (2, 4):
+        caplog.clear()
+        settings = dict(global_batch_size=4, steps_per_loop=1, seed=3, writers=[])
+        with looplib.Controller(trainer=Behind(kind), model_dir=tmp_path, **settings) as controller:
+            controller.train(stop)
+        warned.append(len(re.findall(f"Behind.dataset has {words}", caplog.text)))
+    assert warned == [int(kind == "random"), 1]

@@ -241,3 +241,23 @@ def main():
     assert last.endswith(f"run the same command to resume from {tmp_path}/run/checkpoints/ckpt-5")
     assert f"\nlooplib: the page of the run is {tmp_path}/run/report.html\n" in result.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_a_binary_without_an_evaluator_trains_without_a_mode_and_is_refused_to_evaluate(python, tmp_path):
+    code = """
+import looplib, toy
+from looplib import launch
+launch.run(lambda config: (toy.Regression(), None), global_batch_size=8, train_steps=2, loop="eager")
+"""
+
+    def run(*flags):
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        command = [python, "-c", code, f"--model_dir={tmp_path}/run", *flags]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    tried = run("--dry_run")
+    assert tried.returncode == 0 and "dry run: all went well" in tried.stdout, tried.stderr
+    trained = run()
+    assert trained.returncode == 0 and list((tmp_path / "run" / "checkpoints").glob("ckpt-2.commit")), trained.stderr
+    refused = run("--mode=eval").stderr.strip().splitlines()[-1]
+    assert "--mode=eval needs an evaluator, but this binary has none; use --mode=train" in refused

@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -287,6 +288,53 @@ def test_epochs_are_known_where_there_are_any():
 def test_what_cannot_be_a_plan_is_a_sentence(make, message):
     with pytest.raises(looplib.UsageError, match=message):
         make()
+
+
+def unequal(folder):
+    """By kind, a source of records that can stand in a mixture with bytes, or with x: float32 [2]; else what is said."""
+    import pyarrow
+    import pyarrow.parquet
+
+    for name, column in (("x", [1.0] * 8), ("wide", [1] * 8)):
+        pyarrow.parquet.write_table(pyarrow.table({name: column}), folder / f"{name}.parquet")
+    (folder / "a.txt").write_text("one\ntwo\n")
+    plain = [{"x": np.ones(2, np.float32)}] * 4
+    of_one = "{x: float32 [2]}"
+    return [
+        (plain, [{"x": np.ones(2, np.int64)}] * 4, of_one, "{x: int64 [2]}"),
+        (plain, [{"x": np.ones([2, 1], np.float32)}] * 4, of_one, "{x: float32 [2, 1]}"),
+        (plain, [{"x": np.ones(3, np.float32)}] * 4, of_one, "{x: float32 [3]}"),
+        (plain, [{"y": np.ones(2, np.float32)}] * 4, of_one, "{y: float32 [2]}"),
+        (plain, [(np.ones(2, np.float32),)] * 4, of_one, "(float32 [2])"),
+        (f"{folder}/a.txt", plain, "string []", of_one),
+        (f"{folder}/x.parquet", f"{folder}/wide.parquet", "{x: float64 []}", "{wide: int64 []}"),
+        (f"{folder}/a.txt", f"{folder}/x.parquet", "string []", "{x: float64 []}"),
+        (f"{folder}/a.txt", [b"in", b"memory"], None, None),
+        (plain, [{"x": np.zeros(2, np.float32)}] * 3, None, None),
+    ]
+
+
+class Reads(looplib.Trainer):
+    def __init__(self, mixture):
+        self.mixture = mixture
+
+    def dataset(self, context):
+        return context.records(self.mixture)
+
+    def step_fn(self, inputs):
+        return {"source": inputs[1]}
+
+
+def test_sources_of_a_mixture_whose_records_differ_are_refused_before_the_first_step(tmp_path):
+    for one, other, first, second in unequal(tmp_path):
+        trainer = Reads(looplib.Mixture({"one": one, "other": other}, {"one": 1, "other": 1}))
+        if first is None:
+            with looplib.Controller(trainer=trainer, global_batch_size=4, loop="eager", writers=[]) as controller:
+                assert controller.train(2)["source"] == 0.5
+            continue
+        said = f"the sources 'one' and 'other' of a mixture have records of different structures: {first} and {second};"
+        with pytest.raises(looplib.UsageError, match=re.escape(said)):
+            looplib.Controller(trainer=trainer, global_batch_size=4, loop="eager", writers=[])
 
 
 STEPS = ["--train_steps=20", "--checkpoint_interval=5", "--mode=train", "--config.state_mb=0.01"]

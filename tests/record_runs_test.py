@@ -83,6 +83,11 @@ def test_a_run_leaves_out_so_many_damaged_records_over_kills_and_workers_and_no_
     assert refused.code(300) == 1
     line = refused.output().strip().splitlines()[-1]
     assert "3 records are damaged, and --bad_records allows 2 in a run" in line and named in line, line
+    assert "run again with --bad_records=skip:3 or more" in line, line
+    assert sorted((tmp_path / "run" / "bad_records").iterdir()) == notes
+    allowed = start("--bad_records=skip:3", "--train_steps=240")
+    assert allowed.code(300) == 0, allowed.output()
+    assert set(notes) < set((tmp_path / "run" / "bad_records").iterdir())
 
 
 def run(command):

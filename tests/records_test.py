@@ -260,7 +260,9 @@ def test_files_that_other_libraries_read_are_guarded_too(tmp_path):
     source = looplib.open_records(table)
     flip(table, table.read_bytes().index(b"text 000150"))
     assert source[99] == {"text": "text 000099"}
-    with pytest.raises(looplib.UsageError, match=f"row group 1 of {table}, 100 rows, cannot be read .*from a copy"):
+    with pytest.raises(
+        looplib.UsageError, match=f"row group 1 .from row 100, byte .* of {table}, 100 rows, .*from a copy"
+    ):
         source[199]
     source = looplib.open_records(table)
     os.utime(table)
@@ -282,6 +284,17 @@ def test_a_few_damaged_records_are_left_out(copy, block, caplog):
     assert numbers(context(bad_records=3, start=11).records(pattern, block=block), 14) == expected[11:]
     with pytest.raises(tf.errors.OpError, match="3 records are damaged, and --bad_records allows 2 in a run"):
         numbers(context(bad_records=2).records(pattern, block=block), 25)
+    # The one that was too many is named, but not counted, so that a restart that allows more needs nothing else.
+    refused, restarted = context(), context()
+    refused.bad_records, restarted.bad_records = (damage.LeftOut(most, f"{copy}/bad_records") for most in (2, 3))
+    with pytest.raises(
+        tf.errors.OpError, match="record .* at byte .* --bad_records=skip:3 or more, and delete nothing"
+    ):
+        numbers(refused.records(pattern, block=block), 25)
+    notes = {path.name for path in (copy / "bad_records").iterdir()}
+    assert len(notes) == 2
+    assert numbers(restarted.records(pattern, block=block), 25) == expected
+    assert notes < {path.name for path in (copy / "bad_records").iterdir()}
     evaluated = np.concatenate(numbers(context(training=False, bad_records=3).records(pattern))).tolist()
     assert evaluated == [number for number in range(TOTAL) if number not in bad]
     pairs = context(training=False, bad_records=3).records(pattern, seeds=True)

@@ -222,6 +222,13 @@ def the_stages_that_remember_no_element(folder: pathlib.Path) -> None:
     ]  # fmt: skip
     assert not any(_tf.is_by_element(other.map(lambda *x: x[0]), [ids]) for other in others)
     assert not _tf.is_by_element(kept, [])
+    random = lambda i: tf.cond(i > 3, lambda: tf.random.uniform([]), lambda: 0.0)
+    python = lambda i: tf.py_function(lambda i: i, [i], tf.int64)
+    assert not _tf.is_by_element(ids.map(random), [ids])
+    drawing = ids.map(python).map(random, 2)
+    assert _tf.is_by_element(drawing, [ids]) and _tf.is_by_element(ids.map(python), [ids])
+    assert {"RandomUniform", "EagerPyFunc"} < _tf.stateful_ops_of_maps(drawing, [ids])
+    assert not _tf.stateful_ops_of_maps(kept, [ids]) | _tf.stateful_ops_of_maps(drawing, [drawing])
 
 
 def the_events_of_a_profile(folder: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ Names that other rooms may use, by file:
     block_stream: none
     bottleneck: of
     devices: DISTRIBUTES, local_devices, runs_on_host
+    doubts: none
     global_batches: none
     host_stream: HostStream
     iterator_state: none

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -11,13 +12,14 @@ _KINDS = {
     "Generator": "generator",
     "Shuffle": "shuffle",
     "Interleave": "read",
+    "FlatMap": "read",
     "TFRecord": "read",
     "TextLine": "read",
     "FixedLengthRecord": "read",
     "CSV": "read",
     "Load": "read",
     "Snapshot": "read",
-    "ParseExample": "map",
+    "ParseExample": "decode",
     "Map": "map",
     "Filter": "map",
     "Scan": "map",
@@ -25,20 +27,26 @@ _KINDS = {
     "Window": "batch",
     "GroupBy": "batch",
 }
+_NESTED = ("FlatMap", "Interleave")  # whose elements come from data sets that their function makes
 _LEAST = 0.25  # of the time, for a stage that is worth a change
 _AUTOTUNE = "num_parallel_calls=tf.data.AUTOTUNE"
+# AUTOTUNE starts no more calls than there are cores, and tf.data has no more threads for them.
+_MORE = "num_parallel_calls=16 and options.threading.private_threadpool_size = 16"
+_INTERLEAVE = f"read several files at once: interleave(tf.data.TFRecordDataset, {_AUTOTUNE})"
 # (kind, whether it runs in parallel already) -> what to change.
 _ADVICE = {
-    ("read", False): f"read several files at once: interleave(tf.data.TFRecordDataset, {_AUTOTUNE})",
-    ("read", True): "move the files nearer, compress them less, or cache() what fits in memory",
+    ("read", False): _INTERLEAVE,
+    ("read", True): "move the files nearer, compress them less, or cache() what fits in memory; if it waits for a "
+    f"network, cycle_length=16, {_MORE}",
     ("map", False): f"give that map {_AUTOTUNE}",
-    ("map", True): "make its function cheaper, batch before it so that it works on whole batches, or cache() it",
+    ("map", True): f"make its function cheaper, or cache() it; if it waits rather than computes, {_MORE}",
     ("shuffle", False): "shuffle names of files or ids in place of large elements, or use context.indices",
     ("batch", False): f"give that batch {_AUTOTUNE}, or make elements of fewer and smaller tensors",
     ("batch", True): "make elements of fewer and smaller tensors",
     ("copy", False): "copy fewer bytes: integers or bfloat16, cast and augmented in step_fn, or context.resident",
     ("generator", False): "write its elements to files, or make them with ops: Python makes one at a time",
 }
+_FUNCTION_READS = f"; if its function itself reads, do that in a map in front of it, map(read, {_AUTOTUNE})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +54,13 @@ class Bottleneck:
     """The slowest stage of a pipeline.
 
     Attributes:
-      kind: "read", "map", "shuffle", "batch", "generator" or "copy".
+      kind: "read", "decode", "map", "shuffle", "batch", "generator" or "copy".
       share: its part of the time of all stages, from 0 to 1; time in parallel calls is divided by their number.
       stage: the name that TensorFlow gives the slowest one of this kind.
       milliseconds: that it takes for one of its elements.
-      parallel: how many of these it makes at once.
-      tuned: whether tf.data decides how many, or reads several such stages at once.
+      parallel: how many of these it makes at once, in all data sets that an interleave reads at once.
+      tuned: whether tf.data decides how many.
+      of_batches: whether its elements are batches.
     """
 
     kind: str
@@ -60,16 +69,24 @@ class Bottleneck:
     milliseconds: float
     parallel: int
     tuned: bool = False
+    of_batches: bool = True
 
     def __str__(self) -> str:
         time = f"{self.milliseconds:.0f}" if self.milliseconds >= 10 else f"{self.milliseconds:.2g}"
-        each = f"{time} ms for an element, {self.parallel} at once"
+        at_once = "as many at once as tf.data chooses" if self.tuned else f"{self.parallel} at once"
+        each = f"{time} ms for an element, {at_once}"
         return f"{self.share:.0%} of the pipeline's time is {self.kind} ({self.stage}: {each})"
 
     @property
     def advice(self) -> str:
         """What to change."""
-        return _ADVICE.get((self.kind, self.tuned or self.parallel > 1)) or _ADVICE[self.kind, False]
+        kind, parallel = "map" if self.kind == "decode" else self.kind, self.tuned or self.parallel > 1
+        advice = _ADVICE.get((kind, parallel)) or _ADVICE[kind, False]
+        if kind == "read" and not parallel and any(part in self.stage for part in _NESTED):
+            return advice + _FUNCTION_READS
+        if kind == "map" and parallel and not self.of_batches:
+            return "batch before it so that it works on whole batches, " + advice
+        return advice
 
 
 def of(iterator: tf.data.Iterator, copy: float = 0.0) -> Bottleneck | None:
@@ -110,11 +127,37 @@ def _slowest(nodes: Any, copy: float) -> Bottleneck | None:
     if kind == "copy":
         return Bottleneck(kind, seconds[kind] / total, "to the device", copy / 1e6, 1)
     slowest = max((number for number in found if _kind(nodes[number].name) == kind), key=found.get)
-    stage = nodes[slowest]
-    milliseconds = stage.processing_time / 1e6 / max(1, stage.num_elements)
+    stage, after = nodes[slowest], _after(nodes, slowest)
+    around = [one for one, inside in after if inside]
     return Bottleneck(
-        kind, seconds[kind] / total, stage.name, milliseconds, _parallelism(stage), _is_tuned(nodes, slowest)
+        kind,
+        seconds[kind] / total,
+        stage.name,
+        stage.processing_time / 1e6 / max(1, stage.num_elements),
+        math.prod(map(_parallelism, [stage, *around])),
+        any(one.name == "parallelism" and one.tunable for other in [stage, *around] for one in other.parameters),
+        _is_of_batches(nodes, slowest, [one for one, _ in after]),
     )
+
+
+def _after(nodes: Any, number: int) -> list[tuple[Any, bool]]:
+    """Returns the stages that a stage's elements pass, and of each whether it reads this stage inside its function."""
+    found = []
+    while (after := next((other for other in nodes if number in nodes[other].inputs), None)) is not None:
+        stage = nodes[after]
+        found.append((stage, any(part in stage.name for part in _NESTED) and number != stage.inputs[0]))
+        number = after
+    return found
+
+
+def _is_of_batches(nodes: Any, number: int, after: list[Any]) -> bool:
+    """Returns whether the elements of a stage are batches: made before it, or nowhere, as by `context.indices`."""
+    if "AndBatch" not in nodes[number].name and not any("Batch" in stage.name for stage in after):
+        return True
+    before = list(nodes[number].inputs)
+    for other in before:
+        before += nodes[other].inputs
+    return any("batch" in nodes[other].name.lower() for other in before)
 
 
 def _add(nodes: Any, number: int, scale: float, found: dict[int, float]) -> None:
@@ -123,25 +166,15 @@ def _add(nodes: Any, number: int, scale: float, found: dict[int, float]) -> None
     parallel = _parallelism(node)
     found[number] += scale * node.processing_time / parallel
     inner = list(node.inputs)
-    if "Interleave" in node.name or "FlatMap" in node.name:
+    if any(part in node.name for part in _NESTED):
         if inner:
             _add(nodes, inner.pop(0), scale, found)
         scale /= parallel
-    if inner and any(part in node.name for part in ("Interleave", "FlatMap", "Repeat")):
+    if inner and any(part in node.name for part in (*_NESTED, "Repeat")):
         # Of what it has read to its end, TensorFlow keeps no statistics: it was like what it reads now.
         scale *= node.num_elements / max(1, sum(nodes[other].num_elements for other in inner))
     for other in inner:
         _add(nodes, other, scale, found)
-
-
-def _is_tuned(nodes: Any, number: int) -> bool:
-    """Returns whether tf.data tunes how many elements of a stage it makes at once, or how many of an interleave."""
-    if any(one.name == "parallelism" and one.tunable for one in nodes[number].parameters):
-        return True
-    after = next((other for other in nodes if number in nodes[other].inputs), None)
-    if after is None or not any(part in nodes[after].name for part in ("FlatMap", "Interleave")):
-        return False
-    return _parallelism(nodes[after]) > 1 or _is_tuned(nodes, after)
 
 
 def _parallelism(node: Any) -> int:
@@ -149,4 +182,4 @@ def _parallelism(node: Any) -> int:
 
 
 def _kind(name: str) -> str:
-    return next((kind for part, kind in _KINDS.items() if part in name and name != "FlatMap"), "")
+    return next((kind for part, kind in _KINDS.items() if part in name), "")

@@ -12,14 +12,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
-from looplib.data import iterator_state
-from looplib.data.stream import Stream
+from looplib.data import doubts, iterator_state
+from looplib.data.stream import Stream, counted_from_0
 from looplib.errors import UsageError
-
-# What makes an exact repetition of skipped batches a matter of the user's program, by TensorFlow's names of ops.
-_PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
-_RESOURCES = ("Variable", "Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal")
-_RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncatedNormal")
 
 _PIECE_SECONDS = 0.5  # of reading batches that are skipped
 _SHORT = 1.0  # seconds of an evaluation, after which the next one's pipeline is not tuned
@@ -191,6 +186,7 @@ class HostStream(Stream):
 
     def next(self, iterator: tf.data.Iterator) -> Any:
         """See `Stream`."""
+        iterator = counted_from_0(iterator)
         return self._to_replicas(self._placed([next(iterator) for _ in range(self._local_replicas)]))
 
     @tf.autograph.experimental.do_not_convert
@@ -322,21 +318,15 @@ class HostStream(Stream):
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
         """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
-        op = self._unsavable.partition(" ")[0]
-        if op.startswith(_PYTHON):
-            doubt = "its Python code depends on its arguments only, not on time or on earlier runs"
-        elif op.startswith(_RANDOM):
-            doubt = "its random ops have seeds and run without num_parallel_calls"
-        elif any(name in op for name in _RESOURCES):
-            doubt = "its variables and tf.random.Generators have the values from the start of the run"
-        else:
+        condition = doubts.condition(self._unsavable, by_skipping=True)
+        if not condition:
             return
         logging.warning(
             "%s.dataset has no position that can be saved (%s), so the data already used is read again and skipped; "
             "this is exact only if %s",
             self.who,
             self._unsavable,
-            doubt,
+            condition,
         )
 
 

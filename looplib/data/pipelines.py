@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
-from looplib._tf import is_by_element
+from looplib import _tf
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, global_batches
+from looplib.data import devices, doubts, global_batches
 from looplib.data.block_stream import IDS_BLOCK, BlockStream, KeyedStream, block_of
 from looplib.data.host_stream import HostStream
 from looplib.data.lengths import Lengths
@@ -229,6 +230,7 @@ class _Pipelines:
         self.shares: list[int] = []
         self.sure: list[int] = []
         self.sized, self.fixed = True, False
+        self._warned = False
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
@@ -303,7 +305,7 @@ class _Pipelines:
             raise UsageError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        at_its_start = is_by_element(dataset, context.made, any_other=context.asked_for_its_start)
+        at_its_start = _tf.is_by_element(dataset, context.made, any_other=context.asked_for_its_start)
         if context.training and context.positioned and not at_its_start:
             # A shuffle or the like behind `indices` depends on the batches before: its position is not that of the ids.
             context.positioned, context.ids = False, None
@@ -312,7 +314,22 @@ class _Pipelines:
             # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return self._build(tf_context, 0)
+        if context.training and context.positioned:
+            self._warn_of_state(_tf.stateful_ops_of_maps(dataset, context.made), resumes=start_step > 0)
         return context, dataset
+
+    def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
+        """Warns once if maps may not repeat their results at a resume; without a resume, only of random numbers."""
+        ops = ops if resumes else ops & _tf.RANDOM_OPS
+        conditions = {op: condition for op in sorted(ops) if (condition := doubts.condition(op, by_skipping=False))}
+        if conditions and not self._warned:
+            logging.warning(
+                "%s.dataset has %s in a map; a resume from the position of its ids is exact only if %s",
+                self.who,
+                ", ".join(conditions),
+                ", and ".join(dict.fromkeys(conditions.values())),
+            )
+            self._warned = True
 
     def build_on_worker(
         self, pipeline_index: Any = 0, num_pipelines: int = 1, numbers: tf.data.Dataset | None = None

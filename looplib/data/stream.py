@@ -10,6 +10,18 @@ from absl import logging
 from looplib.data.lengths import Lengths
 
 
+def counted_from_0(iterator: Any) -> Any:
+    """Returns an iterator, in a graph as another Python object.
+
+    TensorFlow refuses to read one object more than 32 times in a graph, which it takes for an unintended Python loop. A
+    chunk of steps on several replicas is such a loop, and intended.
+    """
+    if tf.executing_eagerly():
+        return iterator
+    parts = tf.nest.flatten(iterator, expand_composites=True)
+    return tf.nest.pack_sequence_as(iterator, parts, expand_composites=True)
+
+
 @dataclasses.dataclass(kw_only=True)
 class Stream:
     """The batches of a task, step by step: as tf.distribute's own iterators hand them out.
@@ -125,7 +137,7 @@ class Stream:
 
     def next(self, iterator: Any) -> Any:
         """Returns the next step's batches of all replicas, for `strategy.run`; in a `tf.function` or not."""
-        return next(iterator)
+        return next(counted_from_0(iterator))
 
     def next_steps(self, iterator: Any, steps: int) -> Any:
         """Returns the batches of some steps, tensors `[steps * replicas, ...]`; in a `tf.function` or not.

@@ -8,7 +8,7 @@ from absl import logging
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.loop.base import Metrics
-from looplib.loop.reducer import Reducer
+from looplib.loop.reducer import Reducer, UnknownOutputsError
 from looplib.loop.step import Step
 from looplib.loop.stepwise import Collect, HostLoop
 
@@ -55,7 +55,7 @@ class EagerLoop(HostLoop):
         """
         if not self._reducer.created:
             try:
-                Step(self._strategy, self._step_fn, self._reducer, self._stream)
+                self._learn_outputs()
             except Exception as error:
                 logging.warning(
                     "the metrics since the last report are left out: the eager loop has run no step since the resume, "
@@ -65,8 +65,17 @@ class EagerLoop(HostLoop):
                 return {}
         return super().read()
 
+    def _learn_outputs(self) -> None:
+        """Traces the step, for the structure of what it returns."""
+        Step(self._strategy, self._step_fn, self._reducer, self._stream)
+
     def _do(self, batch: object) -> object:
-        contributions, collected = self._reducer.divided(self._strategy.run(self._replica_step, args=(batch,)))
+        try:
+            results = self._strategy.run(self._replica_step, args=(batch,))
+        except UnknownOutputsError:  # of the first replica of the first step, so that nothing is done twice
+            self._learn_outputs()
+            results = self._strategy.run(self._replica_step, args=(batch,))
+        contributions, collected = self._reducer.divided(results)
         if not self._reducer.created:
             self._reducer.create()
         self._reducer.add(contributions)

@@ -44,6 +44,10 @@ class Accumulator(abc.ABC):
         """
 
 
+class UnknownOutputsError(Exception):
+    """A replica has no examples, and no step before has shown what a step returns."""
+
+
 class Reducer(Accumulator):
     """Accumulates and reduces the outputs of one `step_fn`.
 
@@ -115,7 +119,13 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def _nothing(self) -> Any:
-        """Makes the outputs of a replica without examples; the step has been traced before."""
+        """Makes the outputs of a replica without examples.
+
+        Raises:
+          UnknownOutputsError: if the step was neither traced nor called before, as may be in the eager loop.
+        """
+        if self.packer.slots is None:
+            raise UnknownOutputsError
         contribution = tf.zeros([self.packer.size], tf.float64)
         if not self.collects:
             return contribution

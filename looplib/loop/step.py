@@ -15,11 +15,6 @@ from looplib.loop.reducer import Reducer
 
 StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
 
-_RANDOM_OPS = {
-    "Multinomial", "ParameterizedTruncatedNormal", "RandomGamma", "RandomPoisson", "RandomPoissonV2", "RandomShuffle",
-    "RandomStandardNormal", "RandomUniform", "RandomUniformInt", "TruncatedNormal",
-}  # fmt: skip
-
 
 class Step:
     """The user's step on every replica, traced once, and its contribution to the metrics.
@@ -100,7 +95,18 @@ class Step:
     @property
     def random_ops(self) -> list[str]:
         """The names of the ops in the step that draw random numbers from a state that cannot be saved."""
-        return [node.name for node in self.ops if node.op in _RANDOM_OPS] if _RANDOM_OPS & self.op_counts.keys() else []
+        random = _tf.RANDOM_OPS
+        return [node.name for node in self.ops if node.op in random] if random & self.op_counts.keys() else []
+
+    @property
+    def unsaved_ops(self) -> list[str]:
+        """The types of the ops in the step whose state no checkpoint holds: those of queues and of Python functions."""
+        return sorted(op for op in self.op_counts if op.startswith("Queue") or op in ("PyFunc", "EagerPyFunc"))
+
+    @property
+    def changes_tables(self) -> bool:
+        """Whether the step changes a lookup table."""
+        return not self.op_counts.keys().isdisjoint(("LookupTableInsertV2", "LookupTableRemoveV2"))
 
     @tf.autograph.experimental.do_not_convert
     def contribution(self, inputs: Any) -> Any:

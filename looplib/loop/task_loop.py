@@ -30,7 +30,7 @@ from looplib.report.shown import Shown
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.record import EngineChoice
-from looplib.task.state import variables_of
+from looplib.task.state import has_tables, variables_of
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
@@ -319,6 +319,16 @@ class TaskLoop(TrainingLoop):
                 "run starts them from their initial values: %s",
                 self._spec.step_name,
                 ", ".join(sorted(names)[:10]),
+            )
+        unsaved = self._inner.step.unsaved_ops
+        if self._inner.step.changes_tables and not has_tables(objects):
+            unsaved.append("a lookup table that is no attribute of the trainer")
+        if unsaved:
+            logging.warning(
+                "%s uses %s; if these keep a state, it is not saved, and a resumed run differs; keep state in "
+                "variables that are attributes of the trainer",
+                self._spec.step_name,
+                ", ".join(unsaved),
             )
         if random := self._inner.step.random_ops:
             logging.warning(

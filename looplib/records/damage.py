@@ -41,28 +41,44 @@ class LeftOut:
         """Counts a damaged record, unless it was counted before.
 
         Raises:
-          UsageError: if there are more now than may be.
+          UsageError: if there are more now than may be. The record is not counted then, so that a restart that allows
+            more goes on from those that were left out.
         """
         with self._lock:
             is_new = error.name not in self._names
+            if is_new:
+                self._names |= self._noted()
+            if (count := len(self._names | {error.name})) > self.most:
+                raise self._too_many(error, count)
             self._names.add(error.name)
             if is_new and self._folder is not None:
                 self._share(self._folder, error)
-            count = len(self._names)
-        if count > self.most:  # each time: what was read ahead may be dropped and read again
-            listed = " (bad_records in the run directory lists them)" if self._folder else ""
-            raise UsageError(
-                f"{count} records are damaged, and --bad_records allows {self.most} in a run{listed}: {error}"
-            ) from error
         if is_new:
             logging.warning("left out a damaged record, %d of at most %d: %s", count, self.most, error)
 
+    def _too_many(self, error: BadRecordError, count: int) -> UsageError:
+        left = " (bad_records in the run directory lists those left out)" if self._folder else ""
+        return UsageError(
+            f"{count} records are damaged, and --bad_records allows {self.most} in a run{left}: {error.what}; restore "
+            f"the file from a copy, or run again with --bad_records=skip:{count} or more, and delete nothing"
+        )
+
+    def _noted(self) -> set[str]:
+        """Returns the names of the records that all processes of the run have left out."""
+        try:
+            found = tf.io.gfile.listdir(self._folder) if self._folder and tf.io.gfile.isdir(self._folder) else []
+        except (OSError, tf.errors.OpError):  # what is noted next says so
+            found = []
+        return {name.removesuffix(_NOTE) for name in found if name.endswith(_NOTE)}
+
     def _share(self, folder: str, error: BadRecordError) -> None:
+        note = f"{folder}/{error.name}{_NOTE}"
         try:
             tf.io.gfile.makedirs(folder)
-            files.write_whole(f"{folder}/{error.name}{_NOTE}", f"{error}\n")
-            found = tf.io.gfile.listdir(folder)
-            self._names.update(name.removesuffix(_NOTE) for name in found if name.endswith(_NOTE))
+            files.write_whole(note, f"{error}\n")
+            self._names |= self._noted()
+            if len(self._names) > self.most:  # another process noted one at the same time
+                tf.io.gfile.remove(note)
         except (OSError, tf.errors.OpError) as problem:
             self._folder = None
             logging.warning(
@@ -70,6 +86,11 @@ class LeftOut:
                 folder,
                 gist(problem),
             )
+            return
+        if len(self._names) > self.most:
+            count = len(self._names)
+            self._names.discard(error.name)
+            raise self._too_many(error, count)
 
 
 def tolerant(source: Source, left_out: LeftOut, replace: bool) -> Source:
@@ -78,7 +99,7 @@ def tolerant(source: Source, left_out: LeftOut, replace: bool) -> Source:
     Of several sources, each has its own records in place of damaged ones.
     """
     if isinstance(source, Chain):
-        return Chain([Tolerant(part, left_out, replace) for part in source.sources])
+        return Chain([Tolerant(part, left_out, replace) for part in source.sources], source.names)
     return Tolerant(source, left_out, replace)
 
 

@@ -1,12 +1,13 @@
 """Files of records, read in ranges of bytes from several threads, and guarded against changes during a run."""
 
 import concurrent.futures
+import functools
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import BinaryIO
 
 import tensorflow as tf
@@ -51,29 +52,29 @@ class Files:
         self.sizes = [size for size, _ in found]
         self.times = [time for _, time in found]
 
-    def read(self, spans: Iterable[Span]) -> bytes:
+    def read(self, spans: Iterable[Span], named: Callable[[int, int], str] | None = None) -> bytes:
         """Returns the bytes of spans, one after another.
 
         Args:
           spans: of each, the number of the file, its first byte, and the byte after its last one.
+          named: returns what stands in a file, given by its number, at a byte, for errors; default the byte.
 
         Raises:
-          UsageError: if a file cannot be read, or was changed since it was found.
+          UsageError: if a file cannot be read, or was changed since it was found; names file and place.
         """
         spans = list(spans)
-        indices = {span[0] for span in spans}
-        for index in indices:
-            self.check(index)
+        named = named or (lambda _, at: f"byte {at}")
+        firsts = {index: start for index, start, _ in reversed(spans)}
+        for index, start in firsts.items():
+            self.check(index, functools.partial(named, index, start))
         try:
-            parts = (
-                list(self._pool.map(self._remote_part, spans)) if self._remote else self._local_parts(spans, indices)
-            )
+            parts = list(self._pool.map(self._remote_part, spans)) if self._remote else self._local_parts(spans, firsts)
         except (OSError, tf.errors.OpError) as error:
-            names = join_names([self.paths[index] for index in sorted(indices)])
+            names = join_names([f"{named(index, firsts[index])} of {self.paths[index]}" for index in sorted(firsts)])
             raise UsageError(f"{names} cannot be read ({gist(error)}); check that the disk is well") from error
         for (index, start, stop), part in zip(spans, parts):
             if len(part) < stop - start:
-                raise self._changed(index)
+                raise self._changed(index, named(index, start + len(part)))
         return b"".join(parts)
 
     def _remote_part(self, span: Span) -> bytes:
@@ -93,28 +94,32 @@ class Files:
                 os.posix_fadvise(descriptors[index], start, stop - start, os.POSIX_FADV_WILLNEED)
         return parts + [pread(descriptors[index], stop - start, start) for index, start, stop in rest]
 
-    def check(self, index: int, at_once: bool = False) -> None:
+    def check(self, index: int, named: Callable[[], str], at_once: bool = False) -> None:
         """Refuses a file that was changed since it was found.
 
         Args:
           index: of the file.
+          named: returns what is read of it, for the error.
           at_once: whether to look in any case; else at most once a second.
 
         Raises:
-          UsageError: if its size or time of change is another, or it is not there any more.
+          UsageError: if its size or time of change is another, or it is not there any more; names file and record.
         """
         now = time.monotonic()
         if not at_once and now - self._checked.get(index, -math.inf) < _SECONDS:
             return
         self._checked[index] = now
-        if _size_and_time(self.paths[index]) != (self.sizes[index], self.times[index]):
-            raise self._changed(index)
+        if _size_and_time(self.paths[index], named) != (self.sizes[index], self.times[index]):
+            raise self._changed(index, named())
 
-    def _changed(self, index: int) -> UsageError:
+    def _changed(self, index: int, place: str) -> UsageError:
+        path, size = self.paths[index], self.sizes[index]
+        now, _ = _size_and_time(path, lambda: place)
+        differs = f"has {now} now" if now != size else "another time of change now"
         return UsageError(
-            f"{self.paths[index]} was changed while it was read: it had {self.sizes[index]} bytes when it was opened, "
-            "and has another size or time now; a run needs the same data from start to end; restore the file, "
-            "or start a new run with the new one"
+            f"{path} was changed while it was read, at {place}: it had {size} bytes when it was opened, and "
+            f"{differs}; a run needs the same data from start to end; restore the file, or start a new run with the "
+            "new one"
         )
 
     def _file(self, index: int) -> BinaryIO:
@@ -130,14 +135,15 @@ class Files:
         return file
 
 
-def _size_and_time(path: str) -> tuple[int, int]:
+def _size_and_time(path: str, named: Callable[[], str] | None = None) -> tuple[int, int]:
     try:
         if not is_remote(path):
             found = os.stat(path)
             return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
         found = tf.io.gfile.stat(path)
     except (OSError, tf.errors.OpError) as error:
+        what = f", of which {named()} is read," if named else ""
         raise UsageError(
-            f"the file of records {path} cannot be found ({gist(error)}); restore it, or check the path"
+            f"the file of records {path}{what} cannot be found ({gist(error)}); restore it, or check the path"
         ) from error
     return found.length, found.mtime_nsec

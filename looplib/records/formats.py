@@ -11,7 +11,7 @@ import numpy as np
 from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.records.files import THREADS, Files
 from looplib.records.index import offsets_of
-from looplib.records.indexed import IndexedFiles, Numbered, bad_record, ends_process
+from looplib.records.indexed import IndexedFiles, Numbered, ReadElsewhere
 
 _WINDOW = 1 << 22
 _GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
@@ -113,11 +113,18 @@ class Parquet(Numbered):
         """
         numbers = np.asarray(numbers, np.int64)
         groups = np.searchsorted(self._firsts, numbers, side="right") - 1
-        for index in {self._groups[group][0] for group in set(groups.tolist())}:
-            self.files.check(index)
+        for group in np.unique(groups).tolist():
+            self.files.check(self._groups[group][0], lambda group=group: self._named(group))
         return [
             self._rows(group)[row] for group, row in zip(groups.tolist(), (numbers - self._firsts[groups]).tolist())
         ]
+
+    def _named(self, index: int) -> str:
+        number, group = self._groups[index]
+        first = self._firsts[index] - self._firsts[[other for other, _ in self._groups].index(number)]
+        column = self._opened[number].metadata.row_group(group).column(0)
+        at = column.dictionary_page_offset or column.data_page_offset
+        return f"row group {group} (from row {first}, byte {at})"
 
     def _read(self, index: int) -> list[dict[str, Any]]:
         number, group = self._groups[index]
@@ -127,9 +134,9 @@ class Parquet(Numbered):
                 table = file.read_row_group(group, columns=self._columns)
             rows = table.to_pylist()
         except Exception as error:  # pyarrow's have many types
-            self.files.check(number, at_once=True)
+            self.files.check(number, lambda: self._named(index), at_once=True)
             raise UsageError(
-                f"row group {group} of {path}, {self._firsts[index + 1] - self._firsts[index]} rows, cannot be read "
+                f"{self._named(index)} of {path}, {self._firsts[index + 1] - self._firsts[index]} rows, cannot be read "
                 f"({gist(error)}); restore the file from a copy"
             ) from error
         if empty := [name for name in table.column_names if table[name].null_count]:
@@ -140,7 +147,7 @@ class Parquet(Numbered):
         return rows
 
 
-class ArrayRecords(Numbered):
+class ArrayRecords(ReadElsewhere):
     """The records of ArrayRecord files, read by their own library.
 
     Args:
@@ -160,35 +167,9 @@ class ArrayRecords(Numbered):
         files = Files(paths)
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             counts = list(pool.map(count_of, paths))
-        super().__init__(files, counts)
         whole = [f"{path}[0:{count}]" for path, count in zip(paths, counts)]  # so that they are not counted once more
-        self._source = _imported(f"{package}data_source", "array_record").ArrayRecordDataSource(whole)
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[bytes]:
-        """Returns records by number.
-
-        Raises:
-          BadRecordError: for a damaged one; names file, record and offset.
-          UsageError: if a file was changed.
-        """
-        indices = np.searchsorted(self._firsts, numbers, side="right") - 1
-        for index in set(indices.tolist()):
-            self.files.check(index)
-        try:
-            found = list(self._source.__getitems__(numbers))
-        except (OSError, RuntimeError, ValueError) as error:
-            if ends_process(error):
-                raise
-            for index in set(indices.tolist()):
-                self.files.check(index, at_once=True)
-            if len(numbers) > 1:
-                return [self[int(number)] for number in numbers]
-            row = int(numbers[0] - self._firsts[indices[0]])
-            raise bad_record(self.files, int(indices[0]), row, gist(error)) from error
-        for index, record in zip(indices.tolist(), found):
-            if not record:  # the library gives this beyond the end of a file that was truncated
-                self.files.check(index, at_once=True)
-        return found
+        source = _imported(f"{package}data_source", "array_record").ArrayRecordDataSource(whole)
+        super().__init__(source, files, counts)
 
 
 def _imported(module: str, package: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from looplib.errors import UsageError
+from looplib.errors import UsageError, gist
 from looplib.files import safe_name
 from looplib.records.files import Files
 
@@ -17,13 +17,21 @@ from looplib.records.files import Files
 class BadRecordError(UsageError):
     """A record is damaged.
 
+    Args:
+      what: which record, and what shows it.
+      files: what to restore.
+      name: see below.
+
     Attributes:
+      what: which record, and what shows it.
       name: names the record, wherever its file is mounted, and can name a file.
     """
 
-    def __init__(self, message: str, name: str) -> None:
-        super().__init__(message)
-        self.name = name
+    def __init__(self, what: str, files: str, name: str) -> None:
+        super().__init__(
+            f"{what}; restore {files} from a copy, or leave out a few such records by --bad_records=skip:N"
+        )
+        self.what, self.name = what, name
 
 
 def ends_process(error: Exception) -> bool:
@@ -45,8 +53,8 @@ def bad_record(files: Files, index: int, row: int, why: str, at: int | None = No
     name = os.path.basename(path)
     digest = hashlib.sha256(f"{name}/{files.sizes[index]}/{row}".encode()).hexdigest()[:12]
     return BadRecordError(
-        f"record {row} of {path}{'' if at is None else f', at byte {at},'} is damaged: {why}; restore the file from a "
-        "copy, or leave out a few such records by --bad_records=skip:N",
+        f"record {row} of {path}{'' if at is None else f', at byte {at},'} is damaged: {why}",
+        "the file",
         f"{safe_name(name)}-{row}-{digest}",
     )
 
@@ -75,6 +83,55 @@ class Numbered(abc.ABC):
     @abc.abstractmethod
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""
+
+
+class ReadElsewhere(Numbered):
+    """Records of files that another library reads.
+
+    Args:
+      source: the records.
+      files: the files.
+      counts: how many records of each there are.
+      skipped: how many records of each come before these; default none.
+    """
+
+    def __init__(self, source: Any, files: Files, counts: Sequence[int], skipped: Sequence[int] | None = None) -> None:
+        super().__init__(files, counts)
+        self._source, self._skipped = source, np.asarray(skipped or [0] * len(counts), np.int64)
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Returns records by number.
+
+        Raises:
+          BadRecordError: for one that cannot be read; names file and record.
+          UsageError: if a file was changed; names file and record.
+        """
+        numbers = np.asarray(numbers, np.int64)
+        self._check(numbers)
+        try:
+            found = list(self._source.__getitems__(numbers.tolist()))  # TFDS's sources take no array
+        except Exception as error:  # the libraries' have many types
+            if ends_process(error):
+                raise
+            self._check(numbers, at_once=True)
+            if len(numbers) > 1:
+                return [self[number] for number in numbers.tolist()]
+            ((index, row),) = self._firsts_of(numbers)
+            raise bad_record(self.files, index, row, gist(error)) from error
+        if empty := [number for number, record in zip(numbers, found) if isinstance(record, bytes) and not record]:
+            self._check(np.asarray(empty), at_once=True)  # given beyond the end of a file that was truncated
+        return found
+
+    def _firsts_of(self, numbers: np.ndarray) -> list[tuple[int, int]]:
+        """Returns the files of records, and the number in its file of the first one of each."""
+        files, places = np.unique(np.searchsorted(self._firsts, numbers, side="right") - 1, return_index=True)
+        rows = numbers[places] - self._firsts[files] + self._skipped[files]
+        return list(zip(files.tolist(), rows.tolist()))
+
+    def _check(self, numbers: np.ndarray, at_once: bool = False) -> None:
+        """Refuses files of records that were changed."""
+        for index, row in self._firsts_of(numbers):
+            self.files.check(index, lambda row=row: f"record {row}", at_once)
 
 
 class IndexedFiles(Numbered):
@@ -107,17 +164,21 @@ class IndexedFiles(Numbered):
         joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
         heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
         tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
-        raw = self.files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()))
+        raw = self.files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()), self._named)
         ends = np.cumsum(stops - starts)
         with self._taking:
             records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
         if bad is not None:
             index = int(file[bad])
             row = int(numbers[bad] - self._firsts[index])
-            self.files.check(index)
             at = int(self._offsets[index][row])
+            self.files.check(index, lambda: self._named(index, at), at_once=True)
             raise bad_record(self.files, index, row, "its checksum does not match its data", at)
         return records
+
+    def _named(self, index: int, byte: int) -> str:
+        row = int(np.searchsorted(self._offsets[index], byte, side="right")) - 1
+        return f"record {row} (byte {self._offsets[index][row]})"
 
     def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
         """Takes the data out of records as they are in the files.

@@ -3,16 +3,16 @@
 import collections
 import concurrent.futures
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from looplib.errors import UsageError
+from looplib.errors import UsageError, join_names
 from looplib.records.files import THREADS
 from looplib.records.order import Picks
-from looplib.records.sources import Source, items, mean_bytes
+from looplib.records.sources import Chain, Source, items, mean_bytes
 
 # Records, and their bytes, whose pieces are read before they are used.
 _AHEAD, _AHEAD_BYTES = 4096, 1 << 25
@@ -127,15 +127,28 @@ class _Pieces:
 
 
 class _Element:
-    """How records become tensors."""
+    """How records become tensors.
+
+    Raises:
+      UsageError: if no record is good, or two sources of a chain have records of different structures.
+    """
 
     def __init__(self, source: Source) -> None:
-        found = (items(source, [number])[0] for number in range(len(source)))
-        self._like = next((record for record in found if record is not None), None)
-        if self._like is None:
-            raise UsageError(f"each of {len(source)} records is damaged; restore the files from a copy")
+        parts = source.sources if isinstance(source, Chain) else [source]
+        firsts = [_first_of(part) for part in parts if len(part)] or [_first_of(source)]
+        self._like = firsts[0]
+        structures = [_structure(record) for record in firsts]
+        other = next((number for number, found in enumerate(structures) if found != structures[0]), None)
+        if other is not None:
+            names = [name for name, part in zip(source.names, parts) if len(part)]
+            raise UsageError(
+                f"the sources {names[0]!r} and {names[other]!r} of a mixture have records of different structures: "
+                f"{structures[0]} and {structures[other]}; a batch holds records of both, so expected one structure, "
+                "with equal types and shapes; convert or pad the records of one, or give serialized records of both "
+                "and parse them in dataset.map"
+            )
         leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(self._like)]
-        self.dtypes = [tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(leaf.dtype) for leaf in leaves]
+        self.dtypes = [_dtype(leaf) for leaf in leaves]
         self._shapes = [list(leaf.shape) for leaf in leaves]
 
     def pack(self, records: list[Any], shape: tuple[int, ...]) -> list[np.ndarray]:
@@ -150,15 +163,41 @@ class _Element:
             column[:] = values
             return column.reshape(shape)
         try:
-            return np.stack(values).astype(dtype.as_numpy_dtype, copy=False).reshape(*shape, *inner)
-        except ValueError as error:
+            return np.stack(values).astype(dtype.as_numpy_dtype, "K", "same_kind", copy=False).reshape(*shape, *inner)
+        except (TypeError, ValueError) as error:
+            kinds = sorted({_text(np.asarray(value)) for value in values})
             raise UsageError(
-                "the records have arrays of different shapes, such as "
-                f"{sorted({np.shape(value) for value in values})[:2]}, which make no batch; use a source of serialized "
-                "records, and parse them in dataset.map"
+                f"the records have arrays of different shapes or types, such as {join_names(kinds, 2)}, which make no "
+                "batch; use a source of serialized records, and parse them in dataset.map"
             ) from error
 
     def unpack(self, leaves: list[tf.Tensor], shape: Any) -> Any:
         """Returns the structure of records with the static shapes that are known."""
         leaves = [tf.ensure_shape(leaf, [*shape, *inner]) for leaf, inner in zip(leaves, self._shapes)]
         return tf.nest.pack_sequence_as(self._like, leaves)
+
+
+def _first_of(source: Source) -> Any:
+    """Returns the first good record of a source."""
+    found = (items(source, [number])[0] for number in range(len(source)))
+    record = next((record for record in found if record is not None), None)
+    if record is None:
+        raise UsageError(f"each of {len(source)} records is damaged; restore the files from a copy")
+    return record
+
+
+def _dtype(leaf: np.ndarray) -> tf.DType:
+    return tf.string if leaf.dtype.kind in "SUO" else tf.as_dtype(leaf.dtype)
+
+
+def _text(leaf: np.ndarray) -> str:
+    return f"{_dtype(leaf).name} {list(leaf.shape)}"
+
+
+def _structure(record: Any) -> str:
+    """Describes the structure of a record, with types and shapes, such as {x: float32 [2, 3], y: int64 []}."""
+    if isinstance(record, Mapping):
+        return "{" + ", ".join(f"{key}: {_structure(record[key])}" for key in sorted(record)) + "}"
+    if isinstance(record, (list, tuple)):
+        return "(" + ", ".join(map(_structure, record)) + ")"
+    return _text(np.asarray(record))

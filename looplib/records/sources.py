@@ -13,8 +13,9 @@ import tensorflow as tf
 
 from looplib import source_locations
 from looplib.errors import UsageError, gist, join_names
+from looplib.records.files import Files
 from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
-from looplib.records.indexed import BadRecordError, ends_process
+from looplib.records.indexed import BadRecordError, ReadElsewhere, ends_process
 from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -55,6 +56,14 @@ class Blocked(Protocol):
     """A source whose records are stored in blocks of so many, each of which is read as a whole."""
 
     block: int
+
+
+@runtime_checkable
+class OfSplit(Protocol):
+    """A data source of TFDS, `builder.as_data_source(split)`: a split, which knows its files."""
+
+    dataset_info: Any
+    split: Any
 
 
 def open_records(files: Paths, format: str | None = None, **options: Any) -> Source:
@@ -102,18 +111,32 @@ def opened(source: Any) -> Source:
             f"context.records was given a {type(source).__name__}; expected files, or an object with __len__ and "
             "__getitem__"
         )
-    return source
+    return _of_its_files(source) if isinstance(source, OfSplit) and _is_installed(source) else source
+
+
+def _of_its_files(source: Any) -> Source:
+    """Returns a data source of TFDS, guarded against changes of its files."""
+    try:
+        parts = source.dataset_info.splits[source.split].file_instructions
+        files = Files([os.fspath(part.filename) for part in parts])
+        counts = [part.examples_in_shard - part.skip if part.take == -1 else part.take for part in parts]
+    except (AttributeError, KeyError, TypeError, ValueError):  # another version, or files that are elsewhere by now
+        return source
+    if sum(counts) != len(source):
+        return source
+    return ReadElsewhere(source, files, counts, [part.skip for part in parts])
 
 
 class Chain:
-    """Sources one after another, as one.
+    """Sources one after another, as one, for a mixture.
 
     Args:
       sources: the sources; their records are numbered through.
+      names: of the sources.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = list(sources)
+    def __init__(self, sources: Sequence[Source], names: Sequence[str]) -> None:
+        self.sources, self.names = list(sources), list(names)
         self.firsts = list(itertools.accumulate(map(len, self.sources), initial=0))
 
     def __len__(self) -> int:
@@ -180,8 +203,8 @@ def items(source: Source, numbers: Sequence[int]) -> list[Any]:
             return [items(source, [number])[0] for number in numbers]
         kind = type(source).__name__
         raise BadRecordError(
-            f"record {numbers[0]} of the {kind} cannot be read: {gist(error)}; restore its files from a copy, or leave "
-            "out a few such records by --bad_records=skip:N",
+            f"record {numbers[0]} of the {kind} cannot be read: {gist(error)}",
+            "its files",
             f"{kind}-{numbers[0]}",
         ) from error
 

@@ -32,6 +32,7 @@ Names that other rooms may use, by file:
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, weighed
-    state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, variables_below, variables_of
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, has_tables, state_of, variables_below,
+        variables_of
     trainer: Trainer
 """

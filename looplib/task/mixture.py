@@ -74,7 +74,7 @@ class Mixture(Plan):
                 "some sources of a mixture of records are no records, or mixtures themselves; name all records as "
                 "sources of one mixture"
             )
-        self.source = Chain(records) if records else None
+        self.source = Chain(records, self.names) if records else None
         phases = {0: weights, **(schedule or {})}
         if schedule and 0 in schedule:
             raise UsageError("the schedule of a mixture has step 0; pass the first weights as `weights`")

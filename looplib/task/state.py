@@ -180,12 +180,28 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
 
     Returns:
       list of (name, `tf.Variable`).
+
+    Raises:
+      UsageError: for an attribute that TensorFlow cannot save, such as a dict of variables whose keys are no strings.
     """
     root = tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
-    found = list(variables_below(root))
+    try:
+        found = list(variables_below(root))
+    except ValueError as error:  # of TensorFlow's wrappers of dicts and lists
+        raise UsageError(
+            f"a checkpoint cannot hold the attributes of {', '.join(objects)}: {gist(error)}; use dicts with str keys, "
+            "and lists that are only appended to"
+        ) from error
     names = {id(variable): name for name, variable in reversed(found)}  # a Keras variable and the tf.Variable in it
     variables = {id(variable): variable for _, variable in found}
     return [(names[key], variables[key]) for key in variables]
+
+
+def has_tables(objects: Mapping[str, Any]) -> bool:
+    """Returns whether some objects hold a lookup table that a step can change."""
+    root = tf.train.Checkpoint(**objects)
+    kinds = (tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
+    return any(isinstance(value, kinds) for value in tf.train.TrackableView(root).descendants())
 
 
 @runtime_checkable

@@ -280,7 +280,9 @@ def test_the_image_summaries_of_a_task_are_shown(tmp_path):
     changes = {**steps(2), "task": {"allow_image_summary": True}}
     params = side_by_side.configuration("seg_resnetfpn_pascal", str(tmp_path), changes)
     side_by_side.under_looplib(params, f"{tmp_path}/run", writers=None)
-    (line,) = read_jsonl(f"{tmp_path}/run/media.jsonl")
-    assert (line["step"], line["split"], line["name"]) == (2, "validation", "image/validation_outputs")
-    images = [tf.io.decode_png(tf.io.read_file(f"{tmp_path}/run/media/{name}")).numpy() for name in line["files"]]
+    lines = read_jsonl(f"{tmp_path}/run/media.jsonl")
+    assert [line["name"] for line in lines] == [f"image/validation_outputs/{i}" for i in range(len(lines))]
+    assert all((line["step"], line["split"]) == (2, "validation") for line in lines)
+    paths = [f"{tmp_path}/run/media/{name}" for line in lines for name in line["files"]]
+    images = [tf.io.decode_png(tf.io.read_file(path)).numpy() for path in paths]
     assert images and all(image.shape == (64, 64, 3) and image.std() > 10 for image in images)
