@@ -1,6 +1,7 @@
 """The tools: `python -m looplib check resume -- COMMAND ...`."""
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -49,10 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
-    if options.run not in (_status, _launch):
+    places = [*options.directories, options.output or ""] if options.run is _report else []
+    is_local = bool(places) and not any("://" in place for place in places)
+    if options.run not in (_status, _launch) and not is_local:  # these start in a moment
         _import_tensorflow()
+    from looplib.extras.tools.children import ended_by_signals
+
+    ending = contextlib.nullcontext() if options.run in (_status, _launch) else ended_by_signals()
     try:
-        return options.run(options)
+        with ending:
+            return options.run(options)
     except UsageError as error:
         print(f"looplib: error: {error}", file=sys.stderr)
         return EXIT_UNKNOWN
@@ -208,8 +215,8 @@ def _add_diff(tools: Any) -> None:
         "metrics or the weights differ first. Changes nothing in the run directories.",
         epilog="exit codes: 0 equal as far as both go; 1 different; 2 not known",
     )
-    parser.add_argument("first", help="a run directory")
-    parser.add_argument("second", help="the other run directory")
+    parser.add_argument("first", metavar="A", help="a run directory")
+    parser.add_argument("second", metavar="B", help="the other run directory")
     parser.set_defaults(run=_diff)
 
 

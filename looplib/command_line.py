@@ -59,7 +59,7 @@ FLAGS = (
     ("export", flags.DEFINE_string, None, "Directory for --mode=export; none: export/step-<step> in model_dir."),
     ("export_averages", flags.DEFINE_boolean, True, "Exports averaged weights if the evaluator or trainer has any."),
     ("export_tflite", flags.DEFINE_boolean, False, "Exports a TFLite file too, if the converter takes the model."),
-    ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints."),
+    ("checkpoint_interval", flags.DEFINE_integer, 1000, "Steps between checkpoints; each evaluation saves one too."),
     ("keep_last", flags.DEFINE_integer, 5, "Number of newest checkpoints to keep."),
     ("keep_best", flags.DEFINE_string, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
     ("keep_every", flags.DEFINE_integer, None, "Also keeps the checkpoints at multiples of this number of steps."),
@@ -178,6 +178,9 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
     if actions(values) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
+    for action in actions(values):
+        if isinstance(action, Profile):
+            action.check_end(values["train_steps"])
     for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size",
                  "predictions_piece"):  # fmt: skip
         if values[name] < 1:

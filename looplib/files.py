@@ -29,9 +29,9 @@ class NotRegularError(ValueError):
     """A name that should be a file is a symbolic link, a directory or a device."""
 
 
-def is_remote(path: str) -> bool:
+def is_remote(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is outside of the operating system's file systems, such as "gs://bucket/run"."""
-    return "://" in path
+    return "://" in os.fspath(path)
 
 
 def proves_damage(error: Exception) -> bool:
@@ -259,6 +259,26 @@ def free_name(path: str) -> str:
     """Returns a path that does not exist: `path`, or `path` with a number after it."""
     numbered = (f"{path}.{number}" if number else path for number in itertools.count())
     return next(name for name in numbered if not (os.path.lexists(name) or (is_remote(name) and _gfile().exists(name))))
+
+
+def exists(path: str) -> bool:
+    """Returns whether there is something at a path."""
+    return _gfile().exists(path) if is_remote(path) else os.path.exists(path)
+
+
+def is_directory(path: str) -> bool:
+    """Returns whether a path is that of a directory."""
+    return _gfile().isdir(path) if is_remote(path) else os.path.isdir(path)
+
+
+def size(path: str) -> int:
+    """Returns the bytes of a file."""
+    return _gfile().stat(path).length if is_remote(path) else os.stat(path).st_size
+
+
+def names_in(directory: str) -> list[str]:
+    """Returns the names of what is in a directory; some file systems put a slash after those of directories."""
+    return _gfile().listdir(directory) if is_remote(directory) else os.listdir(directory)
 
 
 def _gfile() -> Any:

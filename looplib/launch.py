@@ -56,6 +56,7 @@ _THEIRS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.error
            tf.errors.CancelledError)  # fmt: skip
 _THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0
 _MOST_NAMED = 8  # settings
+_PAGE = "report.html"  # in the run directory
 
 
 def run(
@@ -194,6 +195,14 @@ class _Session:
         kept = self.controller and self.controller.latest_checkpoint
         return f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
 
+    @property
+    def page(self) -> str:
+        """The path of the run's page; "" if there is none."""
+        if self.controller is None or not self.controller.is_chief:
+            return ""
+        path = os.path.join(self.values["model_dir"], _PAGE)
+        return path if tf.io.gfile.exists(path) else ""
+
     def place_of(self, error: Exception) -> str:
         """Returns the user's line that an error comes from, "" if it is not known."""
         loops = self.controller.loops.values() if self.controller else ()
@@ -325,6 +334,7 @@ def _done(session: _Session, _: None) -> Outcome:
     if session.tried:
         return outcome.done(session.tried)
     line = f"done at step {session.controller.global_step}; the run directory is {session.values['model_dir']}"
+    line += f", and its page {session.page}" * bool(session.page)
     return outcome.done(line if session.controller.is_chief else "")
 
 
@@ -379,6 +389,8 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     if failed:
         _tf.log_errors_only()  # warnings as objects are deleted would come after the last line
         peers.current.last_words(how.code, how.sentence)  # ends here if another worker failed first
+        if session.page:
+            print(f"looplib: the page of the run is {session.page}", file=sys.stderr)
     if how.line:
         print(how.line, file=sys.stdout if how.is_news else sys.stderr, flush=True)
     if how.alone:

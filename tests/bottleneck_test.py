@@ -148,9 +148,7 @@ def test_a_copy_to_a_device_that_takes_longer_is_named():
     for _ in range(10):
         next(iterator)
     assert bottleneck.of(iterator, copy=0.001).kind == "map"  # 16 ms for a batch
-    assert str(bottleneck.of(iterator, copy=1.0)).endswith(
-        "is copy (to the device: 1e+03 ms for an element, 1 at once)"
-    )
+    assert str(bottleneck.of(iterator, copy=1.0)).endswith("is copy (to the device: 1000 ms for an element, 1 at once)")
 
 
 def test_iterators_without_statistics_have_no_slowest_stage():

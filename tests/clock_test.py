@@ -96,6 +96,8 @@ def verdict(**phases):
 def test_a_short_run_is_told_that_its_start_took_its_time():
     start = "start-bound: start-up took 60% of the time (start 50%, compile 10%)"
     assert verdict(start=5, compile=1, restore=0.05, train=3, save=0.95) == f"{start}; train more steps per start"
+    waits = f"{start}, and the training itself waits for its data 75% of its time (input-bound); train more steps per "
+    assert verdict(start=5, compile=1, train=0.95, input=2.85, save=0.2).startswith(f"{waits}start, and try map(")
     assert verdict(start=5, compile=1, train=7).startswith("compute-bound: the device computes 54% ")
     assert verdict(start=2, compile=1, train=1, save=6).startswith("overhead-bound: ")
     assert verdict(start=2, compile=1, train=1, evaluate=4).startswith("evaluation-bound: ")

@@ -58,7 +58,9 @@ def replicas(python, tmp_path_factory):
 def test_a_run_ends_with_code_0_and_says_where_it_is(replicas):
     for folder, result in replicas.values():
         assert result.returncode == 0, result.stderr
-        assert result.stdout.splitlines()[-1] == f"done at step 60; the run directory is {folder}"
+        assert result.stdout.splitlines()[-1] == (
+            f"done at step 60; the run directory is {folder}, and its page {folder}/report.html"
+        )
 
 
 def test_a_run_says_which_strategy_it_chose(replicas):
@@ -237,6 +239,7 @@ def main():
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("looplib: error: RuntimeError: the printer is on fire")
     assert last.endswith(f"run the same command to resume from {tmp_path}/run/checkpoints/ckpt-5")
+    assert f"\nlooplib: the page of the run is {tmp_path}/run/report.html\n" in result.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 

@@ -146,6 +146,17 @@ def test_a_flag_of_another_form_is_a_sentence(text):
         command_line.actions({"profile": text})
 
 
+def test_a_profile_after_the_end_is_refused_and_one_across_it_is_a_warning(caplog):
+    profile = looplib.Profile(95, 20)
+    for steps in (-1, 115):
+        profile.check_end(steps)
+    assert not caplog.text
+    profile.check_end(100)
+    assert "the training ends at step 100, so the profile has 5 steps in place of 20" in caplog.text
+    with pytest.raises(UsageError, match="starts after step 95, and the training ends at step 95; give --profile a"):
+        profile.check_end(95)
+
+
 def test_a_profile_needs_a_directory():
     controller = toy.controller(make_strategy("default"), toy.Regression(), actions=[looplib.Profile(np.int64(1), 1)])
     with pytest.raises(UsageError, match="a profile needs a run directory"):

@@ -5,7 +5,10 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -202,6 +205,19 @@ def test_a_replay_without_progress_is_ended_by_the_watchdog(runs, capfd):
     assert "no progress for 3 s in the phase 'train' after " in lines[-2]
 
 
+def test_a_replay_that_is_ended_leaves_no_folder(runs, tmp_path, python):
+    code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}; from looplib.__main__ import main; main()"
+    command = [python, "-c", code, "replay", str(runs("slow")[0]), f"--step={HANGS}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not list(tmp_path.glob("looplib-replay-*/answer.json.news")):  # it trains
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_debugger_stops_in_the_user_s_function(runs, tmp_path, capfd):
     (tmp_path / "commands").write_text("p 'at', int(inputs[2][0])\nc\n")
     stdin = os.dup(0)
@@ -254,6 +270,17 @@ REFUSED = {
     "no debugger": (["--step=5", "--pdb"], {}, "add --eager"),
     "a file there": (["--step=5", "--save={run}/batch.npz"], {}, "is in the run directory"),
     "no program": (["--step=5"], {"starts": []}, "does not say how the run was started"),
+    "no binary": (
+        ["--step=5"],
+        {"starts": [{"program": None}]},
+        "is of a Controller without launch.run, so that it has no command to repeat; make the script a binary",
+    ),
+    "after the end": (["--step=41"], {}, "--step is 41, but the run ended at step 40; expected a step of 1 to 40"),
+    "after a kill": (
+        ["--step=51"],
+        {"status": "running", "end": 60},
+        "--step is 51, but the run is known up to step 40 (killed); expected a step of 1 to 50",
+    ),
 }
 
 

@@ -406,6 +406,13 @@ def test_the_verdict_follows_the_numbers(run):
     text = of(run, falling + worse)
     assert "eval/loss was best at step 40 (0), and 3.6 at the end. Training loss kept falling: it overfits." in text
     assert "The rate fell from 100 to 50 steps a second, from step 76 on." in text and "did not fall" not in text
+    ties = [{"step": step, "split": "eval", "accuracy": 0.5, "examples": 200} for step in (10, 20, 30, 40)]
+    text = of(run, [*ties[:3], {**ties[3], "accuracy": 0.495}])
+    assert "accuracy was best at step 30 (0.5), as at step 10, and 0.495 at the end: it has levelled off." in text
+    assert "accuracy was best at step 40 (0.5), as at step 10: it has levelled off." in of(run, ties)
+    (accuracy, *_) = curves.of_records(ties[1:])
+    assert curves.draw(accuracy, 100).highest.step == 40  # the newest, as of equal checkpoints
+    assert "was best at step 10 (0.9), and 0.5 at the end" in of(run, [{**ties[0], "accuracy": 0.9}, *ties[1:]])
     flat = [{"step": step, "split": "train", "loss": 2 + step % 2} for step in range(1, 101)]
     better = [{"step": step, "split": "eval", "accuracy": step / 100} for step in range(10, 101, 10)]
     text = of(run, flat + better)
@@ -414,6 +421,26 @@ def test_the_verdict_follows_the_numbers(run):
         and "eval/accuracy was best at step 100 (1), the last evaluation." in text
     )
     assert "1 restart took" in text
+
+
+def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    report = json.loads((folder / "run.json").read_text())
+    last = report["starts"][-1]
+    again = {**last, "restored_from": f"{folder}/checkpoints/ckpt-{last['step']}", "verdict": "start-bound: idle; wait"}
+    (folder / "run.json").write_text(json.dumps({**report, "starts": [*report["starts"], again]}))
+    found = read(str(folder), "run")
+    assert len(found.starts) == 3 and [mark.kind for mark in found.marks].count("restart") == 1
+    text = " ".join(one.text for one in findings(found))
+    assert "1 restart took" in text and "idle" not in text
+
+
+def test_every_chart_is_drawn_for_the_printer(run, opened):
+    sheet = opened(run / "report.html", width=390)  # so that the last charts are far below
+    assert not sheet.evaluate("[...charts].every((chart) => chart.drawn)")
+    sheet.pdf()
+    charts = sheet.locator("figure:visible").count()
+    assert charts > 4 and sheet.locator("figure canvas:visible").count() == charts
 
 
 def test_a_folder_without_a_run_is_a_sentence(tmp_path, capsys):

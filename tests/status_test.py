@@ -17,6 +17,8 @@ import pytest
 
 from looplib.__main__ import main as cli
 from looplib.checkpoint import lock
+from looplib.extras.page.read import read
+from looplib.extras.page.verdict import findings
 
 SLOW = ["--mode=train", "--config.slow_step=0.02", "--train_steps=100000"]
 LIVES = {
@@ -119,6 +121,16 @@ def test_step_rate_and_metrics_are_those_of_the_last_records(runs):
     assert f"{done[-2]['steps_per_second']:.4g} " in shown
 
 
+def test_the_page_of_a_run_has_the_word_and_the_step_of_its_status(runs):
+    folder, _, rows = runs
+    for name in LIVES:
+        page = read(str(folder / name), name)
+        assert page.status == rows[name][0] and f" {page.step}/" in rows[name][1]
+        assert page.starts[-1].status == page.status
+    verdict = findings(read(str(folder / "moving"), "moving"))[0]
+    assert re.fullmatch(r"The run was killed at step \d+ or later\.", verdict.text)
+
+
 def test_nothing_is_locked_or_written(runs):
     def contents():
         return {path: path.stat().st_mtime_ns for path in runs[0].rglob("*")}
@@ -165,6 +177,14 @@ def test_hostile_directories_cost_little_and_send_nothing_to_the_terminal(tmp_pa
     }  # fmt: skip
     assert all(line.isprintable() for _, line in rows.values())
     assert r"\x1b]0;x\x07\nbad\u202e" in rows[r"names\x1b[2J"][1]
+
+
+def test_a_page_is_written_without_tensorflow(runs, tmp_path):
+    code = "import sys; from looplib.__main__ import main; main(sys.argv[1:]); print('tensorflow' in sys.modules)"
+    command = [sys.executable, "-c", code, "report", runs[0], f"--output={tmp_path}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    shown = len(runs[2]) - 1  # without the one that is three folders below
+    assert done.stdout.splitlines() == [f"{tmp_path}/page.html: {shown} runs", "False"] and not done.stderr
 
 
 def test_it_starts_without_tensorflow(runs):

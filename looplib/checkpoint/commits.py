@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Mapping
 
-import tensorflow as tf
 from absl import logging
 
 from looplib import files
@@ -76,6 +75,8 @@ def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Comm
     Raises:
       OSError, tf.errors.OpError: if files are missing or cannot be read or written.
     """
+    import tensorflow as tf
+
     directory, prefix = os.path.split(path)
     own = marker.files_of(prefix)
     names = [name for name in tf.io.gfile.listdir(directory) if own.fullmatch(name)]
@@ -145,10 +146,10 @@ def place_of(directory: str | os.PathLike[str]) -> str:
       UsageError: if there is no such directory.
     """
     directory = os.fspath(directory)
-    if not tf.io.gfile.isdir(directory):
+    if not files.is_directory(directory):
         raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     inner = os.path.join(directory, "checkpoints")
-    return inner if tf.io.gfile.isdir(inner) else directory
+    return inner if files.is_directory(inner) else directory
 
 
 def listing(directory: str) -> list[Found]:
@@ -194,12 +195,10 @@ def list_is_foreign(directory: str) -> bool:
     """Returns whether TensorFlow's list `checkpoint` names an existing checkpoint of another program as the newest."""
     try:
         match = re.search(r'model_checkpoint_path: "([^"]+)"', files.read_text(os.path.join(directory, "checkpoint")))
-    except (OSError, ValueError, tf.errors.OpError):
+    except (ValueError, *files.failures(directory)):
         return False
     path = os.path.join(directory, match[1]) if match else ""
-    return tf.io.gfile.exists(f"{path}.index") and not any(
-        tf.io.gfile.exists(path + ending) for ending in (".commit", UNFINISHED)
-    )
+    return files.exists(f"{path}.index") and not any(files.exists(path + ending) for ending in (".commit", UNFINISHED))
 
 
 def _look_at(directory: str, step: int, names: list[str]) -> Found:
@@ -210,7 +209,7 @@ def _look_at(directory: str, step: int, names: list[str]) -> Found:
         return Found(step, marker.read(path))
     except UsageError:  # of a newer looplib: not damaged, and not to be passed over
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, *files.failures(path)) as error:
         reason = f"its marker cannot be read ({gist(error)})"
         proven = files.proves_damage(error) or isinstance(error, AttributeError)
         return Found(step, None, reason, None if proven else _cannot_read(f"{path}.commit", error))
@@ -251,7 +250,7 @@ def _compare(path: str, expected: Measured, thorough: bool) -> str:
     name = os.path.basename(path)
     try:
         found = _measure(path) if thorough else {"bytes": _size(path), "sha256": expected["sha256"]}
-    except (ValueError, OSError, tf.errors.OpError) as error:
+    except (ValueError, *files.failures(path)) as error:
         if files.proves_damage(error):
             return f"{name} cannot be read: {gist(error)}"
         raise _cannot_read(path, error) from error
@@ -282,6 +281,8 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
       CannotReadError: if a newer one than that cannot be read now. Nothing is moved then.
       UsageError: if a newer looplib wrote one.
     """
+    import tensorflow as tf
+
     intact, others = None, []
     for found in listing(directory):
         if found.unread is not None:
@@ -312,6 +313,8 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
 
 def set_aside(directory: str, step: int) -> str:
     """Moves a checkpoint's files into `<directory>/set_aside`, which looplib ignores; returns their new path."""
+    import tensorflow as tf
+
     prefix = f"ckpt-{step}"
     place = _free_place(directory, prefix)
     tf.io.gfile.makedirs(place)
@@ -338,6 +341,8 @@ def set_aside_before(directory: str) -> list[str]:
 
 def _free_place(directory: str, name: str) -> str:
     """Makes `<directory>/set_aside`; returns an unused path in it."""
+    import tensorflow as tf
+
     folder = os.path.join(directory, SET_ASIDE)
     tf.io.gfile.makedirs(folder)
     return files.free_name(os.path.join(folder, name))
@@ -345,6 +350,8 @@ def _free_place(directory: str, name: str) -> str:
 
 def remove(done: Commit) -> None:
     """Deletes a committed checkpoint: the marker first, then the files that it names, and nothing else."""
+    import tensorflow as tf
+
     tf.io.gfile.rename(done.path + ".commit", done.path + UNFINISHED, overwrite=True)
     for name in done.files:  # names of this checkpoint's files, in this directory: `marker.read` has looked
         path = os.path.join(os.path.dirname(done.path), name)
@@ -355,12 +362,14 @@ def remove(done: Commit) -> None:
 
 
 def _remove_if_there(path: str) -> None:
+    import tensorflow as tf
+
     with contextlib.suppress(tf.errors.NotFoundError):
         tf.io.gfile.remove(path)
 
 
 def _names(directory: str) -> list[str]:
-    return tf.io.gfile.listdir(directory) if tf.io.gfile.isdir(directory) else []
+    return files.names_in(directory) if files.is_directory(directory) else []
 
 
 def _measure(path: str) -> Measured:

@@ -72,8 +72,9 @@ class Bottleneck:
     of_batches: bool = True
 
     def __str__(self) -> str:
+        time = f"{self.milliseconds:.0f}" if self.milliseconds >= 10 else f"{self.milliseconds:.2g}"
         at_once = "as many at once as tf.data chooses" if self.tuned else f"{self.parallel} at once"
-        each = f"{self.milliseconds:.2g} ms for an element, {at_once}"
+        each = f"{time} ms for an element, {at_once}"
         return f"{self.share:.0%} of the pipeline's time is {self.kind} ({self.stage}: {each})"
 
     @property

@@ -9,6 +9,7 @@ from looplib.report.formats import format_share
 
 _IMPORTED = time.perf_counter()
 _SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, however many steps it runs
+_LONG_TRAINING = 0.5  # seconds, after which its wait for data is more than that for the first batch
 # The advice for the phase that takes most of the time.
 _AGAINST = {
     "train": "try --loop=auto, a lower precision, or more devices",
@@ -122,7 +123,14 @@ class Clock:
         if begun > max(training, evaluated, overhead * wall - begun):
             parts = ", ".join(f"{name} {format_share(value / wall)}" for name, value in of_start.items())
             what = f"start-up took {begun / wall:.0%} of the time ({parts})"
-            return f"start-bound: {what}; train more steps per start"
+            advice = "train more steps per start"
+            if training > _LONG_TRAINING and self.waits_for_input:
+                clause, change = self.of_input() or ("", _AGAINST["input"])
+                what += (
+                    f", and the training itself waits for its data {waited / training:.0%} of its time (input-bound)"
+                )
+                what, advice = what + f", and {clause}" * bool(clause), f"{advice}, and {change}"
+            return f"start-bound: {what}; {advice}"
         if overhead > 0.5:
             forced = most == "save" and self._before_evaluations > 0.5 * seconds["save"]
             advice = _AGAINST.get("save before evaluations" if forced else most, "check what else the program does")

@@ -55,9 +55,7 @@ def each_record(path: str) -> Iterator[Record]:
     Args:
       path: the file.
     """
-    import tensorflow as tf
-
-    if not tf.io.gfile.exists(path):
+    if not files.exists(path):
         return
     try:
         file = files.open_regular(path)

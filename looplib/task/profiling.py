@@ -45,6 +45,28 @@ class Profile(Action):
         """See `Action`."""
         return self._start, self._end
 
+    def check_end(self, train_steps: int) -> None:
+        """Refuses a profile that begins after the training, and warns of one that the end of the training cuts.
+
+        Args:
+          train_steps: the step at which the training ends; -1 for the end of its data.
+
+        Raises:
+          UsageError: if no step would be profiled.
+        """
+        if 0 <= train_steps <= self._start:
+            raise UsageError(
+                f"the profile starts after step {self._start}, and the training ends at step {train_steps}; give "
+                f"--profile a START below {train_steps}, or train for more steps"
+            )
+        if 0 <= train_steps < self._end:
+            logging.warning(
+                "the training ends at step %d, so the profile has %d steps in place of %d",
+                train_steps,
+                train_steps - self._start,
+                self._end - self._start,
+            )
+
     def on_start(self, controller: Any) -> None:
         """Refuses a run without a directory."""
         if not controller.model_dir:

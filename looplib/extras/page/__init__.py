@@ -11,6 +11,7 @@ Names that other rooms may use, by file:
     phases: none
     read: none
     run: none
+    run_status: none
     samples: none
     values: none
     verdict: none

@@ -4,8 +4,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
-import tensorflow as tf
-
 from looplib import files
 from looplib.errors import EXIT_DONE, UsageError, gist
 from looplib.extras.page.html import FILE, page
@@ -36,7 +34,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     text = page(runs, title if len(directories) == 1 else "Comparison")
     try:
         files.write_whole(path, text)
-    except (OSError, tf.errors.OpError) as error:
+    except files.failures(path) as error:
         raise UsageError(f"{path} cannot be written ({gist(error)}); name another file with --output") from error
     left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
     print(f"{path}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
@@ -49,7 +47,7 @@ def _runs_in(directory: str) -> list[str]:
     Raises:
       UsageError: if there is none.
     """
-    if not tf.io.gfile.isdir(directory):
+    if not files.is_directory(directory):
         raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     found = list(itertools.islice(_search(directory, 0), 10 * _MOST_RUNS))
     if not found:
@@ -61,13 +59,13 @@ def _runs_in(directory: str) -> list[str]:
 
 
 def _search(directory: str, depth: int) -> Iterator[str]:
-    names = {name.rstrip("/") for name in tf.io.gfile.listdir(directory)}
+    names = {name.rstrip("/") for name in files.names_in(directory)}
     if {"run.json", "metrics.jsonl"} & names:
         yield directory
         return
     for name in sorted(names) if depth < _DEEPEST else ():
         inner = os.path.join(directory, name)
-        if tf.io.gfile.isdir(inner) and not os.path.islink(inner):
+        if files.is_directory(inner) and not os.path.islink(inner):
             yield from _search(inner, depth + 1)
 
 

@@ -84,6 +84,11 @@ class Drawn:
     highest: Extreme | None
 
 
+def last_of(values: np.ndarray, value: float) -> int:
+    """Returns the place of a value; of equal ones the last, as `looplib.KeepBest` keeps the newest checkpoint."""
+    return int(np.flatnonzero(values == value)[-1])
+
+
 def of_records(records: Iterable[Record], undone: bool = False) -> list[Curve]:
     """Returns the curves of records, in the order in which the metrics first appear.
 
@@ -125,7 +130,8 @@ def draw(curve: Curve, most: int) -> Drawn:
     finite_steps, finite = curve.finite
     ends = [None] * 3
     if finite.size:
-        ends = [Extreme(int(finite_steps[at]), _short(finite[at])) for at in (-1, finite.argmin(), finite.argmax())]
+        places = (-1, last_of(finite, finite.min()), last_of(finite, finite.max()))
+        ends = [Extreme(int(finite_steps[at]), _short(finite[at])) for at in places]
     return Drawn(
         curve.split, curve.name, curve.undone, steps[kept].tolist(), [_short(value) for value in found[kept]],
         len(steps), steps[bad[:5]].tolist(), len(bad), *ends

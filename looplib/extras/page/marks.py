@@ -49,7 +49,8 @@ def with_best(saved: list[Saved], metric: str, mode: str) -> list[Saved]:
 
 def of_starts(starts: Sequence[Start]) -> Iterator[Mark]:
     """Yields the restarts of a run, and its rollbacks."""
-    for before, start in zip(starts, starts[1:]):
+    trained = [start for start in starts if start.trained]
+    for before, start in zip(trained, trained[1:]):
         text = f"restarted after a start that was {before.status or 'ended'}"
         yield Mark("restart", start.restored_step or 0, text)
     for start in starts:

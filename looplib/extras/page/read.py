@@ -1,18 +1,18 @@
 """What a run directory says about its run, read with bounds: the directory may come from somebody else."""
 
+import dataclasses
 import os
 import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
 
-import tensorflow as tf
-
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.errors import UsageError, gist
 from looplib.extras.page import curves, marks, phases, values
 from looplib.extras.page.run import Change, Mark, Op, Run, Saved, Start, Variable
+from looplib.extras.page.run_status import read_status
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.report import program, run_file
 from looplib.report.records import Record, each_record
@@ -37,7 +37,12 @@ def read(directory: str, name: str) -> Run:
     found = curves.of_records(_records(directory, "metrics.jsonl", notes))
     undone = curves.of_records(_records(directory, "metrics.voided.jsonl", notes), undone=True)
     listed = [one for one in values.items(report.get("starts")) if isinstance(one, dict)]
+    status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     starts = [_start(one) for one in listed]
+    if not files.is_remote(directory) and (seen := read_status(directory)).state != "unknown":
+        status, step = seen.state, seen.step
+        if status == "killed" and starts:  # it could not write so itself
+            starts[-1] = dataclasses.replace(starts[-1], status=status, step=step)
     flags, config = values.flat(report.get("flags")), values.flat(report.get("config"), "config.")
     settings = {key: values.shown(value) for key, value in {**flags, **config}.items()}
     metric, mode = marks.best_metric(flags.get("keep_best"), found)
@@ -51,8 +56,8 @@ def read(directory: str, name: str) -> Run:
     return Run(
         name=values.text(name, 200),
         directory=values.text(directory, 1000),
-        status=values.text(report.get("status"), 40),
-        step=values.whole(report.get("step")),
+        status=status,
+        step=step,
         started=values.text(report.get("started"), 40),
         error=values.text(report.get("error")),
         verdict=values.text(report.get("verdict"), 500),
@@ -87,7 +92,7 @@ def read(directory: str, name: str) -> Run:
 def _text(directory: str, name: str) -> str:
     try:
         return files.read_text(os.path.join(directory, name))
-    except (ValueError, OSError, tf.errors.OpError):
+    except (ValueError, *files.failures(directory)):
         return ""
 
 
@@ -102,21 +107,23 @@ def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
     """Yields the records of a file of JSON lines, as far as it can be read."""
     path = os.path.join(directory, name)
     try:
-        if tf.io.gfile.exists(path) and tf.io.gfile.stat(path).length > _MOST_RECORD_BYTES:
+        if files.exists(path) and files.size(path) > _MOST_RECORD_BYTES:
             notes.append(f"{name} has more than {_MOST_RECORD_BYTES:,} bytes and is not shown.")
             return
         yield from each_record(path)
-    except (OSError, tf.errors.OpError) as error:
+    except files.failures(path) as error:
         notes.append(f"{name} cannot be read ({gist(error)}).")
 
 
 def _start(report: dict[str, Any]) -> Start:
     restored = re.search(r"ckpt-(\d{1,15})$", values.text(report.get("restored_from")))
+    status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     return Start(
         started=values.text(report.get("started"), 40),
-        status=values.text(report.get("status"), 40),
-        step=values.whole(report.get("step")),
+        status=status,
+        step=step,
         restored_step=int(restored[1]) if restored else None,
+        trained=not (status == "done" and restored and step == int(restored[1])),
         command=_command(report),
         commit=_program(report).get("commit", "")[:12],
         seconds=values.numbers(report.get("seconds")),
@@ -156,7 +163,7 @@ def _checkpoints(directory: str, notes: list[str]) -> list[Saved]:
     """Returns the checkpoints, oldest first."""
     try:
         found = commits.listing(os.path.join(directory, "checkpoints"))
-    except (UsageError, OSError, tf.errors.OpError) as error:
+    except (UsageError, *files.failures(directory)) as error:
         notes.append(f"The checkpoints cannot be listed: {gist(error)}.")
         return []
     saved = []

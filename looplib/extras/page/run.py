@@ -18,12 +18,13 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of the run; see `RunReport` for its fields."""
+    """One start of the run; see `RunReport` for its fields. `trained` is False if there was nothing left to train."""
 
     started: str
     status: str
     step: int | None
     restored_step: int | None
+    trained: bool
     command: str
     commit: str
     seconds: dict[str, float]
@@ -80,7 +81,8 @@ class Run:
 
     Attributes:
       name: of the directory, below the one that the page is for.
-      status: "done", "failed", "preempted", "killed", "running" or "" if there is no `run.json`.
+      status: see `RunStatus.state`; what `run.json` says of a remote run; "" if that is not known.
+      step: the last known step, or None.
       error: the sentence of a failure.
       seconds: dict from phase to seconds, over all starts, without the sum.
       wall: the sum.

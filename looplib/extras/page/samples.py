@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import tensorflow as tf
-
 from looplib import files
 from looplib.extras.page import values
 from looplib.report.records import Record
@@ -103,7 +101,7 @@ def _image(directory: str, name: str, left: _Left) -> str:
     try:
         with files.open_regular(path) as file:
             content = file.read(_MOST_IMAGE_BYTES + 1)
-    except (ValueError, OSError, tf.errors.OpError):
+    except (ValueError, *files.failures(path)):
         return ""
     if not content.startswith(_PNG):
         return ""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from looplib.errors import UsageError
-from looplib.extras.page.curves import Curve
+from looplib.extras.page.curves import Curve, last_of
 from looplib.extras.page.run import Run
 from looplib.task.monitored import mode_of
 
@@ -41,11 +41,14 @@ def _of_the_end(run: Run) -> Iterator[Finding]:
         yield Finding("bad", f"The run failed{at}.", "Fix what the error above names, and run the same command again.")
     elif run.status == "preempted":
         yield Finding("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
-    elif run.status == "running":
-        text = f"The run had not ended when this page was written; run.json is of step {run.step or 0:,}."
-        yield Finding("note", text, "If no process runs any more, run the same command to continue.")
+    elif run.status == "killed":
+        yield Finding("bad", f"The run was killed{at} or later.", "Run the same command to continue.")
+    elif run.status in ("starting", "running", "silent"):
+        text = f"The run had not ended when this page was written; its last report is of step {run.step or 0:,}."
+        silent = "It has reported nothing for long; python -m looplib status names its process."
+        yield Finding("note", text, silent if run.status == "silent" else "")
     killed = sum(start.status == "killed" for start in run.starts)
-    if killed:
+    if killed and len(run.starts) > 1:
         were = "was" if killed == 1 else "were"
         yield Finding("note", f"{killed} of {_count(len(run.starts), 'start')} {were} killed.")
 
@@ -74,15 +77,20 @@ def _of_learning(run: Run) -> Iterator[Finding]:
         steps, found = curve.finite
         if len(found) < 3:
             continue
-        better = found if mode_of("the page", metric, None) == "max" else -found
-        best = int(better.argmax())
+        rises = mode_of("the page", metric, None) == "max"
+        better = found if rises else -found
+        best, first = last_of(better, better.max()), int(better.argmax())
         lost, span = better[best] - better[-1], np.ptp(found)
         text = f"{metric} was best at step {steps[best]:,} ({found[best]:.4g})"
-        if lost > _WORSE * span and lost > 0 and best < len(found) - 1:
+        text += f", as at step {steps[first]:,}" * (first < best)
+        noise = _noise(run, curve, (found[best] + found[-1]) / 2) if rises else 0.0
+        if lost > max(_WORSE * span, noise):
             ended = f"{text}, and {found[-1]:.4g} at the end."
             advice = "Use the best checkpoint (--keep_best), train less long, or regularize more."
             overfits = "loss" in metric and _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
             yield Finding("note", ended + (" Training loss kept falling: it overfits." if overfits else ""), advice)
+        elif first < best == len(found) - 1:
+            yield Finding("good", f"{text}: it has levelled off.")
         elif best == len(found) - 1:
             yield Finding("good", f"{text}, the last evaluation.", "It may gain by training longer.")
         else:
@@ -95,6 +103,16 @@ def _of_learning(run: Run) -> Iterator[Finding]:
             text = "Training loss did not fall in the second half of the run"
             text += f" (median {np.median(found[:half]):.4g}, then {np.median(found[half:]):.4g})."
             yield Finding("note", text, "Try a lower or decaying learning rate.")
+
+
+def _noise(run: Run, curve: Curve, rate: float) -> float:
+    """Returns by how much a rate such as an accuracy differs by chance: two standard errors; 0 for other metrics."""
+    counted = run.curve(f"{curve.split}/examples")
+    examples = counted.finite[1][-1:] if counted else np.array([])
+    values = curve.finite[1]
+    if not examples.size or examples[0] < 1 or values.min() < 0 or values.max() > 1:
+        return 0.0
+    return 2 * float(np.sqrt(rate * (1 - rate) / examples[0]))
 
 
 def _evaluated(run: Run) -> Iterator[tuple[str, Curve]]:
@@ -119,15 +137,17 @@ def _falls(curve: Curve | None, step: int) -> bool:
 
 
 def _of_time(run: Run) -> Iterator[Finding]:
-    if run.verdict:
-        what, _, advice = run.verdict.partition("; ")
-        last = " (last start)" if len(run.starts) > 1 else ""
+    trained = [start for start in run.starts if start.trained]
+    said = trained[-1].verdict if trained else run.verdict
+    if said:
+        what, _, advice = said.partition("; ")
+        last = " (last start)" if len(trained) > 1 else ""
         kind = "good" if what.startswith("compute-bound") else "note"
         yield Finding(
             kind, f"{what[0].upper()}{what[1:]}{last}.", f"{advice[:1].upper()}{advice[1:]}." if advice else ""
         )
-    if len(run.starts) > 1 and run.wall:
-        again = run.starts[1:]
+    if len(trained) > 1 and run.wall:
+        again = trained[1:]
         seconds = sum(start.seconds.get(name, 0.0) for start in again for name in ("start", "compile", "restore"))
         text = f"{_count(len(again), 'restart')} took {seconds:.0f} s to import, build, compile and restore"
         yield Finding("note", f"{text}, {seconds / run.wall:.0%} of the time.")

@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     average: average
     check: fits, replicas, resume
-    children: none
+    children: ended_by_signals
     compare: none
     dry_run: redirect, try_out
     diff: diff

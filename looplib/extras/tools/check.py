@@ -10,12 +10,12 @@ import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.tools import preflight
+from looplib.extras.tools.children import temporary_folder
 from looplib.extras.tools.compare import Comparison, compare
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
 from looplib.loop import example_checksum
@@ -290,7 +290,7 @@ def _verdict(comparison: Comparison, hint: str, one: str, other: str, folder: st
 
 def _prepare(directory: str | None) -> str:
     if not directory:
-        return tempfile.mkdtemp(prefix="looplib-check-")
+        return temporary_folder("looplib-check-")
     try:
         os.makedirs(directory, exist_ok=True)
         if os.listdir(directory):

@@ -1,17 +1,22 @@
 """Child processes of a tool, which end with it, and the signals that it passes on to them."""
 
+import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO, NoReturn
 
 from looplib.errors import UsageError
 
 _TICK = 0.1
+_temporary: list[str] = []
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -58,6 +63,41 @@ def start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, st
         raise UsageError(
             f"{command[0]!r} cannot be started: {error.strerror}; write the command as you type it"
         ) from error
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Ends the `with` block at SIGTERM and SIGHUP by an exception, as at SIGINT, and removes its temporary folders.
+
+    The exit code is that of a shell, 128 plus the number of the signal.
+    """
+
+    def end(number: int, _: object) -> NoReturn:
+        for one in heard:  # a second signal does not interrupt what removes the folders
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        heard = []
+    for one in heard:
+        signal.signal(one, end)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        for folder in _temporary:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        _temporary.clear()
+        for one in heard:
+            signal.signal(one, signal.SIG_DFL)
+
+
+def temporary_folder(prefix: str) -> str:
+    """Makes a temporary folder, which stays unless a signal ends `ended_by_signals`; returns its path."""
+    _temporary.append(tempfile.mkdtemp(prefix=prefix))
+    return _temporary[-1]
 
 
 class Signals:

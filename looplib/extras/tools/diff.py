@@ -15,6 +15,7 @@ from looplib.report import run_json
 from looplib.report.records import Record, key, read_jsonl
 
 _SHOWN = 6
+_FEW_STEPS = 10  # that take no longer than to start the commands once more
 
 
 def diff(first: str, second: str) -> int:
@@ -32,7 +33,8 @@ def diff(first: str, second: str) -> int:
       UsageError: for a directory that is no run, or a run that cannot be replayed.
     """
     runs = Recorded(first), Recorded(second)
-    for line in _of_the_reports(*(run.report for run in runs)) or ["settings, versions and code are equal"]:
+    differences = _of_the_reports(*(run.report for run in runs))
+    for line in differences or ["settings, versions and code are equal"]:
         say(line)
     records, record = _first_different_record(*(_curve(run) for run in runs))
     checkpoints, equal, different = _bisected(*runs)
@@ -47,9 +49,13 @@ def diff(first: str, second: str) -> int:
     say(f"reports: {_of(record, records)}; checkpoints: {_of(different, checkpoints)}")
     end = min(ends)
     start = max((step for step in equal if step < end), default=0)
-    say(f"replaying both from {f'their equal checkpoints of step {start}' if start else 'the start'} to step {end}")
-    one, other = (_traces(run, start, end) for run in runs)
-    for line in _parting(one, other) or [
+    lines: list[str] = []
+    for stop in [start + 1] * (bool(differences) and end > start + _FEW_STEPS) + [end]:  # they may part at once
+        begin = f"their equal checkpoints of step {start}" if start else "the start"
+        say(f"replaying both from {begin} to step {stop}")
+        if lines := _parting(*(_traces(run, start, stop) for run in runs)):
+            break
+    for line in lines or [
         f"DIFFERENT at step {end}, but their replays are equal up to there: the code may have changed since, or the "
         "steps use something that neither a checkpoint nor the command holds"
     ]:
@@ -128,6 +134,7 @@ def _of(step: int | None, steps: list[int]) -> str:
 
 
 def _traces(run: Recorded, start: int, end: int) -> list[Trace]:
+    say(f"  {run.directory}")
     checkpoint = next((done for done in run.checkpoints() if done.step == start), None)
     with tempfile.TemporaryDirectory(prefix="looplib-diff-") as folder:
         order = Order(run.directory, end, os.path.join(folder, "answer.json"), trace=True)

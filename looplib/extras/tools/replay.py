@@ -15,12 +15,14 @@ from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, whole_number
+from looplib.extras.page.run_status import read_status
 from looplib.extras.tools import rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 from looplib.report.formats import format_seconds
+from looplib.report.records import read_jsonl, read_newest
 
 _LAST_LINES = 20  # of a process that failed
 _NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
@@ -47,13 +49,16 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
     if debug and not eager:
         raise UsageError("--pdb stops where Python runs the step; add --eager")
     run = Recorded(directory)
+    rerun.command_of(run.report, run.directory)  # refuses here what has no command
+    run.refuse_beyond(step)
     save = os.path.abspath(save) if save else ""
     if save and (not save.endswith(".npz") or os.path.lexists(save)):
         raise UsageError(f"--save={save} is there already, or no .npz file; name a new file, such as batch.npz")
     if save and os.path.realpath(save).startswith(os.path.realpath(run.directory) + os.sep):
         raise UsageError(f"--save={save} is in the run directory, which a replay does not change; name another place")
     start = run.newest_checkpoint(before=step)
-    say(f"{f'from the checkpoint of step {start.step}' if start else 'from the start of the run'} to step {step}")
+    begin = f"from the checkpoint of step {start.step}" if start else "from the start of the run"
+    say(f"{begin} to step {step}{run.next_report(start.step if start else 0, step)}")
     with tempfile.TemporaryDirectory(prefix="looplib-replay-") as folder:
         answer_to, exact = os.path.join(folder, "answer.json"), run.engine == "graph"
         order = Order(run.directory, step, answer_to, eager=eager, debug=debug, save=save, exact=exact)
@@ -97,6 +102,43 @@ class Recorded:
                 say(f"the checkpoint of step {done.step} is left out: {reason}")
         return None
 
+    def refuse_beyond(self, step: int) -> None:
+        """Refuses a step that the run has not trained.
+
+        A run that was killed or failed, or still runs, has gone on after its last report, at most to the next one.
+
+        Args:
+          step: the step.
+
+        Raises:
+          UsageError: if the step lies behind the last one of a run that has ended, or behind the next report.
+        """
+        seen, flags = read_status(self.directory), self.report.get("flags")
+        if seen.step is None:
+            return
+        ended = seen.state in ("done", "preempted")
+        last = seen.step
+        if not ended:
+            between = flags.get("steps_per_loop") if isinstance(flags, dict) else None
+            if not isinstance(between, int):
+                return
+            voided = read_newest(os.path.join(self.directory, "metrics.voided.jsonl"))
+            steps = [record["step"] for record in voided if isinstance(record["step"], int)]
+            last = max([last, *steps, *(done.step for done in self.checkpoints())]) + between
+            last = min(last, seen.end) if seen.end and seen.end > 0 else last
+        if step > last:
+            how = f"ended at step {last}" if ended else f"is known up to step {seen.step} ({seen.state})"
+            raise UsageError(f"--step is {step}, but the run {how}; expected a step of 1 to {last}")
+
+    def next_report(self, start: int, step: int) -> str:
+        """Returns a clause that names the next report, if there is none after one step and up to another; else ""."""
+        records = read_jsonl(os.path.join(self.directory, "metrics.jsonl"))
+        steps = [record["step"] for record in records if record["split"] == "train"]
+        later = [one for one in steps if one > step]
+        if not later or any(start < one <= step for one in steps):
+            return ""
+        return f", which the run did not report; --step={min(later)} compares with its next report"
+
     def start_again(self, start: Commit | None, order: Order, folder: str) -> Answer:
         """Starts the run's own command in a directory with a copy of one checkpoint; returns its answer.
 
@@ -129,7 +171,12 @@ class Recorded:
                     **({"stdout": output, "stderr": subprocess.STDOUT} if log else {}),
                     preexec_fn=dying_with_parent(signal.SIGTERM),
                 )
-                code = process.wait() if order.debug else _wait(process, order)
+                try:
+                    code = process.wait() if order.debug else _wait(process, order)
+                finally:
+                    if process.poll() is None:  # this process is being ended, and removes what the other one writes
+                        process.kill()
+                        process.wait()
         except OSError as error:
             raise UsageError(f"{command[0]} cannot be started in {place} ({error.strerror})") from error
         if code == 0 and os.path.exists(order.to):

@@ -112,6 +112,11 @@ def command_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple
     try:
         start = report["starts"][number]
         started = start["program"]
+        if started is None:
+            raise UsageError(
+                f"the run in {directory} is of a Controller without launch.run, so that it has no command to repeat; "
+                "make the script a binary (docs/guide.md#a-binary)"
+            )
         arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
     except (LookupError, TypeError) as error:
         raise _untold(directory, error) from error

@@ -273,6 +273,10 @@ const seen = new IntersectionObserver(
   { rootMargin: "400px" },
 );
 
+addEventListener("beforeprint", () => {
+  for (const chart of charts) if (!chart.drawn && chart.frame.clientWidth) chart.draw();
+});
+
 /** Draws all charts that were drawn once more, because the colors, the scale or the smoothing changed. */
 function redraw() {
   for (const chart of charts) if (chart.drawn) chart.draw();

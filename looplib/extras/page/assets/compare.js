@@ -12,7 +12,16 @@ function comparePage(title, runs) {
       named.map((run) => comparedVerdict(run, runs.length <= 4 || run.status === "failed")),
     ),
   ];
-  return page(title, el("span", { class: "badge note" }, `${runs.length} runs`), ["side by side"], sections);
+  return page(title, el("span", { class: "badge note" }, `${runs.length} runs`), directoriesOf(runs), sections);
+}
+
+/** The directories of the runs and their commits, as facts. */
+function directoriesOf(runs) {
+  const few = runs.slice(0, 4).map((run) => {
+    const commit = run.program.commit ? ` (commit ${run.program.commit.slice(0, 8)})` : "";
+    return `${run.directory}${commit}`;
+  });
+  return runs.length > 4 ? [...few, `and ${runs.length - 4} more`] : few;
 }
 
 /** The table of all runs: what they ended with, and the settings that differ. A click on a head sorts it. */
@@ -24,10 +33,10 @@ function runTable(runs) {
     { name: "Ended" },
     { name: "Step", numeric: true },
     ...metrics.map((metric) => ({ name: metric, numeric: true, lessFirst: /loss|error|perplexity/.test(metric) })),
-    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name])) })),
-    { name: "Steps a second", numeric: true },
     { name: "Time", numeric: true },
+    { name: "Steps a second", numeric: true },
     { name: "Restarts", numeric: true },
+    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name])) })),
   ];
   const rows = runs.map((run) => {
     const last = (metric) => run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
@@ -40,16 +49,16 @@ function runTable(runs) {
       };
     });
     const rate = last("train steps_per_second");
-    const restarts = Math.max(0, run.starts.length - 1);
+    const restarts = restartsOf(run);
     return [
       { value: run.name, shown: toggle(run) },
       { value: run.status, shown: badge(run.status) },
       { value: run.step, shown: number(run.step) },
       ...values,
-      ...own,
-      { value: rate, shown: number(rate) },
       { value: run.wall, shown: duration(run.wall) },
+      { value: rate, shown: number(rate) },
       { value: restarts, shown: number(restarts) },
+      ...own,
     ];
   });
   return [
@@ -150,6 +159,7 @@ function comparedTime(runs) {
         ),
       ),
     ),
+    el("p", { class: "note" }, "Times of all runs together:"),
     timeList(sum, total(sum)),
   ];
 }

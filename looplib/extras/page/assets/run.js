@@ -1,7 +1,7 @@
 // The page of one run.
 
 const FEW = 12; // charts of a kind that are not folded
-const ENDED = { done: "good", failed: "bad", killed: "bad", preempted: "note", running: "note" };
+const ENDED = { done: "good", failed: "bad", killed: "bad" };
 
 function runPage(run) {
   const sections = [
@@ -71,7 +71,7 @@ function tiles(run) {
       return tile(`${curve.split} ${curve.name}`, number(curve.last.value), detail);
     });
   const rate = drawn.find((curve) => curve.name === "steps_per_second");
-  const count = run.starts.length - 1;
+  const count = restartsOf(run);
   return el(
     "div",
     { class: "tiles" },
@@ -91,8 +91,17 @@ function tiles(run) {
     run.wall ? tile("time", duration(run.wall), `${percent((run.seconds.train ?? 0) / run.wall)} training`) : null,
     run.totals.parameters === undefined
       ? null
-      : tile("parameters", compact(run.totals.parameters), number(run.totals.parameters)),
+      : tile(
+          "parameters",
+          compact(run.totals.parameters),
+          run.totals.parameters < 1000 ? "of the model" : number(run.totals.parameters),
+        ),
   );
+}
+
+/** How often the run was started again, without the starts that found nothing to train. */
+function restartsOf(run) {
+  return Math.max(0, run.starts.filter((start) => start.trained).length - 1);
 }
 
 function median(values) {

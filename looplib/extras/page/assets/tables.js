@@ -23,7 +23,8 @@ function table(label, columns, rows, options = {}) {
       );
       fill(rows.toSorted((one, other) => (order.up ? 1 : -1) * compareCells(one[index], other[index], order.up)));
     };
-    const content = options.sortable ? el("button", { type: "button", click: sort }, column.name) : column.name;
+    const name = column.name.split(/(?<=[./_])/).flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
+    const content = options.sortable ? el("button", { type: "button", click: sort }, name) : name;
     return el("th", { scope: "col", class: column.numeric ? "number" : null }, content);
   });
   const fill = (sorted) => body.replaceChildren(...sorted.map((cells) => el("tr", {}, cells.map(cell))));
