@@ -4,6 +4,7 @@ import keras as keras3
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 import toy
 from conftest import make_strategy
 
@@ -187,6 +188,28 @@ def test_randomness_and_metrics_inside_lists_and_dicts_resume_exactly(tmp_path, 
         np.testing.assert_array_equal(a, b)
     assert [r["accuracy"] for r in whole.order[1:]] == [r["accuracy"] for r in parts.order]
     assert "not saved" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "scaled"])
+def test_an_optimizer_that_makes_its_variables_late_resumes_in_the_eager_loop(kind, tmp_path):
+    legacy = tf_keras.optimizers.legacy
+
+    class Late(toy.Regression):
+        def __init__(self):
+            super().__init__(tf_keras)
+            self.optimizer = legacy.Adam(0.1) if kind == "Adam" else legacy.SGD(0.1, momentum=0.9)
+            if kind == "scaled":
+                self.optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+                    self.optimizer, dynamic=False, initial_scale=1
+                )
+
+    whole, first, second = Late(), Late(), Late()
+    for trainer, steps, folder in ((whole, 6, tmp_path / "a"), (first, 3, tmp_path / "b"), (second, 6, tmp_path / "b")):
+        with toy.controller(make_strategy("default"), trainer, model_dir=folder, loop="eager") as controller:
+            controller.train(steps)
+    assert int(second.optimizer.iterations) == 6
+    for a, b in zip(whole.weights(), second.weights()):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.any_engine(False)

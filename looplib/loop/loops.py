@@ -125,7 +125,7 @@ class Loops:
             self.own(task)
         if trainer:
             self._warn_of_others(trainer)
-            checks.build_optimizers(trainer, settings.strategy)
+            checks.build_optimizers(trainer, settings.strategy, settings.loop)
             self.training = make_loop(
                 "train",
                 trainer,

@@ -122,10 +122,11 @@ def collect_state(trainer: Trainer | None, evaluators: Mapping[str, Evaluator]) 
     return objects
 
 
-def build_optimizers(trainer: Trainer, strategy: tf.distribute.Strategy) -> None:
+def build_optimizers(trainer: Trainer, strategy: tf.distribute.Strategy, engine: str) -> None:
     """Makes the slots of an optimizer that has none yet, so that all state exists.
 
-    Only where it is clear which variables it trains: those of the only layer that the trainer holds.
+    Only where it is clear which variables it trains: those of the only layer that the trainer holds. An optimizer of
+    `tf_keras.optimizers.legacy` makes its own when a step is traced, so that only the eager loop needs this.
     """
     held = list(vars(trainer).values())
     layers = [value for value in held if _keras.is_layer(value) and value.built and value.trainable_variables]
@@ -136,6 +137,17 @@ def build_optimizers(trainer: Trainer, strategy: tf.distribute.Strategy) -> None
             if isinstance(optimizer, _Buildable):
                 with strategy.scope():
                     optimizer.build(layers[0].trainable_variables)
+            elif engine == "eager":
+                _trace_update(optimizer, layers[0].trainable_variables, strategy)
+
+
+def _trace_update(optimizer: Any, variables: Sequence[tf.Variable], strategy: tf.distribute.Strategy) -> None:
+    """Traces an update that is never run, in which an optimizer makes its variables."""
+
+    def update() -> None:
+        optimizer.apply_gradients([(tf.zeros_like(variable), variable) for variable in variables])
+
+    tf.function(lambda: strategy.run(update), autograph=False).get_concrete_function()
 
 
 def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> None:
