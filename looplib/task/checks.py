@@ -126,19 +126,25 @@ def build_optimizers(trainer: Trainer, strategy: tf.distribute.Strategy, engine:
     """Makes the slots of an optimizer that has none yet, so that all state exists.
 
     Only where it is clear which variables it trains: those of the only layer that the trainer holds. An optimizer of
-    `tf_keras.optimizers.legacy` makes its own when a step is traced, so that only the eager loop needs this.
+    `tf_keras.optimizers.legacy` makes its own when a step is traced, so that only the eager loop needs this; the other
+    layers may be parts of the largest one.
     """
     held = list(vars(trainer).values())
     layers = [value for value in held if _keras.is_layer(value) and value.built and value.trainable_variables]
     variables = [value for value in held if isinstance(value, tf.Variable) or _keras.is_variable(value)]
     loose = any(variable.trainable for variable in variables)  # the optimizer may have to train them too
-    if len(layers) == 1 and not loose:
-        for optimizer in filter(_keras.is_optimizer, held):
-            if isinstance(optimizer, _Buildable):
+    if not layers or loose:
+        return
+    trained = max((layer.trainable_variables for layer in layers), key=len)
+    known = {id(variable) for variable in trained}
+    in_one = all(id(variable) in known for layer in layers for variable in layer.trainable_variables)
+    for optimizer in filter(_keras.is_optimizer, held):
+        if isinstance(optimizer, _Buildable):
+            if len(layers) == 1:
                 with strategy.scope():
-                    optimizer.build(layers[0].trainable_variables)
-            elif engine == "eager":
-                _trace_update(optimizer, layers[0].trainable_variables, strategy)
+                    optimizer.build(trained)
+        elif engine == "eager" and in_one:
+            _trace_update(optimizer, trained, strategy)
 
 
 def _trace_update(optimizer: Any, variables: Sequence[tf.Variable], strategy: tf.distribute.Strategy) -> None:
