@@ -9,6 +9,8 @@ import tensorflow as tf
 import looplib
 from looplib.data import bottleneck
 
+pytestmark = pytest.mark.tuned
+
 Data = tf.data.Dataset
 
 

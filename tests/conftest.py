@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -40,6 +41,7 @@ _made = {}
 _controllers = []
 _all = False
 _engine = None
+_tuned = False
 
 
 def pytest_addoption(parser):
@@ -62,6 +64,7 @@ def pytest_configure(config):
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
     _note_controllers(looplib.Controller)
+    tf.data.Dataset.__iter__ = _untuned(tf.data.Dataset.__iter__)
 
 
 def _share_fork_server(config):
@@ -91,6 +94,25 @@ def _note_controllers(kind):
         build(self, *args, **kwargs)
 
     kind.__init__ = note_and_build
+
+
+def _untuned(iterate):
+    """Leaves tf.data's tuner out of iterators that are not looplib's: TensorFlow may wait a minute for its thread.
+
+    Tests marked `tuned` have it.
+    """
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    own = os.path.join("looplib", "data", "")
+
+    @functools.wraps(iterate)
+    def iterate_untuned(self):
+        tuned = _tuned or own in sys._getframe(1).f_code.co_filename
+        return iterate(self if tuned else self.with_options(options))
+
+    return iterate_untuned
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -153,7 +175,8 @@ def pytest_runtest_setup(item):
 
     A hook, because fixtures of a whole file are made before those of one test.
     """
-    global _engine
+    global _engine, _tuned
+    _tuned = item.get_closest_marker("tuned") is not None
     marker = item.get_closest_marker("any_engine")
     _engine = "eager" if marker and marker.args != (False,) and not _all else None
 

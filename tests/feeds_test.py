@@ -278,7 +278,7 @@ def loop_of(strategy, make, **settings):
     with strategy.scope():
         trainer = Pipeline()
     trainer.global_batch_size = GLOBAL_BATCH
-    checks.build_optimizers(trainer, strategy)
+    checks.build_optimizers(trainer, strategy, "graph")
     settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, **settings)
     return task_loop.TaskLoop(Specification("train", trainer, strategy, Clock(), **settings))
 

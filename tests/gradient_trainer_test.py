@@ -695,13 +695,13 @@ print("parts", trainer.micro_batches, "moved", moved)
 
 
 @pytest.mark.parametrize("megabytes, expected", [(120, [4, 8]), pytest.param(1500, [1], marks=pytest.mark.repetition)])
-def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, python, tmp_path):
+def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, tmp_path):
     """TensorFlow's own limit for the CPU's memory stands for a GPU's; one activation has 205 MB."""
     program = tmp_path / "program.py"
     program.write_text(PROBED.format(path=sys.path))
     limits = {"TF_CPU_ALLOCATOR_USE_BFC": "true", "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(megabytes)}
     environment = {**os.environ, **limits, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    done = subprocess.run([python, program], capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     parts, moved = done.stdout.split()[-3], done.stdout.split()[-1]
     assert int(parts) in expected and moved == "False", done.stdout
