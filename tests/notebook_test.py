@@ -50,7 +50,8 @@ def test_curves_and_the_report_are_inline(outputs, folder):
 
 def test_an_interrupted_cell_says_where_it_stopped_and_the_next_continues_there(outputs, folder):
     (error,) = [output for output in outputs[6] if output.output_type == "error"]
-    assert error.ename == "Preempted" and "at step 700, saved in" in error.evalue
+    assert error.ename == "Preempted", "\n".join(error.traceback)
+    assert "at step 700, saved in" in error.evalue
     assert "To exit" not in text(outputs[6])  # advice of IPython that would end the kernel
     assert "from step 700" in text(outputs[7])
     records = [json.loads(line) for line in (folder / "first_steps" / "metrics.jsonl").read_text().splitlines()]
