@@ -31,7 +31,7 @@ from looplib import _tf, command_line, console, runtime, source_locations
 from looplib import config as configuration
 from looplib.checkpoint.run_directory import resolve
 from looplib.cluster import peers, tpu
-from looplib.cluster.collectives import Workers
+from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError
@@ -50,11 +50,7 @@ Started = Callable[[Any, Controller], object]
 Act = Callable[[Event], object]
 Mode = Callable[[Any, Controller], object]
 
-# An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other
-# worker is frozen.
-_THEIRS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
-           tf.errors.CancelledError)  # fmt: skip
-_THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0
+_THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0  # for the news of another worker, after an op failed for its lack or not
 _MOST_NAMED = 8  # settings
 _PAGE = "report.html"  # in the run directory
 
@@ -351,7 +347,7 @@ def _refused(session: _Session, error: UsageError) -> Outcome:
 
 def _broken(session: _Session, error: Exception) -> Outcome:
     # Ends the process in here if the error is one that another worker's end has led to.
-    peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, _THEIRS) else _OURS_SECONDS)
+    peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, OF_OTHERS) else _OURS_SECONDS)
     if not outcome.is_quit(error):
         traceback.print_exception(error)
     if tpu.is_lost(session.strategy, error):

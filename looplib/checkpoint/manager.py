@@ -18,7 +18,7 @@ from looplib.checkpoint.marker import Measured
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.snapshot import Snapshots, host_device
 from looplib.checkpoint.warm_start import describe_differences, take_what_fits
-from looplib.cluster.collectives import Workers
+from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.errors import UsageError, gist
 from looplib.task.record import RunRecord
 
@@ -77,7 +77,7 @@ class Checkpoints:
         self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
         self._snapshots: Snapshots | None = None
         self._thread: threading.Thread | None = None
-        self._error: UsageError | None = None
+        self._error: Exception | None = None
         self.committed: list[str] = []
 
     def save(self, step: int, wait: bool, position: bytes = b"") -> str:
@@ -99,7 +99,10 @@ class Checkpoints:
         try:
             self._save(path, step, position)
         except (OSError, tf.errors.OpError) as error:
-            raise self._failure(path, error) from error
+            failure = self._failure(path, error)
+            if failure is error:
+                raise
+            raise failure from error
         if wait:
             self.wait()
         return path
@@ -177,8 +180,9 @@ class Checkpoints:
         lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
         files.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
 
-    def _failure(self, path: str, error: Exception) -> UsageError:
-        if isinstance(error, UsageError):
+    def _failure(self, path: str, error: Exception) -> Exception:
+        # Values are read by all workers together, so that a save also fails where another worker is lost.
+        if isinstance(error, UsageError) or (self._workers.count > 1 and isinstance(error, OF_OTHERS)):
             return error
         return _tf.lost_server(error) or UsageError(
             f"the checkpoint {path} could not be saved ({gist(error)}); free space or fix the permissions and "

@@ -1,7 +1,7 @@
 """The processes of a run: which of them this one is, what they agree on, and how all end when one of them fails.
 
 Names that other rooms may use, by file:
-    collectives: Workers
+    collectives: OF_OTHERS, Workers
     environment: Cluster, EXPECTED, resolve
     gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, times, varies
     links: none

@@ -10,6 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+# An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other
+# worker is frozen.
+OF_OTHERS = (
+    tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
+    tf.errors.CancelledError,
+)  # fmt: skip
+
 
 class Workers:
     """The workers of a strategy: one, unless it is a MultiWorkerMirroredStrategy.
