@@ -54,7 +54,7 @@ class LeftOut:
             if is_new and self._folder is not None:
                 self._share(self._folder, error)
         if is_new:
-            logging.warning("left out a damaged record, %d of at most %d: %s", count, self.most, error)
+            logging.warning("left out a damaged record, %d of at most %d: %s", count, self.most, error.what)
 
     def _too_many(self, error: BadRecordError, count: int) -> UsageError:
         left = " (bad_records in the run directory lists those left out)" if self._folder else ""
