@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from looplib import files
 from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
@@ -50,13 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
-    places = [*options.directories, options.output or ""] if options.run is _report else []
-    is_local = bool(places) and not any("://" in place for place in places)
-    if options.run not in (_status, _launch) and not is_local:  # these start in a moment
+    is_light = options.run in (_status, _launch)  # which start in a moment, and handle signals themselves
+    if not is_light and not _reports_on_local_runs(options):
         _import_tensorflow()
     from looplib.extras.tools.children import ended_by_signals
 
-    ending = contextlib.nullcontext() if options.run in (_status, _launch) else ended_by_signals()
+    ending = contextlib.nullcontext() if is_light else ended_by_signals()
     try:
         with ending:
             return options.run(options)
@@ -66,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _reports_on_local_runs(options: argparse.Namespace) -> bool:
+    places = [*options.directories, options.output or ""] if options.run is _report else []
+    return bool(places) and not any(map(files.is_remote, places))
 
 
 def _import_tensorflow() -> None:

@@ -52,7 +52,6 @@ Mode = Callable[[Any, Controller], object]
 
 _THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0  # for the news of another worker, after an op failed for its lack or not
 _MOST_NAMED = 8  # settings
-_PAGE = "report.html"  # in the run directory
 
 
 def run(
@@ -193,11 +192,8 @@ class _Session:
 
     @property
     def page(self) -> str:
-        """The path of the run's page; "" if there is none."""
-        if self.controller is None or not self.controller.is_chief:
-            return ""
-        path = os.path.join(self.values["model_dir"], _PAGE)
-        return path if tf.io.gfile.exists(path) else ""
+        """The path of the page that the run has written; "" if there is none."""
+        return self.controller.report.page.path if self.controller else ""
 
     def place_of(self, error: Exception) -> str:
         """Returns the user's line that an error comes from, "" if it is not known."""

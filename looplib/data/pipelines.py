@@ -305,8 +305,8 @@ class _Pipelines:
             raise UsageError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        at_its_start = _tf.is_by_element(dataset, context.made, any_other=context.asked_for_its_start)
-        if context.training and context.positioned and not at_its_start:
+        positioned = context.training and context.positioned
+        if positioned and not _tf.is_by_element(dataset, context.made, any_other=context.asked_for_its_start):
             # A shuffle or the like behind `indices` depends on the batches before: its position is not that of the ids.
             context.positioned, context.ids = False, None
             return (context, dataset) if start_step == 0 else self._build(tf_context, 0)
@@ -314,7 +314,7 @@ class _Pipelines:
             # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return self._build(tf_context, 0)
-        if context.training and context.positioned:
+        if positioned:
             self._warn_of_state(_tf.stateful_ops_of_maps(dataset, context.made), resumes=start_step > 0)
         return context, dataset
 

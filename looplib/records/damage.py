@@ -42,7 +42,7 @@ class LeftOut:
 
         Raises:
           UsageError: if there are more now than may be. The record is not counted then, so that a restart that allows
-            more goes on from those that were left out.
+            more continues from those that were left out.
         """
         with self._lock:
             is_new = error.name not in self._names
@@ -77,7 +77,8 @@ class LeftOut:
             tf.io.gfile.makedirs(folder)
             files.write_whole(note, f"{error}\n")
             self._names |= self._noted()
-            if len(self._names) > self.most:  # another process noted one at the same time
+            count = len(self._names)
+            if count > self.most:  # another process noted one at the same time
                 tf.io.gfile.remove(note)
         except (OSError, tf.errors.OpError) as problem:
             self._folder = None
@@ -87,8 +88,7 @@ class LeftOut:
                 gist(problem),
             )
             return
-        if len(self._names) > self.most:
-            count = len(self._names)
+        if count > self.most:
             self._names.discard(error.name)
             raise self._too_many(error, count)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import os
 import time
 from collections.abc import Callable
 
@@ -36,9 +35,13 @@ class Page:
     Args:
       directory: the run directory; None writes nothing.
       check: called before; raises `UsageError` if the directory is not this process's any more.
+
+    Attributes:
+      path: the file, once it was written; "" before.
     """
 
     def __init__(self, directory: str | None, check: Callable[[], None]) -> None:
+        self.path = ""
         self._directory = directory
         self._check = check
         self._stale = self._closed = False
@@ -63,7 +66,7 @@ class Page:
         self._write()
         if self._directory is None:
             raise UsageError("the page of a run needs a directory that can be written; give Controller(model_dir=...)")
-        return WrittenPage(os.path.join(self._directory, "report.html"))
+        return WrittenPage(self.path)
 
     def close(self) -> None:
         """Writes the page if there are news; each later `update` writes it."""
@@ -79,7 +82,7 @@ class Page:
             from looplib.extras.page.html import write_of_run  # here, because most of a run does not need it
 
             self._check()
-            write_of_run(self._directory)
+            self.path = write_of_run(self._directory)
         except Exception as error:  # what is only shown never ends a run
             logging.warning("report.html cannot be written (%s)", error)
             self._directory = None

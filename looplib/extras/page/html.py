@@ -28,8 +28,8 @@ _MOST_POINTS = 80_000  # of all curves of a page
 _MOST_POINTS_OF_A_CURVE = 2000
 
 
-def write_of_run(directory: str) -> None:
-    """Writes the page of a run into its directory.
+def write_of_run(directory: str) -> str:
+    """Writes the page of a run into its directory; returns its path.
 
     Args:
       directory: the run directory.
@@ -38,7 +38,9 @@ def write_of_run(directory: str) -> None:
       OSError, tf.errors.OpError: if it cannot be written.
     """
     name = os.path.basename(os.path.normpath(directory))
-    files.write_whole(os.path.join(directory, FILE), page([read(directory, name)], name))
+    path = os.path.join(directory, FILE)
+    files.write_whole(path, page([read(directory, name)], name))
+    return path
 
 
 def page(runs: Sequence[Run], title: str) -> str:

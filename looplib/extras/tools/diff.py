@@ -50,7 +50,8 @@ def diff(first: str, second: str) -> int:
     end = min(ends)
     start = max((step for step in equal if step < end), default=0)
     lines: list[str] = []
-    for stop in [start + 1] * (bool(differences) and end > start + _FEW_STEPS) + [end]:  # they may part at once
+    part_at_once = differences and end > start + _FEW_STEPS  # perhaps
+    for stop in [start + 1, end] if part_at_once else [end]:
         begin = f"their equal checkpoints of step {start}" if start else "the start"
         say(f"replaying both from {begin} to step {stop}")
         if lines := _parting(*(_traces(run, start, stop) for run in runs)):

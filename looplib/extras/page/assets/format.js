@@ -12,10 +12,14 @@ function el(tag, properties = {}, ...children) {
   return element;
 }
 
+/** The parts of a text, with places between them where a line may break. */
+function breakable(parts) {
+  return parts.flatMap((part, index) => (index ? [el("wbr"), part] : [part]));
+}
+
 /** A cell with a name that may break after each of its slashes. */
 function nameCell(name) {
-  const parts = name.split(/(?<=\/)/).flatMap((part, index) => (index ? [el("wbr"), part] : [part]));
-  return { value: name, shown: el("span", {}, parts) };
+  return { value: name, shown: el("span", {}, breakable(name.split(/(?<=\/)/))) };
 }
 
 /** A number with `digits` significant digits, and a comma between thousands. */

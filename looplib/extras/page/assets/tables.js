@@ -23,7 +23,7 @@ function table(label, columns, rows, options = {}) {
       );
       fill(rows.toSorted((one, other) => (order.up ? 1 : -1) * compareCells(one[index], other[index], order.up)));
     };
-    const name = column.name.split(/(?<=[./_])/).flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
+    const name = breakable(column.name.split(/(?<=[./_])/));
     const content = options.sortable ? el("button", { type: "button", click: sort }, name) : name;
     return el("th", { scope: "col", class: column.numeric ? "number" : null }, content);
   });
