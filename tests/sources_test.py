@@ -373,9 +373,12 @@ def test_resumes_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])
     assert len(whole) > STOPS[-1]
     assert rests == [whole[stop:] for stop in STOPS]
-    # At step 8 the seeds of a shuffle may be missing in the state: how far it has read ahead is a matter of time.
-    between_epochs = name in ("make_batched_features_dataset", "shuffle, of a shuffle")
-    assert log.count("from its saved state") >= len(STOPS) - between_epochs and "no position" not in log
+    # How far these have read ahead of step 8 is a matter of time: the seeds of a shuffle may be missing in the state, and
+    # a cache may be full for one iterator and not for another.
+    of_time = name in ("make_batched_features_dataset", "shuffle, of a shuffle", "cache, of a shuffle")
+    skips = log.count("by skipping")
+    assert log.count("from its saved state") + skips == len(STOPS) and skips <= of_time
+    assert of_time or "no position" not in log
 
 
 def parts():
