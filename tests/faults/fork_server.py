@@ -37,10 +37,15 @@ _CONVERTED = {
     "looplib.loop.timing": "timed",
     "looplib.loop.task_loop.TaskLoop": "_decorators/<lambda>/<lambda>",
     "looplib.loop.batch_sizes.BatchSizes": "add_to/measured",
-    "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _hash add_to/checked",
+    "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _of_rows add_to/checked",
+    "looplib.loop.optimizers.TrainingOptimizers": "_applying_pairs/apply_gradients",
+    "looplib.loop.optimizers._Replacement": "__call__",
     "looplib.loop.evaluation.EvaluationLoop": "_steps _add _last",
     "looplib.loop.prediction.Prediction": "step_fn",
-    "looplib.health.non_finite": "run_watched",
+    "looplib.health.non_finite": "run_watched note_gradients",
+    "looplib.cluster.gradient_sum": "is_summed",
+    "looplib.records.order": "mix",
+    "looplib.data.stream": "counted_from_0",
     "looplib.data.host_stream.HostStream": "next _to_replicas _placed",
     "looplib.data.iterator_state": "*_pack.python_function",
     "looplib.data.pipelines._Pipelines": "build_on_worker",
@@ -52,9 +57,9 @@ _CONVERTED = {
     "looplib.extras.parameter_server.coordinator.RemoteLoop": "*_run *_run_part *_draw_by_number _open_queues",
     "looplib.extras.parameter_server.results": "packed",
     "looplib.errors": "whole_number",
-    "looplib._keras": "tf_variable is_variable family _is_a",
+    "looplib._keras": "tf_variable is_variable variable_path family _is_a",
     "trainers.image_classification": "ImageClassifier.loss_fn ImageClassifierEvaluator.step_fn",
-    "faulty.Faulty": "step_fn dataset/<lambda>",
+    "faulty.Faulty": "step_fn dataset/<lambda> _interleaved/<lambda> _failing/<lambda>",
     "faulty.FaultyEvaluator": "step_fn dataset/<lambda> predict_fn",
     "faulty.Notes": "note_in_graph",
     "toy.Regression": "step_fn dataset/<lambda> _in_global_batch",
@@ -65,6 +70,11 @@ _CONVERTED = {
     "asynchronous.Regression": "step_fn dataset dataset/<lambda>",
     "asynchronous.Values": "step_fn dataset dataset/<lambda>",
     "asynchronous.KerasMetrics": "step_fn",
+    "recorded": "augment parse",
+    "recorded.Recorded": "loss_fn",
+    "replayed": "batches/of_step batches/<lambda> losses_of",
+    "replayed.ByLoss": "loss_fn",
+    "replayed.ByStep": "step_fn",
 }
 
 
@@ -203,6 +213,7 @@ def functions(path):
             for code in function.__code__.co_consts
             if isinstance(code, types.CodeType) and code.co_name == name
         ]
+    assert all(found), f"{path} is no function"
     return found
 
 
