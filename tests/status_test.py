@@ -194,6 +194,28 @@ def test_it_starts_without_tensorflow(runs):
     assert len(lines) == 2 + len(runs[2]) and lines[-1] == "False" and not done.stderr
 
 
+def test_wrong_arguments_of_tools_are_refused_before_tensorflow_is_imported(runs, tmp_path):
+    none, moving = f"{tmp_path}/none", f"{runs[0]}/moving"
+    refused = {
+        f"replay {none} --step=1": f"{none}/run.json cannot be read",
+        f"replay {moving} --step=0": "--step is 0; expected a whole number of at least 1",
+        f"replay {moving} --step=99999": "--step is 99999, but the run is known up to step",
+        f"replay {moving} --step=1 --pdb": "add --eager",
+        f"replay {moving} --step=1 --save={moving}/batch.npz": "is in the run directory",
+        f"diff {moving} {none}": f"{none}/run.json cannot be read",
+        f"rerun {none}": f"{none}/run.json cannot be read",
+        f"export {none}": f"{none}/run.json cannot be read",
+        f"inspect {none}": f"{none} is not a directory",
+        f"average {none} {none}2": f"{none} is not a directory",
+    }
+    code = "import sys; from looplib.__main__ import main; codes = {main(line.split()) for line in sys.argv[1:]}; "
+    command = [sys.executable, "-c", f"{code} print(codes, 'tensorflow' in sys.modules)", *refused]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "{2} False\n"
+    for line, sentence in zip(done.stderr.splitlines(), refused.values(), strict=True):
+        assert line.startswith("looplib: error: ") and sentence in line
+
+
 def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, capsys):
     assert cli(["status", str(tmp_path)]) == 1
     assert "there is no run in" in capsys.readouterr().out
