@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse_early(options: argparse.Namespace) -> None:
     """Refuses what can be seen to be wrong without TensorFlow, whose import takes seconds."""
+    from looplib.checkpoint import commits
     from looplib.extras.tools import recorded_run
 
     if options.run is _replay:
@@ -83,8 +84,7 @@ def _refuse_early(options: argparse.Namespace) -> None:
         directory = os.path.abspath(options.directory)
         recorded_run.start_of(recorded_run.report_of(directory), directory)
     elif options.run in (_inspect, _average) and not files.is_remote(options.directory):
-        if not os.path.isdir(options.directory):
-            raise UsageError(f"{options.directory} is not a directory; name a run directory, as --model_dir does")
+        commits.place_of(options.directory)
 
 
 def _reports_on_local_runs(options: argparse.Namespace) -> bool:

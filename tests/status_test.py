@@ -72,6 +72,10 @@ def runs(nursery, tmp_path_factory):
         rows["silent"] = table(folder)["moving"]
         lives["moving"].kill()
         until(lambda: reports("preempted"))
+        later = nursery.life(moving, *SLOW)  # which ends before it trains
+        until(lambda: (holder := lock.holder(str(moving))) and holder.pid == later.pid and holder.holds)
+        rows["starting again"] = table(folder)["moving"]
+        later.end()
         lives["preempted"].kill(signal.SIGTERM)
         for life in lives.values():
             life.code()
@@ -91,7 +95,10 @@ def test_a_run_is_starting_then_running_then_silent_then_killed(runs):
     assert [moments[state][0] for state in ("starting", "running", "silent")] == ["starting", "running", "silent"]
     assert re.search(r" \d+ s ago", moments["starting"][1])
     assert re.search(r"process \d+ is alive, and reports nothing", moments["silent"][1])
-    assert rows["moving"][0] == "killed"
+    assert (
+        moments["starting again"][0] == "starting" and "after a start that was killed" in moments["starting again"][1]
+    )
+    assert rows["moving"][0] == "killed" and "a later start ended before it trained; loss" in rows["moving"][1]
     ahead = re.search(r" ([\d,]+)/100,000 +([\d.]+) +([\d.]+) (min|h|s) ", moments["running"][1])
     step, rate, left = (float(group.replace(",", "")) for group in ahead.groups()[:3])
     unit = {"s": 1, "min": 60, "h": 3600}[ahead[4]]
@@ -127,8 +134,10 @@ def test_the_page_of_a_run_has_the_word_and_the_step_of_its_status(runs):
         page = read(str(folder / name), name)
         assert page.status == rows[name][0] and f" {page.step}/" in rows[name][1]
         assert page.starts[-1].status == page.status
-    verdict = findings(read(str(folder / "moving"), "moving"))[0]
-    assert re.fullmatch(r"The run was killed at step \d+ or later\.", verdict.text)
+        assert ("A later start ended before it trained" in " ".join(page.notes)) == (name == "moving")
+    moving = read(str(folder / "moving"), "moving")
+    assert re.fullmatch(r"The run was killed at step \d+ or later\.", findings(moving)[0].text)
+    assert len(moving.starts) == 1  # those that trained
 
 
 def test_nothing_is_locked_or_written(runs):
