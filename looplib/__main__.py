@@ -81,8 +81,7 @@ def _refuse_early(options: argparse.Namespace) -> None:
         for directory in (options.first, options.second):
             recorded_run.Recorded(directory)
     elif options.run in (_rerun, _export) and not files.is_remote(options.directory):
-        directory = os.path.abspath(options.directory)
-        recorded_run.start_of(recorded_run.report_of(directory), directory)
+        recorded_run.report_of(os.path.abspath(options.directory))
     elif options.run in (_inspect, _average) and not files.is_remote(options.directory):
         commits.place_of(options.directory)
 
