@@ -119,11 +119,9 @@ def _setting_like(config: Any, flag: str) -> str:
 
 
 def _paths(config: Any) -> Iterable[str]:
-    """Yields the names of the settings of a dataclass, those of dataclasses in it with a point."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        inner = _paths(value) if dataclasses.is_dataclass(value) else ()
-        yield from [field.name, *(f"{field.name}.{name}" for name in inner)]
+    """Yields the names of the settings of a dataclass, those of dataclasses in it with a point; of others none."""
+    for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+        yield from [field.name, *(f"{field.name}.{name}" for name in _paths(getattr(config, field.name)))]
 
 
 def read(path: str) -> Mapping[str, Any]:
