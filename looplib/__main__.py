@@ -52,13 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
     is_light = options.run in (_status, _launch)  # which start in a moment, and handle signals themselves
-    if not is_light and not _reports_on_local_runs(options):
-        _import_tensorflow()
-    from looplib.extras.tools.children import ended_by_signals
-
-    ending = contextlib.nullcontext() if is_light else ended_by_signals()
     try:
-        with ending:
+        _refuse_early(options)
+        if not is_light and not _reports_on_local_runs(options):
+            _import_tensorflow()
+        from looplib.extras.tools.children import ended_by_signals
+
+        with contextlib.nullcontext() if is_light else ended_by_signals():
             return options.run(options)
     except UsageError as error:
         print(f"looplib: error: {error}", file=sys.stderr)
@@ -66,6 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _refuse_early(options: argparse.Namespace) -> None:
+    """Refuses what can be seen to be wrong without TensorFlow, whose import takes seconds."""
+    from looplib.checkpoint import commits
+    from looplib.extras.tools import recorded_run
+
+    if options.run is _replay:
+        recorded_run.check_replay(
+            options.directory, options.step, eager=options.eager, debug=options.pdb, save=options.save
+        )
+    elif options.run is _diff:
+        for directory in (options.first, options.second):
+            recorded_run.Recorded(directory)
+    elif options.run in (_rerun, _export) and not files.is_remote(options.directory):
+        recorded_run.report_of(os.path.abspath(options.directory))
+    elif options.run in (_inspect, _average) and not files.is_remote(options.directory):
+        commits.place_of(options.directory)
 
 
 def _reports_on_local_runs(options: argparse.Namespace) -> bool:

@@ -102,8 +102,26 @@ def parse(argv: Sequence[str]) -> list[str]:
             if hint := _hint(flags.FLAGS["config"].value, match[1].split(".")):
                 _refuse_type(f"--config.{match[1]}", match[2], hint)
         raise UsageError(f"{error}") from error
+    except flags.UnrecognizedFlagError as error:
+        setting = _setting_like(flags.FLAGS["config"].value, error.flagname) if "config" in flags.FLAGS else ""
+        hint = f"did you mean the setting {setting}? " if setting else ""
+        raise UsageError(f"{error}; {hint}--help lists the flags") from error
     except flags.Error as error:
         raise UsageError(f"{error}; --help lists the flags") from error
+
+
+def _setting_like(config: Any, flag: str) -> str:
+    """Returns the flag of the setting whose name is nearest to that of an unknown flag; "" if none is near."""
+    paths = list(_paths(config))
+    names = {**{path.rpartition(".")[2]: path for path in reversed(paths)}, **{path: path for path in paths}}
+    close = difflib.get_close_matches(flag, names, n=1, cutoff=0.8)
+    return f"--config.{names[close[0]]}" if close else ""
+
+
+def _paths(config: Any) -> Iterable[str]:
+    """Yields the names of the settings of a dataclass, those of dataclasses in it with a point; of others none."""
+    for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+        yield from [field.name, *(f"{field.name}.{name}" for name in _paths(getattr(config, field.name)))]
 
 
 def read(path: str) -> Mapping[str, Any]:

@@ -112,6 +112,7 @@ class Run:
         self._max_time = max_time
         self._trains = self._closed = self._save_noted = False
         self._trained = 0  # steps of this start
+        self._halted_at: int | None = None
         action_states = ActionStates(actions)
         self._continued_from: tuple[int, int] | None = None  # a step, and the last report before it
         if trainer:
@@ -246,7 +247,9 @@ class Run:
         step, alone = trouble.resume_after, self.workers.count == 1
         command = f"python -m looplib replay {shlex.quote(self.model_dir or '')} --step={step}"
         can_replay = self.report.program and self.report.program.arguments and alone
+        self._halted_at = step  # unless there is a rollback
         rollback = self.recovery.go_back(trouble, f"{command} shows that step" if can_replay else "")
+        self._halted_at = None
         self.restore(rollback.path, rollback)
         self.report.note_rollback(trouble.resume_after, self.step, trouble.what)
 
@@ -343,7 +346,7 @@ class Run:
     def _standing(self) -> run_json.Standing:
         trained = self.store.record.train if self.loops.training else None
         return run_json.Standing(
-            step=self.step,
+            step=self.step if self._halted_at is None else self._halted_at,
             end=self.end,
             metrics={**({"train": trained} if trained else {}), **self.last_evaluation},
             rollbacks=self.store.record.rollbacks,
@@ -355,6 +358,7 @@ class Run:
     def training_now(self) -> Iterator[None]:
         """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
         self._trains = True
+        self._halted_at = None
         self.loops.own(self.loops.training.task)
         try:
             with (

@@ -119,7 +119,9 @@ BAD = {
     "--config.colour=green": "--config.colour is 'green'; expected one of RED, BLUE",
     "--config.kind=y": "--config.kind is of the type Literal['x', 'y'], which a flag cannot set; set it in a --config_file",
     "--config.weights=1.0": "--config.weights is of the type list[float], which a flag cannot set",
-    "--fast": "Unknown command line flag 'fast'",
+    "--fast": "Unknown command line flag 'fast'; --help lists the flags",
+    "--shufle": "Unknown command line flag 'shufle'; did you mean the setting --config.shuffle? --help lists the flags",
+    "--width=3": "Unknown command line flag 'width'; did you mean the setting --config.model.width?",
     "--experiment=smal": "--experiment=smal is not a named variant; did you mean small? expected one of small",
     "--config_file=/nowhere.yaml": "--config_file=/nowhere.yaml cannot be read",
 }

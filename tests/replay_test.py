@@ -18,6 +18,7 @@ import tensorflow as tf
 import looplib
 from looplib.__main__ import main
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
+from looplib.extras.page.run_status import read_status
 from looplib.extras.tools import replay
 from looplib.loop import example_checksum
 
@@ -82,6 +83,8 @@ def ids_of(step):
 def test_a_halted_run_names_the_command_that_shows_the_bad_op_and_its_batch(runs, tmp_path, capfd):
     folder, last = runs("bad")
     assert f"; python -m looplib replay {folder} --step={BAD} shows that step; " in last
+    report = json.loads((folder / "run.json").read_text())  # though the loop has gone on to its end
+    assert report["step"] == report["starts"][-1]["step"] == read_status(str(folder)).step == BAD
     before = content(folder)
     assert main(["replay", str(folder), f"--step={BAD}", f"--save={tmp_path / 'batch.npz'}"]) == EXIT_DONE
     assert content(folder) == before

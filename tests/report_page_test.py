@@ -1,5 +1,6 @@
 """The page of a run, `report.html`: in a real Chromium, from real runs, and from directories of somebody else."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -319,6 +320,63 @@ def test_runs_are_compared_side_by_side_and_sorted(run, other, opened, tmp_path,
     assert sheet.evaluate(lines) == 1
 
 
+def test_equal_curves_are_dashed_and_named_and_a_run_without_settings_adds_no_column(run, other, opened, tmp_path):
+    shutil.copytree(run, tmp_path / "third")
+    (tmp_path / "third" / "run.json").unlink()
+    assert cli(["report", str(run), str(other), str(tmp_path / "third"), f"--output={tmp_path}/page.html"]) == 0
+    sheet = opened(tmp_path / "page.html")
+    heads = sheet.locator("#runs th").all_inner_texts()
+    assert heads[-1] == "seed" and "Restarts" in heads[-3:]
+    figure = sheet.locator("figure", has_text="train loss")
+    names = [name for name in sheet.locator("#runs bdi").all_inner_texts() if "second" not in name]
+    assert f"{names[0]} and {names[1]} coincide (dashed)." in figure.inner_text()
+    dashes = sheet.evaluate("[...charts].find((one) => one.title === 'train loss').plot.series.map((one) => one.dash)")
+    assert dashes == [None, None, None, [7, 7]]
+    sheet.locator("#runs tbody input").first.uncheck()
+    assert "coincide" not in figure.inner_text()
+
+
+def test_curves_coincide_where_no_eye_could_tell_them_apart(run, opened):
+    sheet = opened(run / "report.html")
+    line = [[0, 1.0], [10, 3.0], [20, 2.0]]
+    for points, log, expected in (
+        (line, False, True),
+        ([[0, 1.0], [5, 2.0], [10, 3.0], [20, 2.001]], False, True),  # other steps, a little off
+        ([[0, 1.0], [5, 2.1], [10, 3.0], [20, 2.0]], False, False),
+        ([[10, 3.0], [20, 2.0], [30, 9.0]], False, True),  # as far as both go
+        ([[20, 2.0], [30, 1.0]], False, False),  # one begins where the other ends
+        ([[0, 1e-9], [10, 3.0], [20, 2.0]], True, False),
+        ([[5, 2.0]], False, False),
+    ):
+        lines = [
+            {"label": label, "steps": [step for step, _ in one], "values": [value for _, value in one]}
+            for label, one in (("a", line), ("b", points))
+        ]
+        found = sheet.evaluate("([lines, log]) => wordsOf(coinciding(lines, log))", [lines, log])
+        assert found == ("a and b coincide (dashed)." if expected else ""), points
+    lines = [{**lines[0], "label": label} for label in "abcdef"]
+    words, dashes = sheet.evaluate(
+        "(lines) => [wordsOf(coinciding(lines)), [...dashesOf(coinciding(lines)).values()]]", lines
+    )
+    assert words == "a, b, c, d and 2 more coincide (dashed)."
+    assert [sum(dash) for dash in dashes] == [42] * 5 and [dash[1] for dash in dashes] == [7, 14, 21, 28, 35]
+
+
+def test_a_single_evaluation_is_seen_on_the_line_of_the_best_checkpoint(run, opened, tmp_path):
+    found = read(str(run), "run")
+    (best,) = (mark.step for mark in found.marks if mark.kind == "best")
+    train_rows = [{"step": step, "split": "train", "loss": 1 / step} for step in range(1, 13)]
+    found.curves[:] = curves.of_records([*train_rows, {"step": best, "split": "eval", "loss": 0.5}])
+    (tmp_path / "page.html").write_text(page([found], "single"))
+    sheet = opened(tmp_path / "page.html")
+    sheet.wait_for_selector(".u-over")
+    pixel = sheet.evaluate(f"""() => {{
+      const {{ plot }} = [...charts][0];
+      const at = [plot.valToPos({best}, "x", true), plot.valToPos(0.5, "y", true)].map(Math.round);
+      return [...plot.ctx.getImageData(...at, 1, 1).data].slice(0, 3); }}""")
+    assert f"#{bytes(pixel).hex()}" == sheet.evaluate("color(1)")
+
+
 def test_a_million_steps_are_a_small_page_that_keeps_every_peak(run, opened, tmp_path):
     steps = 1_000_000
     values = np.abs(np.random.default_rng(0).normal(size=steps)) + 1
@@ -392,9 +450,9 @@ def test_many_short_trainings_write_it_seldom_and_the_last_news_at_the_end(run, 
 
 def of(run, rows, **changes):
     """What is said about a run with other records."""
-    found = read(str(run), "run")
+    found = dataclasses.replace(read(str(run), "run"), **changes)
     found.curves[:] = curves.of_records(rows)
-    return " ".join(one.text for one in findings(found))
+    return " ".join(f"{one.text} {one.advice}".strip() for one in findings(found))
 
 
 def test_the_verdict_follows_the_numbers(run):
@@ -420,7 +478,23 @@ def test_the_verdict_follows_the_numbers(run):
         "Training loss did not fall in the second half" in text
         and "eval/accuracy was best at step 100 (1), the last evaluation." in text
     )
-    assert "1 restart took" in text
+    assert "1 restart took" in text and "It may gain by training longer." in text
+
+
+def test_the_verdict_of_a_run_that_did_not_come_to_its_end_has_no_advice_for_longer_ones(run):
+    rows = [{"step": step, "split": "eval", "accuracy": step / 100} for step in range(10, 101, 10)]
+    for status, first in (
+        ("failed", "The run failed at step 12."),
+        ("killed", "The run was killed at step 12 or later. Run the same command to continue."),
+        ("preempted", "The run was stopped at step 12 and has saved its state. Run the same command to continue."),
+    ):
+        text = of(run, rows, status=status)
+        assert text.startswith(first) and "Start-bound" not in text and "longer" not in text
+    assert "Start-bound" in of(run, rows)
+    bad = [*rows, {"step": 5, "split": "train", "loss": None}]
+    assert "--non_finite" not in of(run, bad)
+    assert "Use --non_finite=halt" in of(run, bad, settings={"guards.non_finite": "off"})
+    assert "Start-bound" not in page([read(str(run), "a"), read(str(run), "b")], "two").split("<script>")[0]
 
 
 def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
@@ -438,7 +512,11 @@ def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
 def test_every_chart_is_drawn_for_the_printer(run, opened):
     sheet = opened(run / "report.html", width=390)  # so that the last charts are far below
     assert not sheet.evaluate("[...charts].every((chart) => chart.drawn)")
+    sheet.set_viewport_size({"width": 2000, "height": 900})
+    sheet.evaluate("addEventListener('beforeprint', () => (window.widths = [...charts].map((one) => one.plot?.width)))")
     sheet.pdf()
+    assert set(sheet.evaluate("widths")) == {640}  # an A4 sheet has 794 pixels
+    sheet.wait_for_function("[...charts].every((one) => Math.abs(one.plot.width - one.frame.clientWidth) < 2)")
     charts = sheet.locator("figure:visible").count()
     assert charts > 4 and sheet.locator("figure canvas:visible").count() == charts
 

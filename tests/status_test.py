@@ -72,6 +72,10 @@ def runs(nursery, tmp_path_factory):
         rows["silent"] = table(folder)["moving"]
         lives["moving"].kill()
         until(lambda: reports("preempted"))
+        later = nursery.life(moving, *SLOW)  # which ends before it trains
+        until(lambda: (holder := lock.holder(str(moving))) and holder.pid == later.pid and holder.holds)
+        rows["starting again"] = table(folder)["moving"]
+        later.end()
         lives["preempted"].kill(signal.SIGTERM)
         for life in lives.values():
             life.code()
@@ -91,7 +95,10 @@ def test_a_run_is_starting_then_running_then_silent_then_killed(runs):
     assert [moments[state][0] for state in ("starting", "running", "silent")] == ["starting", "running", "silent"]
     assert re.search(r" \d+ s ago", moments["starting"][1])
     assert re.search(r"process \d+ is alive, and reports nothing", moments["silent"][1])
-    assert rows["moving"][0] == "killed"
+    assert (
+        moments["starting again"][0] == "starting" and "after a start that was killed" in moments["starting again"][1]
+    )
+    assert rows["moving"][0] == "killed" and "a later start ended before it trained; loss" in rows["moving"][1]
     ahead = re.search(r" ([\d,]+)/100,000 +([\d.]+) +([\d.]+) (min|h|s) ", moments["running"][1])
     step, rate, left = (float(group.replace(",", "")) for group in ahead.groups()[:3])
     unit = {"s": 1, "min": 60, "h": 3600}[ahead[4]]
@@ -127,8 +134,10 @@ def test_the_page_of_a_run_has_the_word_and_the_step_of_its_status(runs):
         page = read(str(folder / name), name)
         assert page.status == rows[name][0] and f" {page.step}/" in rows[name][1]
         assert page.starts[-1].status == page.status
-    verdict = findings(read(str(folder / "moving"), "moving"))[0]
-    assert re.fullmatch(r"The run was killed at step \d+ or later\.", verdict.text)
+        assert ("A later start ended before it trained" in " ".join(page.notes)) == (name == "moving")
+    moving = read(str(folder / "moving"), "moving")
+    assert re.fullmatch(r"The run was killed at step \d+ or later\.", findings(moving)[0].text)
+    assert len(moving.starts) == 1  # those that trained
 
 
 def test_nothing_is_locked_or_written(runs):
@@ -192,6 +201,28 @@ def test_it_starts_without_tensorflow(runs):
     done = subprocess.run([sys.executable, "-c", code, "status", runs[0]], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert len(lines) == 2 + len(runs[2]) and lines[-1] == "False" and not done.stderr
+
+
+def test_wrong_arguments_of_tools_are_refused_before_tensorflow_is_imported(runs, tmp_path):
+    none, moving = f"{tmp_path}/none", f"{runs[0]}/moving"
+    refused = {
+        f"replay {none} --step=1": f"{none}/run.json cannot be read",
+        f"replay {moving} --step=0": "--step is 0; expected a whole number of at least 1",
+        f"replay {moving} --step=99999": "--step is 99999, but the run is known up to step",
+        f"replay {moving} --step=1 --pdb": "add --eager",
+        f"replay {moving} --step=1 --save={moving}/batch.npz": "is in the run directory",
+        f"diff {moving} {none}": f"{none}/run.json cannot be read",
+        f"rerun {none}": f"{none}/run.json cannot be read",
+        f"export {none}": f"{none}/run.json cannot be read",
+        f"inspect {none}": f"{none} is not a directory",
+        f"average {none} {none}2": f"{none} is not a directory",
+    }
+    code = "import sys; from looplib.__main__ import main; codes = {main(line.split()) for line in sys.argv[1:]}; "
+    command = [sys.executable, "-c", f"{code} print(codes, 'tensorflow' in sys.modules)", *refused]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "{2} False\n"
+    for line, sentence in zip(done.stderr.splitlines(), refused.values(), strict=True):
+        assert line.startswith("looplib: error: ") and sentence in line
 
 
 def test_a_folder_without_runs_and_one_that_is_not_there(tmp_path, capsys):

@@ -139,6 +139,25 @@ def test_wandb_continues_its_run(tracked):
         assert b"train/loss" in content and b"global_step" in content and b"config.rate" in content
 
 
+def test_wandb_gets_once_more_what_its_process_had_not_written_at_a_kill(tmp_path):
+    pytest.importorskip("wandb")
+    records = [{"step": step, "split": "train", "loss": 1 / step} for step in (2, 4, 6)]
+    for status in ("running", "preempted"):
+        directory = tmp_path / status
+        directory.mkdir()
+        (directory / "run.json").write_text(json.dumps({"status": status}))
+        (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        writer = looplib.WandbWriter(str(directory))
+        writer.write(8, "train", {"loss": 1 / 8})
+        writer.close()
+        (log,) = directory.glob("wandb/offline-run-*/*.wandb")
+        until = time.monotonic() + 30
+        while b"0.125" not in (logged := log.read_bytes()):  # W&B's own process writes it
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert (b"0.16666666666666666" in logged) == (status == "running")
+
+
 class Raising(looplib.Writer):
     calls = 0
 

@@ -41,7 +41,7 @@ class Standing:
     """Where a run stands.
 
     Attributes:
-      step: the global step.
+      step: the global step; the one that the error names if a guard has ended the run, whose loop may have gone on.
       end: the step that the newest training goes to; None where it is not known.
       metrics: dict from split to dict of the last metrics.
       rollbacks: how often the run went back to a checkpoint.

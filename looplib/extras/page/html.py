@@ -20,8 +20,8 @@ from looplib.extras.page.verdict import findings
 
 FILE = "report.html"  # in the run directory
 _SCRIPTS = (
-    "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "charts.js", "controls.js", "time.js", "samples.js",
-    "sections.js", "run.js", "compare.js", "main.js",
+    "uPlot.iife.min.js", "format.js", "tables.js", "marks.js", "equal.js", "charts.js", "controls.js", "time.js",
+    "samples.js", "sections.js", "run.js", "compare.js", "main.js",
 )  # fmt: skip
 _STYLES = ("uPlot.min.css", "page.css")
 _MOST_POINTS = 80_000  # of all curves of a page
@@ -104,4 +104,4 @@ def _drawn(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _of_run(run: Run, most: int, whole: bool) -> dict[str, Any]:
     shown = [curves.draw(curve, most) for curve in run.curves if whole or not curve.undone]
-    return {**vars(run), "curves": shown, "findings": findings(run)}
+    return {**vars(run), "curves": shown, "findings": findings(run, alone=whole)}

@@ -12,7 +12,7 @@ from looplib.checkpoint import commits
 from looplib.errors import UsageError, gist
 from looplib.extras.page import curves, marks, phases, values
 from looplib.extras.page.run import Change, Mark, Op, Run, Saved, Start, Variable
-from looplib.extras.page.run_status import read_status
+from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.report import program, run_file
 from looplib.report.records import Record, each_record
@@ -41,6 +41,8 @@ def read(directory: str, name: str) -> Run:
     starts = [_start(one) for one in listed]
     if not files.is_remote(directory) and (seen := read_status(directory)).state != "unknown":
         status, step = seen.state, seen.step
+        if seen.detail.startswith(ENDED_EARLY):
+            notes.append(f"{ENDED_EARLY[0].upper()}{ENDED_EARLY[1:]}, which is not among the starts below.")
         if status == "killed" and starts:  # it could not write so itself
             starts[-1] = dataclasses.replace(starts[-1], status=status, step=step)
     flags, config = values.flat(report.get("flags")), values.flat(report.get("config"), "config.")

@@ -13,6 +13,7 @@ from looplib.report import run_file
 from looplib.report.progress import headline
 from looplib.report.records import Record, read_newest
 
+ENDED_EARLY = "a later start ended before it trained"
 _SILENT_SECONDS, _SILENT_REPORTS = 60.0, 20.0  # without news after which a run is called silent: the longer of the two
 
 
@@ -71,21 +72,24 @@ def read_status(folder: str) -> RunStatus:
 def _state(report: dict[str, Any], holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
     """Returns the state, and more about it."""
     said = report.get("status")
+    is_later = holder and _process_of(report) not in (None, holder.pid)  # than the newest start that trained
     silent = age > max(_SILENT_SECONDS, _SILENT_REPORTS * interval)
     if holder and holder.holds is None and said == "running":
         if silent:
             return "silent", f"killed, or stalled: it ran on {holder.host}, which cannot be asked from here"
         return "running", f"on {holder.host}"
     if holder and holder.holds:
+        if is_later or not report:
+            was = "was killed" if said == "running" else f"ended {said}"
+            return "starting", f"after a start that {was}" if report else ""
         if said == "running":
             return ("silent", f"process {holder.pid} is alive, and reports nothing") if silent else ("running", "")
-        if _process_of(report) != holder.pid:
-            return "starting", f"after a start that ended {said}" if report else ""
+    later = [ENDED_EARLY] if is_later and holder.holds is False else []
     if said == "running":
-        return "killed", ""
+        return "killed", "; ".join(later)
     if said in ("done", "preempted", "failed", "restarted"):
         error = report.get("error")
-        return said, error if isinstance(error, str) else ""
+        return said, "; ".join([*later, *([error] if isinstance(error, str) else [])])
     return "unknown", "" if report else "no run.json that can be read"
 
 

@@ -11,6 +11,7 @@ from looplib.extras.page.run import Run
 from looplib.task.monitored import mode_of
 
 _FEWEST = 8  # points that a curve needs for a trend
+_MUCH = 0.05  # the part of the time from which on restarts are worth a word
 _WORSE = 0.05  # by which part of its range an evaluation is worse at the end than at its best
 
 
@@ -29,16 +30,23 @@ class Finding:
     advice: str = ""
 
 
-def findings(run: Run) -> list[Finding]:
-    """Returns what can be said about a run, the most important first."""
-    found = [*_of_the_end(run), *_of_values(run), *_of_learning(run), *_of_time(run), *_of_the_rate(run)]
+def findings(run: Run, alone: bool = True) -> list[Finding]:
+    """Returns what can be said about a run, the most important first.
+
+    Args:
+      run: the run.
+      alone: whether the page has no other run. In a comparison, which is about metrics and settings, each run would say
+        the same about its time.
+    """
+    found = [*_of_the_end(run), *_of_values(run), *_of_learning(run)]
+    found += [*_of_time(run), *_of_the_rate(run)] if alone else []
     return sorted(found, key=lambda one: ("bad", "note", "good").index(one.kind))
 
 
 def _of_the_end(run: Run) -> Iterator[Finding]:
     at = "" if run.step is None else f" at step {run.step:,}"
     if run.status == "failed":
-        yield Finding("bad", f"The run failed{at}.", "Fix what the error above names, and run the same command again.")
+        yield Finding("bad", f"The run failed{at}.")  # the error, which is above, says what to do
     elif run.status == "preempted":
         yield Finding("note", f"The run was stopped{at} and has saved its state.", "Run the same command to continue.")
     elif run.status == "killed":
@@ -69,7 +77,9 @@ def _of_values(run: Run) -> Iterator[Finding]:
         if bad and not curve.undone:
             first = next(step for step, value in zip(curve.steps, curve.values) if not np.isfinite(value))
             text = f"{curve.split} {curve.name} was not finite {_times(bad)}, first at step {first:,}."
-            yield Finding("bad", text, "Use --non_finite=halt to stop at such a step.")
+            guards = (run.settings.get(name) for name in ("non_finite", "guards.non_finite"))  # of a binary, or not
+            unguarded = curve.split == "train" and "off" in guards
+            yield Finding("bad", text, "Use --non_finite=halt to stop at such a step." if unguarded else "")
 
 
 def _of_learning(run: Run) -> Iterator[Finding]:
@@ -92,7 +102,8 @@ def _of_learning(run: Run) -> Iterator[Finding]:
         elif first < best == len(found) - 1:
             yield Finding("good", f"{text}: it has levelled off.")
         elif best == len(found) - 1:
-            yield Finding("good", f"{text}, the last evaluation.", "It may gain by training longer.")
+            advice = "It may gain by training longer." if run.status == "done" else ""
+            yield Finding("good", f"{text}, the last evaluation.", advice)
         else:
             yield Finding("good", f"{text}, and {found[-1]:.4g} at the end: it has levelled off.")
     loss = run.curve("train/loss")
@@ -139,6 +150,8 @@ def _falls(curve: Curve | None, step: int) -> bool:
 def _of_time(run: Run) -> Iterator[Finding]:
     trained = [start for start in run.starts if start.trained]
     said = trained[-1].verdict if trained else run.verdict
+    if run.status != "done" and said.startswith("start-bound"):  # as any run is that has not come far
+        said = ""
     if said:
         what, _, advice = said.partition("; ")
         last = " (last start)" if len(trained) > 1 else ""
@@ -150,7 +163,8 @@ def _of_time(run: Run) -> Iterator[Finding]:
         again = trained[1:]
         seconds = sum(start.seconds.get(name, 0.0) for start in again for name in ("start", "compile", "restore"))
         text = f"{_count(len(again), 'restart')} took {seconds:.0f} s to import, build, compile and restore"
-        yield Finding("note", f"{text}, {seconds / run.wall:.0%} of the time.")
+        if seconds >= _MUCH * run.wall:
+            yield Finding("note", f"{text}, {seconds / run.wall:.0%} of the time.")
 
 
 def _of_the_rate(run: Run) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ Names that other rooms may use, by file:
     pure_function: none
     replay: replay
     replayer: answer, requested
+    recorded_run: Recorded, check_replay, report_of
     rerun: rerun
     runs: none
     status: status

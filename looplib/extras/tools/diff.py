@@ -8,7 +8,7 @@ from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names
 from looplib.extras.tools.compare import compare_tensors, is_speed
 from looplib.extras.tools.player import CHECKSUM, Order, Trace
-from looplib.extras.tools.replay import Recorded
+from looplib.extras.tools.replay import Replayable
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 from looplib.report import run_json
@@ -32,7 +32,7 @@ def diff(first: str, second: str) -> int:
     Raises:
       UsageError: for a directory that is no run, or a run that cannot be replayed.
     """
-    runs = Recorded(first), Recorded(second)
+    runs = Replayable(first), Replayable(second)
     differences = _of_the_reports(*(run.report for run in runs))
     for line in differences or ["settings, versions and code are equal"]:
         say(line)
@@ -86,7 +86,7 @@ def _of_the_reports(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 # Curves.
 
 
-def _curve(run: Recorded) -> dict[tuple[int, str], Record]:
+def _curve(run: Replayable) -> dict[tuple[int, str], Record]:
     return {key(record): record for record in read_jsonl(os.path.join(run.directory, "metrics.jsonl"))}
 
 
@@ -102,7 +102,7 @@ def _first_different_record(
     return [step for step, _ in common], None
 
 
-def _bisected(one: Recorded, other: Recorded) -> tuple[list[int], list[int], int | None]:
+def _bisected(one: Replayable, other: Replayable) -> tuple[list[int], list[int], int | None]:
     """Compares checkpoints of the same steps, of which those after the first different one differ too.
 
     Returns:
@@ -134,7 +134,7 @@ def _of(step: int | None, steps: list[int]) -> str:
 # Replays.
 
 
-def _traces(run: Recorded, start: int, end: int) -> list[Trace]:
+def _traces(run: Replayable, start: int, end: int) -> list[Trace]:
     say(f"  {run.directory}")
     checkpoint = next((done for done in run.checkpoints() if done.step == start), None)
     with tempfile.TemporaryDirectory(prefix="looplib-diff-") as folder:

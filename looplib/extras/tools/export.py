@@ -4,7 +4,7 @@ import os
 import subprocess
 
 from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, UsageError
-from looplib.extras.tools import rerun
+from looplib.extras.tools import recorded_run
 
 
 def export(directory: str, output: str | None, *, tflite: bool = False, averages: bool = True) -> int:
@@ -23,7 +23,7 @@ def export(directory: str, output: str | None, *, tflite: bool = False, averages
       UsageError: if `run.json` does not say how the run was started.
     """
     directory = os.path.abspath(directory)
-    command, folder = rerun.command_of(rerun.report_of(directory), directory)
+    command, folder = recorded_run.command_of(recorded_run.report_of(directory), directory)
     flags = [f"--model_dir={directory}", "--mode=export", "--strategy=auto", "--nodry_run", "--max_time="]
     flags += [f"--export_tflite={tflite}", f"--export_averages={averages}"]
     flags += [f"--export={os.path.abspath(output)}"] if output else []

@@ -14,15 +14,15 @@ from typing import Any
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, whole_number
-from looplib.extras.page.run_status import read_status
-from looplib.extras.tools import rerun
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError
+from looplib.extras.tools import recorded_run, rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
+from looplib.extras.tools.recorded_run import Recorded
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 from looplib.report.formats import format_seconds
-from looplib.report.records import read_jsonl, read_newest
+from looplib.report.records import read_jsonl
 
 _LAST_LINES = 20  # of a process that failed
 _NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
@@ -45,17 +45,9 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
     Raises:
       UsageError: for a run or a step that cannot be replayed.
     """
-    whole_number("--step", step)
-    if debug and not eager:
-        raise UsageError("--pdb stops where Python runs the step; add --eager")
-    run = Recorded(directory)
-    rerun.command_of(run.report, run.directory)  # refuses here what has no command
-    run.refuse_beyond(step)
+    recorded_run.check_replay(directory, step, eager=eager, debug=debug, save=save)
+    run = Replayable(directory)
     save = os.path.abspath(save) if save else ""
-    if save and (not save.endswith(".npz") or os.path.lexists(save)):
-        raise UsageError(f"--save={save} is there already, or no .npz file; name a new file, such as batch.npz")
-    if save and os.path.realpath(save).startswith(os.path.realpath(run.directory) + os.sep):
-        raise UsageError(f"--save={save} is in the run directory, which a replay does not change; name another place")
     start = run.newest_checkpoint(before=step)
     begin = f"from the checkpoint of step {start.step}" if start else "from the start of the run"
     say(f"{begin} to step {step}{run.next_report(start.step if start else 0, step)}")
@@ -67,30 +59,8 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
     return EXIT_DONE if answer.equal else EXIT_DIFFERENT
 
 
-class Recorded:
-    """A run of one process, as its directory has it, that can be started again from any of its checkpoints.
-
-    Args:
-      directory: the run directory, which is only read.
-
-    Attributes:
-      directory: its absolute path.
-      report: its `run.json`.
-
-    Raises:
-      UsageError: if it is remote, no run, or one of several processes.
-    """
-
-    def __init__(self, directory: str) -> None:
-        if files.is_remote(directory):
-            raise UsageError(f"{directory} is remote; copy the run to a local directory")
-        self.directory = os.path.abspath(directory)
-        self.report: dict[str, Any] = rerun.report_of(self.directory)
-        rerun.refuse_several_processes(self.report, self.directory, "a replay has one, so name a run of one process")
-
-    def checkpoints(self) -> list[Commit]:
-        """Returns the committed checkpoints, newest first."""
-        return commits.committed(os.path.join(self.directory, "checkpoints"))
+class Replayable(Recorded):
+    """A run of one process that can be started again from any of its checkpoints; see `Recorded`."""
 
     def newest_checkpoint(self, before: int) -> Commit | None:
         """Returns the newest intact checkpoint of a step below another one; None for a replay from the start."""
@@ -101,34 +71,6 @@ class Recorded:
                     return done
                 say(f"the checkpoint of step {done.step} is left out: {reason}")
         return None
-
-    def refuse_beyond(self, step: int) -> None:
-        """Refuses a step that the run has not trained.
-
-        A run that was killed or failed, or still runs, has gone on after its last report, at most to the next one.
-
-        Args:
-          step: the step.
-
-        Raises:
-          UsageError: if the step lies behind the last one of a run that has ended, or behind the next report.
-        """
-        seen, flags = read_status(self.directory), self.report.get("flags")
-        if seen.step is None:
-            return
-        ended = seen.state in ("done", "preempted")
-        last = seen.step
-        if not ended:
-            between = flags.get("steps_per_loop") if isinstance(flags, dict) else None
-            if not isinstance(between, int):
-                return
-            voided = read_newest(os.path.join(self.directory, "metrics.voided.jsonl"))
-            steps = [record["step"] for record in voided if isinstance(record["step"], int)]
-            last = max([last, *steps, *(done.step for done in self.checkpoints())]) + between
-            last = min(last, seen.end) if seen.end and seen.end > 0 else last
-        if step > last:
-            how = f"ended at step {last}" if ended else f"is known up to step {seen.step} ({seen.state})"
-            raise UsageError(f"--step is {step}, but the run {how}; expected a step of 1 to {last}")
 
     def next_report(self, start: int, step: int) -> str:
         """Returns a clause that names the next report, if there is none after one step and up to another; else ""."""
@@ -156,7 +98,7 @@ class Recorded:
             source = os.path.join(os.path.dirname(start.path), name)
             with files.open_regular(source) as read, open(os.path.join(model_dir, "checkpoints", name), "wb") as write:
                 shutil.copyfileobj(read, write)
-        command, place = rerun.command_of(self.report, self.directory, self._start_that_did(order.step))
+        command, place = recorded_run.command_of(self.report, self.directory, self._start_that_did(order.step))
         command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **rerun.environment(self.directory), **order.as_environment()}
         environment |= {example_checksum.VARIABLE: "1"} if order.trace else {}

@@ -8,15 +8,14 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 import looplib
-from looplib import config as configuration
 from looplib import files
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, UsageError
+from looplib.extras.tools import recorded_run
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.compare import compare
 from looplib.extras.tools.runs import say
@@ -50,16 +49,16 @@ def rerun(directory: str, to: str | None = None) -> int:
         raise UsageError(f"{place} is remote; copy the run to a local directory, and name a local one for the new run")
     directory = os.path.abspath(directory)
     to = os.path.abspath(to or f"{directory}-rerun")
-    report = report_of(directory)
+    report = recorded_run.report_of(directory)
     try:
         _refuse_what_cannot_be_repeated(report, directory)
-        command, folder = command_of(report, directory)
+        command, folder = recorded_run.command_of(report, directory)
         command.append(f"--model_dir={to}")
         if "train_steps" in _changed(report):
             command.append(f"--train_steps={report['flags']['train_steps']}")
         differences = _differences_now(report, directory)
     except (KeyError, TypeError, AttributeError) as error:
-        raise _untold(directory, error) from error
+        raise recorded_run.untold(directory, error) from error
     if os.path.lexists(to) and (not os.path.isdir(to) or os.listdir(to)):
         raise UsageError(f"{to} is not empty; name another directory with --to, or remove it")
     say(f"{shlex.join(command)} (in {folder})")
@@ -82,70 +81,6 @@ def rerun(directory: str, to: str | None = None) -> int:
     return _verdict(report, directory, to)
 
 
-def report_of(directory: str) -> dict[str, Any]:
-    """Returns the `run.json` of a training.
-
-    Args:
-      directory: the run directory.
-
-    Raises:
-      UsageError: if it cannot be read.
-    """
-    path = run_file.path_of(directory, trains=True)
-    if report := run_file.read(path):
-        return report
-    sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
-    raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
-
-
-def command_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple[list[str], str]:
-    """Returns the command of a start of a run, for another --model_dir after it, and its working directory.
-
-    Args:
-      report: its `run.json`.
-      directory: the run directory, whose settings the command takes.
-      number: of the start; default the first.
-
-    Raises:
-      UsageError: if the report does not say how the run was started.
-    """
-    try:
-        start = report["starts"][number]
-        started = start["program"]
-        if started is None:
-            raise UsageError(
-                f"the run in {directory} is of a Controller without launch.run, so that it has no command to repeat; "
-                "make the script a binary (docs/guide.md#a-binary)"
-            )
-        arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
-    except (LookupError, TypeError) as error:
-        raise _untold(directory, error) from error
-    if not arguments:
-        raise UsageError("the run was not started from a file or module; repeat it by hand")
-    if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
-        flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
-    return [sys.executable, *arguments, *flags], folder
-
-
-def _untold(directory: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"{run_file.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
-        "directory of a training by this version of looplib"
-    )
-
-
-def _without(arguments: Sequence[str], *names: str) -> list[str]:
-    """Returns the arguments without some flags, whose values follow a "=" or are the next argument."""
-    kept, skip = [], False
-    for argument in arguments:
-        name, equals, _ = argument.lstrip("-").partition("=")
-        drops = argument.startswith("-") and name in names
-        if not (skip or drops):
-            kept.append(argument)
-        skip = drops and not equals
-    return kept
-
-
 def _changed(report: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that a resumed run has changed, with the values before and after."""
     return {name: values for start in report["starts"] for name, values in start["changed"].items()}
@@ -163,20 +98,7 @@ def _refuse_what_cannot_be_repeated(report: dict[str, Any], directory: str) -> N
                 f"the run in {directory} was resumed with {name}={after}, and had {before} before, so no single "
                 "command repeats it; start a new run with one of them"
             )
-    refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
-
-
-def refuse_several_processes(report: dict[str, Any], directory: str, cure: str) -> None:
-    """Raises `UsageError` for a run of several workers, or with parameter servers.
-
-    Args:
-      report: its `run.json`.
-      directory: the run directory.
-      cure: what to do, as the end of the sentence.
-    """
-    strategy = str(report.get("strategy"))
-    if strategy.startswith(("MultiWorker", "ParameterServer")):
-        raise UsageError(f"the run in {directory} had several processes ({strategy}); {cure}")
+    recorded_run.refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
 
 
 def _differences_now(report: dict[str, Any], directory: str) -> list[str]:

@@ -29,7 +29,7 @@ def keep_id(directory: str, tracker: str, value: str) -> None:
 
 
 def how_it_ended(directory: str) -> str:
-    """Returns the `status` that `run.json` has when the trackers are closed: "done", "failed" or "preempted"."""
+    """Returns the `status` that `run.json` has: "done", "failed" or "preempted"; "running" if it was killed."""
     return str(run_file.read(run_file.path_of(directory, trains=True)).get("status"))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.trackers import tracked
+from looplib.report.records import read_newest
 from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writer import Setting, Writer
 
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
     import wandb
 
 _TRACKER = "wandb"
+_MOST_LOST = 1 << 15  # bytes of metrics.jsonl, which are more than W&B's process keeps back before it writes
 _CODES = {"failed": EXIT_FAILED, "preempted": EXIT_PREEMPTED}
 
 
 class WandbWriter(Writer):
     """Metrics as `<split>/<name>` over `global_step`, settings as the configuration, media as such.
+
+    The newest metrics of a run that was killed are logged once more when it resumes, because W&B's process, which dies
+    with it, had not written them.
 
     Offline, unless the environment variable WANDB_MODE says otherwise: files in `wandb/` of the run directory, which
     `wandb sync` uploads. The run is named after its directory, which keeps its id, so that a run that resumes continues
@@ -34,6 +39,8 @@ class WandbWriter(Writer):
         self._directory = directory
         self._project = project or os.environ.get("WANDB_PROJECT") or "looplib"
         self._run: wandb.Run | None = None
+        killed = tracked.how_it_ended(directory) == "running"
+        self._lost = read_newest(os.path.join(directory, "metrics.jsonl"), _MOST_LOST) if killed else []
 
     def settings(self, settings: Mapping[str, Setting]) -> None:
         """Sets the configuration."""
@@ -75,6 +82,9 @@ class WandbWriter(Writer):
                 settings=wandb.Settings(console="off", silent=True),
             )
             self._run.define_metric("*", step_metric="global_step")
+            for record in self._lost:
+                metrics = {name: value for name, value in record.items() if name not in ("step", "split")}
+                self._log(record["step"], record["split"], metrics)
         return self._run
 
 

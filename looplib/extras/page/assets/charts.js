@@ -3,6 +3,7 @@
 const view = { smoothing: 0, log: false, range: null, hidden: new Set() };
 const charts = new Set();
 const HEIGHT = 220;
+const PAPER_WIDTH = 640; // fits on A4 and Letter between margins of 1 cm
 
 /**
  * @typedef {object} Line
@@ -31,6 +32,7 @@ class Chart {
     this.lines = lines;
     this.marks = marks;
     this.tip = el("div", { class: "tip", hidden: true });
+    this.overlaps = el("p", { class: "note" });
     this.spoken = el("div", { class: "unseen", "aria-live": "polite" });
     this.frame = el("div", {
       class: "plot",
@@ -46,6 +48,7 @@ class Chart {
       this.frame,
       this.spoken,
       note ? el("p", { class: "note" }, note) : null,
+      this.overlaps,
       folded("Values", () => this.valueTable()),
     );
     charts.add(this);
@@ -93,6 +96,9 @@ class Chart {
     const shown = this.lines.filter((line) => !view.hidden.has(line.group));
     const series = [{ label: "step" }];
     const tables = [];
+    const groups = this.stacked ? [] : coinciding(shown, view.log);
+    const dashes = dashesOf(groups);
+    this.overlaps.textContent = wordsOf(groups);
     this.hovered = [null];
     const add = (line, values, look, hovered) => {
       tables.push([line.steps, view.log ? values.map((value) => (value > 0 ? value : null)) : values]);
@@ -103,13 +109,14 @@ class Chart {
     for (const line of this.stacked ? [] : shown) {
       if (line.undone) add(line, line.values, { width: 1, dash: [2, 3], alpha: 0.6, points: { show: false } }, false);
       else {
-        const dots = { show: line.points || line.steps.length < 3, size: 5, fill: color(line.color) };
+        const size = line.steps.length === 1 ? 8 : 5;
+        const dots = { show: line.points || line.steps.length < 3, size, fill: color(line.color) };
         const smooth = view.smoothing > 0 && line.steps.length > 3;
         if (smooth) add(line, line.values, { width: 1, alpha: 0.3, points: { show: false } }, false);
         add(
           line,
           smooth ? smoothed(line.values, view.smoothing) : line.values,
-          { width: 1.75, points: smooth ? { show: false } : dots },
+          { width: 1.75, dash: dashes.get(line), points: smooth ? { show: false } : dots },
           true,
         );
       }
@@ -142,7 +149,7 @@ class Chart {
     };
     const log = view.log && !this.stacked;
     return {
-      width: Math.max(200, this.frame.clientWidth),
+      width: widthOf(this),
       height: HEIGHT,
       series,
       legend: { show: false },
@@ -169,7 +176,8 @@ class Chart {
         bind: { dblclick: () => () => setRange(null) },
       },
       hooks: {
-        draw: [(plot) => drawMarks(plot, this.marks)],
+        // Behind curves, whose points they would hide, but before areas, which would hide them.
+        [this.stacked ? "draw" : "drawAxes"]: [(plot) => drawMarks(plot, this.marks)],
         setCursor: [(plot) => this.hover(plot)],
         setSelect: [(plot) => this.select(plot)],
       },
@@ -274,8 +282,13 @@ const seen = new IntersectionObserver(
 );
 
 addEventListener("beforeprint", () => {
-  for (const chart of charts) if (!chart.drawn && chart.frame.clientWidth) chart.draw();
+  for (const chart of charts) {
+    if (!chart.drawn && chart.frame.clientWidth) chart.draw();
+  }
+  resize(() => PAPER_WIDTH);
 });
+
+addEventListener("afterprint", () => resize(widthOf));
 
 /** Draws all charts that were drawn once more, because the colors, the scale or the smoothing changed. */
 function redraw() {
@@ -343,9 +356,14 @@ function most(values) {
   return values.reduce((one, other) => (other > one ? other : one), -Infinity);
 }
 
-const sizes = new ResizeObserver((entries) => {
-  for (const { plot, frame } of charts) {
-    if (plot && entries.some((entry) => entry.target === document.body))
-      plot.setSize({ width: Math.max(200, frame.clientWidth), height: HEIGHT });
-  }
-});
+/** The width that a chart has room for. */
+function widthOf(chart) {
+  return Math.max(200, chart.frame.clientWidth);
+}
+
+/** Draws all charts that were drawn once more, each as wide as a function of it says. */
+function resize(width) {
+  for (const chart of charts) chart.plot?.setSize({ width: width(chart), height: HEIGHT });
+}
+
+const sizes = new ResizeObserver(() => resize(widthOf));

@@ -9,7 +9,9 @@ function comparePage(title, runs) {
     section(
       "verdict",
       "Verdicts",
-      named.map((run) => comparedVerdict(run, runs.length <= 4 || run.status === "failed")),
+      named
+        .filter((run) => run.error || run.findings.length || run.notes.length)
+        .map((run) => comparedVerdict(run, runs.length <= 4 || run.status === "failed")),
     ),
   ];
   return page(title, el("span", { class: "badge note" }, `${runs.length} runs`), directoriesOf(runs), sections);
@@ -36,7 +38,7 @@ function runTable(runs) {
     { name: "Time", numeric: true },
     { name: "Steps a second", numeric: true },
     { name: "Restarts", numeric: true },
-    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name])) })),
+    ...differing.map((name) => ({ name, numeric: runs.every((run) => isNumber(run.settings[name] ?? 0)) })),
   ];
   const rows = runs.map((run) => {
     const last = (metric) => run.curves.find((curve) => `${curve.split} ${curve.name}` === metric)?.last?.value ?? null;
@@ -55,7 +57,7 @@ function runTable(runs) {
       { value: run.status, shown: badge(run.status) },
       { value: run.step, shown: number(run.step) },
       ...values,
-      { value: run.wall, shown: duration(run.wall) },
+      { value: run.wall || null, shown: duration(run.wall || null) },
       { value: rate, shown: number(rate) },
       { value: restarts, shown: number(restarts) },
       ...own,
@@ -97,10 +99,11 @@ function metricCell(runs, run, metric) {
   return el(own.last.value === best && values.length > 1 ? "b" : "span", {}, number(own.last.value));
 }
 
-/** The names of the settings that are not the same in all runs, apart from directories. */
+/** The names of the settings that are not the same in all runs whose settings are known, apart from directories. */
 function differingSettings(runs) {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
-  const differ = (name) => new Set(runs.map((run) => run.settings[name])).size > 1;
+  const known = runs.filter((run) => Object.keys(run.settings).length);
+  const names = [...new Set(known.flatMap((run) => Object.keys(run.settings)))];
+  const differ = (name) => new Set(known.map((run) => run.settings[name])).size > 1;
   return names.filter((name) => name !== "model_dir" && differ(name)).slice(0, 20);
 }
 
@@ -139,7 +142,8 @@ function comparedCurves(runs) {
   return groups.length ? [controls(), ...groups] : null;
 }
 
-function comparedTime(runs) {
+function comparedTime(all) {
+  const runs = all.filter((run) => run.wall);
   const longest = Math.max(...runs.map((run) => run.wall));
   if (!(longest > 0)) return null;
   const sum = {};

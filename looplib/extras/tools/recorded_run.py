@@ -1,0 +1,185 @@
+"""What the directory of a run says about how it was started, and the refusals of what cannot be started again.
+
+None of this needs TensorFlow, whose import takes seconds, so that a wrong argument is answered at once.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from looplib import files
+from looplib.checkpoint import commits
+from looplib.checkpoint.marker import Commit
+from looplib.errors import UsageError, whole_number
+from looplib.extras.page.run_status import read_status
+from looplib.report import run_file
+from looplib.report.records import read_newest
+
+
+def check_replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str = "") -> None:
+    """Refuses what cannot be replayed; see `replay.replay`.
+
+    Raises:
+      UsageError: for a run or a step that cannot be replayed.
+    """
+    whole_number("--step", step)
+    if debug and not eager:
+        raise UsageError("--pdb stops where Python runs the step; add --eager")
+    run = Recorded(directory)
+    start_of(run.report, run.directory)  # refuses here what has no command
+    run.refuse_beyond(step)
+    save = os.path.abspath(save) if save else ""
+    if save and (not save.endswith(".npz") or os.path.lexists(save)):
+        raise UsageError(f"--save={save} is there already, or no .npz file; name a new file, such as batch.npz")
+    if save and os.path.realpath(save).startswith(os.path.realpath(run.directory) + os.sep):
+        raise UsageError(f"--save={save} is in the run directory, which a replay does not change; name another place")
+
+
+def report_of(directory: str) -> dict[str, Any]:
+    """Returns the `run.json` of a training.
+
+    Args:
+      directory: the run directory.
+
+    Raises:
+      UsageError: if it cannot be read.
+    """
+    path = run_file.path_of(directory, trains=True)
+    if report := run_file.read(path):
+        return report
+    sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
+    raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
+
+
+def start_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
+    """Returns how a run was started: (the arguments of Python, those of the program, its working directory).
+
+    Args:
+      report: its `run.json`.
+      directory: the run directory.
+      number: of the start; default the first.
+
+    Raises:
+      UsageError: if the report does not say how the run was started.
+    """
+    try:
+        start = report["starts"][number]
+        started = start["program"]
+        if started is None:
+            raise UsageError(
+                f"the run in {directory} is of a Controller without launch.run, so that it has no command to repeat; "
+                "make the script a binary (docs/guide.md#a-binary)"
+            )
+        arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
+    except (LookupError, TypeError) as error:
+        raise untold(directory, error) from error
+    if not arguments:
+        raise UsageError("the run was not started from a file or module; repeat it by hand")
+    return arguments, flags, folder
+
+
+def command_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple[list[str], str]:
+    """Returns the command of a start of a run, for another --model_dir after it, and its working directory.
+
+    Args:
+      report: its `run.json`.
+      directory: the run directory, whose settings the command takes.
+      number: of the start; default the first.
+
+    Raises:
+      UsageError: if the report does not say how the run was started.
+    """
+    from looplib import config as configuration  # here, because it imports TensorFlow
+
+    arguments, flags, folder = start_of(report, directory, number)
+    if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
+        flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
+    return [sys.executable, *arguments, *flags], folder
+
+
+def untold(directory: str, error: Exception) -> UsageError:
+    """Returns the error for a report that does not say how the run was started, from the error of reading it."""
+    return UsageError(
+        f"{run_file.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
+        "directory of a training by this version of looplib"
+    )
+
+
+def _without(arguments: Sequence[str], *names: str) -> list[str]:
+    """Returns the arguments without some flags, whose values follow a "=" or are the next argument."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, equals, _ = argument.lstrip("-").partition("=")
+        drops = argument.startswith("-") and name in names
+        if not (skip or drops):
+            kept.append(argument)
+        skip = drops and not equals
+    return kept
+
+
+def refuse_several_processes(report: dict[str, Any], directory: str, cure: str) -> None:
+    """Raises `UsageError` for a run of several workers, or with parameter servers.
+
+    Args:
+      report: its `run.json`.
+      directory: the run directory.
+      cure: what to do, as the end of the sentence.
+    """
+    strategy = str(report.get("strategy"))
+    if strategy.startswith(("MultiWorker", "ParameterServer")):
+        raise UsageError(f"the run in {directory} had several processes ({strategy}); {cure}")
+
+
+class Recorded:
+    """A run of one process, as its directory has it.
+
+    Args:
+      directory: the run directory, which is only read.
+
+    Attributes:
+      directory: its absolute path.
+      report: its `run.json`.
+
+    Raises:
+      UsageError: if it is remote, no run, or one of several processes.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if files.is_remote(directory):
+            raise UsageError(f"{directory} is remote; copy the run to a local directory")
+        self.directory = os.path.abspath(directory)
+        self.report: dict[str, Any] = report_of(self.directory)
+        refuse_several_processes(self.report, self.directory, "a replay has one, so name a run of one process")
+
+    def checkpoints(self) -> list[Commit]:
+        """Returns the committed checkpoints, newest first."""
+        return commits.committed(os.path.join(self.directory, "checkpoints"))
+
+    def refuse_beyond(self, step: int) -> None:
+        """Refuses a step that the run has not trained.
+
+        A run that was killed or failed, or still runs, has gone on after its last report, at most to the next one.
+
+        Args:
+          step: the step.
+
+        Raises:
+          UsageError: if the step lies behind the last one of a run that has ended, or behind the next report.
+        """
+        seen, flags = read_status(self.directory), self.report.get("flags")
+        if seen.step is None:
+            return
+        ended = seen.state in ("done", "preempted")
+        last = seen.step
+        if not ended:
+            between = flags.get("steps_per_loop") if isinstance(flags, dict) else None
+            if not isinstance(between, int):
+                return
+            voided = read_newest(os.path.join(self.directory, "metrics.voided.jsonl"))
+            steps = [record["step"] for record in voided if isinstance(record["step"], int)]
+            last = max([last, *steps, *(done.step for done in self.checkpoints())]) + between
+            last = min(last, seen.end) if seen.end and seen.end > 0 else last
+        if step > last:
+            how = f"ended at step {last}" if ended else f"is known up to step {seen.step} ({seen.state})"
+            raise UsageError(f"--step is {step}, but the run {how}; expected a step of 1 to {last}")
