@@ -118,6 +118,7 @@ def distribute(
         examples=context.examples,
         fingerprint=fingerprint(context.sources) if training else {},
         ids=context.ids,
+        reads=lambda: pipelines.contexts[-1].reads,
         lengths=lengths,
     )
 

@@ -246,7 +246,7 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        found = bottleneck.of(self._iterator, self._stream.copy_seconds())
+        found = bottleneck.of(self._iterator, self._stream.copy_seconds(), self._stream.reads())
         return (str(found), found.advice) if found else None
 
     def _end_data(self, wait: bool = False) -> None:

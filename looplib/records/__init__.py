@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
     indexed: none
     measured: measure
     order: BlockOrder, Order, Picks, RecordOrder, key_of, mix, seeds_at, shuffled
-    reading: read
+    reading: Reads, read
     sources: Blocked, Chain, Source, Subset, mean_bytes, open_records, opened
     tfrecord: none
 """

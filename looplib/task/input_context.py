@@ -46,6 +46,7 @@ class InputContext:
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
       bad_records: the damaged records that `records` has left out, and how many it may; None for none.
       sources: what `records` was given, opened.
+      reads: how these are read.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class InputContext:
         self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.steps_per_epoch: float | None = None
         self.sources: list[sources.Source] = []
+        self.reads: list[reading.Reads] = []
         self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
 
     @property
@@ -222,7 +224,7 @@ class InputContext:
             ids, *known = plan.to_read(found(positions))
             return Picks(ids, ids, ids + 1), *known, *([self._seeds(positions)] if seeds else [])
 
-        return self._read(plan, picks, whole_epochs, by_pieces=False)
+        return self._read(plan, picks, whole_epochs, reading.Reads(plan.source, False, isinstance(plan, Kept)))
 
     def read(
         self, source: sources.Source, order: Order, *, seeds: bool = False, whole_epochs: bool = False
@@ -243,13 +245,15 @@ class InputContext:
             return (Picks(*found), self._seeds(positions)) if seeds else (Picks(*found),)
 
         by_pieces = not isinstance(order, RecordOrder)
-        return self._read(Ids(len(source), source=source), picks, whole_epochs, by_pieces)
+        reads = reading.Reads(source, by_pieces, by_pieces or order.shuffle)
+        return self._read(Ids(len(source), source=source), picks, whole_epochs, reads)
 
     def _read(
-        self, plan: Plan, picks: Callable[[tf.Tensor], Any], whole_epochs: bool, by_pieces: bool
+        self, plan: Plan, picks: Callable[[tf.Tensor], Any], whole_epochs: bool, reads: reading.Reads
     ) -> tf.data.Dataset:
         source = plan.source
         self.sources.append(source)
+        self.reads.append(reads)
         batch = self.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
         tolerates = self.bad_records is not None and self.bad_records.most > 0
@@ -259,7 +263,7 @@ class InputContext:
         if isinstance(plan.source, sources.Subset):
             self.ids = self.ids.map(functools.partial(tf.gather, tf.constant(plan.source.ids)))
         self.by_python = True
-        read = reading.read(source, picked, by_pieces=by_pieces, may_lack=tolerates and not self.training)
+        read = reading.read(source, picked, reads, may_lack=tolerates and not self.training)
         self.made.append(batches := _batches(read))
         return batches
 
