@@ -440,9 +440,15 @@ def test_files_of_no_known_format_are_a_sentence(tmp_path):
         context().records(f"{tmp_path}/train-*")
     with pytest.raises(looplib.UsageError, match="the format of .* is 'zip'; expected one of tfrecord, array_record"):
         looplib.open_records(f"{tmp_path}/train-*", "zip")
-    for format, options in (("parquet", {}), ("array_record", {}), ("binary", {}), ("tfrecord", {"columns": ["a"]})):
-        with pytest.raises(looplib.UsageError, match=f"train-00000 cannot be opened as {format} with the options"):
+    for format, options in (("binary", {}), ("tfrecord", {"columns": ["a"]}), ("parquet", {"record_bytes": 3})):
+        with pytest.raises(
+            looplib.UsageError, match=f"opened as {format} with the options .*; expected (record|no op)"
+        ):
             looplib.open_records(f"{tmp_path}/train-*", format, **options)
+    for format in ("parquet", "array_record"):
+        said = f"train-00000, 0 bytes, cannot be opened as {format}: .*; it was truncated .*; restore it from a copy"
+        with pytest.raises(looplib.UsageError, match=said):
+            looplib.open_records(f"{tmp_path}/train-*", format)
 
 
 def test_the_one_of_several_files_that_cannot_be_opened_is_named(tmp_path):
@@ -452,7 +458,9 @@ def test_the_one_of_several_files_that_cannot_be_opened_is_named(tmp_path):
     for name in "abc":
         pyarrow.parquet.write_table(pyarrow.table({"a": [1, 2]}), tmp_path / f"{name}.parquet")
     os.truncate(tmp_path / "b.parquet", 50)
-    with pytest.raises(looplib.UsageError, match="b.parquet cannot be opened as parquet"):
+    with pytest.raises(
+        looplib.UsageError, match="b.parquet, 50 bytes, cannot be opened as parquet: Parquet magic bytes not"
+    ):
         looplib.open_records(f"{tmp_path}/*.parquet")
 
 

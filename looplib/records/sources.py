@@ -19,6 +19,10 @@ from looplib.records.indexed import BadRecordError, ReadElsewhere, ends_process
 from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_OPTIONS = {
+    "binary": "record_bytes, and header_bytes if the files have a head",
+    "parquet": "no option, or columns=[...], the names of those to read",
+}
 _EXTENSION = re.compile(r"\.(tfrecords?|array_?records?|parquet|txt|jsonl|csv|tsv)(?=[.-]|$)")
 
 
@@ -88,15 +92,21 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
         return FORMATS[format](paths, **options)
     except UsageError:
         raise
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # of another library, or from an unknown option
+    except TypeError as error:
+        raise UsageError(
+            f"files cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); expected "
+            f"{_OPTIONS.get(format, 'no option')}"
+        ) from error
+    except (OSError, RuntimeError, ValueError) as error:  # of another library
         if len(paths) > 1:
             for path in paths:
                 open_records(path, format, **options)  # names the one that cannot be opened
-        what = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else "".join(paths)
+        size = tf.io.gfile.stat(paths[0]).length
+        what = f"{paths[0]} and {len(paths) - 1} more files" if paths[1:] else f"{paths[0]}, {size} bytes,"
+        why = gist(error).rstrip(".") if str(error) else "its end is not that of such a file"
         raise UsageError(
-            f"{what} cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); restore a "
-            "damaged file from a copy; expected files of this format, record_bytes for binary, maybe header_bytes, and "
-            "columns at most for parquet"
+            f"{what} cannot be opened as {format}: {why}; it was truncated or damaged, is still being written, or is "
+            "of another format; restore it from a copy, or wait until it is written"
         ) from error
 
 
