@@ -47,6 +47,7 @@ class Stream:
       fingerprint: of the files of a training, see `records.fingerprint`.
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
       reads: returns how the records of `context.records` are read, see `records.reading.Reads`.
+      refused: returns which record the batches after a global step fail at; None where that is not known.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
       block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
       passed: of the `skipped` batches, those that were read so far.
@@ -71,6 +72,7 @@ class Stream:
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     ids: tf.data.Dataset | None = None
     reads: Callable[[], Sequence[Reads]] = list
+    refused: Callable[[int], str | None] = lambda step: None
     lengths: Lengths | None = None
     block: int = 1
     passed: int = dataclasses.field(default=0, init=False)

@@ -15,7 +15,7 @@ from looplib import source_locations
 from looplib.errors import UsageError, gist, join_names
 from looplib.records.files import Files
 from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
-from looplib.records.indexed import BadRecordError, ReadElsewhere, ends_process
+from looplib.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
 from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -193,6 +193,16 @@ class Subset:
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""
         return items(self.source, self.ids[np.asarray(numbers)])
+
+
+def named(source: Source, number: int) -> str:
+    """Returns what an error calls a record of a source, with its file and place where these are known."""
+    if isinstance(source, Chain):
+        part = bisect.bisect_right(source.firsts, number) - 1
+        return named(source.sources[part], number - source.firsts[part])
+    if isinstance(source, Subset):
+        return named(source.source, int(source.ids[number]))
+    return source.named(number) if isinstance(source, Numbered) else f"record {number} of the {type(source).__name__}"
 
 
 def items(source: Source, numbers: Sequence[int]) -> list[Any]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError, whole_number
@@ -47,6 +48,7 @@ class InputContext:
       bad_records: the damaged records that `records` has left out, and how many it may; None for none.
       sources: what `records` was given, opened.
       reads: how these are read.
+      positions: what `indices` or `records` made its batches of last: chunks of positions in the run, int64 `[k, b]`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class InputContext:
         of_global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
         bad_records: LeftOut | None = None,
+        only: np.ndarray | None = None,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -75,6 +78,7 @@ class InputContext:
         self.of_global_batches = of_global_batches
         self.numbers = numbers
         self.bad_records = bad_records
+        self._only = only
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
         self.positioned = self.by_python = False
         self.asked_for_its_part = self.asked_for_its_start = False
@@ -85,7 +89,33 @@ class InputContext:
         self.steps_per_epoch: float | None = None
         self.sources: list[sources.Source] = []
         self.reads: list[reading.Reads] = []
+        self.positions: tf.data.Dataset | None = None
         self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
+
+    def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
+        """Returns a new context of the same pipeline.
+
+        Args:
+          start_step: global batches that were consumed before.
+          only: positions in the run, int64 `[n]`, of examples to make batches of one of; None makes all batches.
+        """
+        return InputContext(
+            global_batch_size=self.global_batch_size,
+            num_replicas=self.num_replicas,
+            pipeline_index=self._pipeline_index,
+            num_pipelines=self.num_pipelines,
+            seed=self.seed,
+            training=self.training,
+            start_step=start_step,
+            of_global_batches=self.of_global_batches,
+            bad_records=self.bad_records,
+            only=only,
+        )
+
+    @property
+    def tolerates(self) -> bool:
+        """Whether some damaged records are left out."""
+        return self.bad_records is not None and self.bad_records.most > 0
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
@@ -256,14 +286,13 @@ class InputContext:
         self.reads.append(reads)
         batch = self.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
-        tolerates = self.bad_records is not None and self.bad_records.most > 0
-        source = tolerant(source, self.bad_records, replace=self.training) if tolerates else source
+        source = tolerant(source, self.bad_records, replace=self.training) if self.tolerates else source
         picked = self._positions(plan, whole_epochs, "records", most).map(picks, **_PARALLEL)
         self.ids = picked.map(_ids).unbatch()
         if isinstance(plan.source, sources.Subset):
             self.ids = self.ids.map(functools.partial(tf.gather, tf.constant(plan.source.ids)))
         self.by_python = True
-        read = reading.read(source, picked, reads, may_lack=tolerates and not self.training)
+        read = reading.read(source, picked, reads, may_lack=self.tolerates and not self.training)
         self.made.append(batches := _batches(read))
         return batches
 
@@ -297,6 +326,13 @@ class InputContext:
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
         self.positioned, self.examples = True, num_examples
+        self.positions = self._chunks(plan, whole_epochs, most)
+        if self._only is not None:
+            return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
+        return self.positions
+
+    def _chunks(self, plan: Plan, whole_epochs: bool, most: int) -> tf.data.Dataset:
+        num_examples = plan.size
         if not self.training:
             return self._in_order(num_examples)
         steps = num_examples / self.global_batch_size
