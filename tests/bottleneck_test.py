@@ -148,13 +148,13 @@ def test_a_slow_map_of_batches_is_not_told_to_batch_and_its_advice_helps():
 
 
 class Own:
-    """A source of numbers, each of which takes a millisecond."""
+    """A source of numbers, each of which takes 4 ms."""
 
     def __len__(self):
         return 10_000
 
     def __getitem__(self, number):
-        time.sleep(0.001)
+        time.sleep(0.004)
         return np.int64(number)
 
 
@@ -169,14 +169,14 @@ def test_a_slow_source_of_records_is_named_and_the_advice_helps():
         context = looplib.InputContext(
             global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True, start_step=0
         )
-        iterator = iter(context.records(source, block=block).map(Slow()).prefetch(1))  # Slow takes half as long
+        iterator = iter(context.records(source, block=block))
         start = time.perf_counter()
         for _ in range(100):  # several chunks of 32
             next(iterator)
         return bottleneck.of(iterator, reads=context.reads), time.perf_counter() - start
 
     found, before = read(Own(), 1)
-    assert "of the pipeline's time is read (Own.__getitem__: 1." in str(found) and "record, 1 at once" in str(found)
+    assert "of the pipeline's time is read (Own.__getitem__: " in str(found) and "record, 1 at once" in str(found)
     assert found.advice.startswith("give context.records block=16 or more: 16 blocks are read at once; or give Own a")
     found, blocks = read(Own(), 16)
     assert "block" not in found.advice

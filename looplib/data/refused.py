@@ -1,5 +1,6 @@
 """Which record a `dataset` function cannot process, once a run has failed at its batch."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -34,8 +35,8 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
     try:
         following = context.again(start_step=max(0, step - 1))  # one replica may have counted the step that failed
         dataset(following)
-        batches = following.positions.unbatch().take(_STEPS * following.replicas_per_pipeline)
-        positions = np.concatenate([np.zeros(0, np.int64), *batches.as_numpy_iterator()])
+        batches = following.positions.unbatch().as_numpy_iterator()
+        positions = np.concatenate(list(itertools.islice(batches, _STEPS * following.replicas_per_pipeline)))
         alone = context.again(only=positions)
         found = _first_bad(iter(dataset(alone)), len(positions))
         if found is None:
