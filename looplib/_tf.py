@@ -424,11 +424,13 @@ class RepeatedSeeds:
       outside: how many are not below a cache.
       cached: how many are below a cache, which needs them until it is full.
       caches: how many caches there are.
+      interleaved: how many are of the names of files, or of what else an interleave makes data sets of.
     """
 
     outside: int = 0
     cached: int = 0
     caches: int = 0
+    interleaved: int = 0
 
     def lacking(self, texts: list[bytes]) -> bool:
         """Returns whether one of them is not in an iterator's state."""
@@ -453,16 +455,17 @@ def repeated_seeds(dataset: tf.data.Dataset) -> RepeatedSeeds | None:
     """
     found = collections.Counter()
 
-    def walk(stage: tf.data.Dataset, repeated: bool, cached: bool) -> None:
+    def walk(stage: tf.data.Dataset, repeated: bool, cached: bool, interleaved: bool) -> None:
         name = type(stage).__name__
         found["caches"] += "Cache" in name
         if ("Shuffle" in name or "RandomDataset" in name) and (repeated or "Repeat" in name):
             found["cached" if cached else "outside"] += 1
+            found["interleaved"] += interleaved
         for before in stage._inputs() if "Snapshot" not in name else ():  # later epochs read what the first has written
-            walk(before, repeated or "Repeat" in name, cached or "Cache" in name)
+            walk(before, repeated or "Repeat" in name, cached or "Cache" in name, interleaved or "Interleave" in name)
 
     try:
-        walk(dataset, False, False)
+        walk(dataset, False, False, False)
     except (AttributeError, NotImplementedError):
         return None
     return RepeatedSeeds(**found)

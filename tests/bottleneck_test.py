@@ -2,7 +2,9 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -145,6 +147,44 @@ def test_a_slow_map_of_batches_is_not_told_to_batch_and_its_advice_helps():
     assert after < 0.6 * before, (before, after)
 
 
+class Own:
+    """A source of numbers, each of which takes 4 ms."""
+
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, number):
+        time.sleep(0.004)
+        return np.int64(number)
+
+
+class Threaded(Own):
+    def __getitems__(self, numbers):
+        with ThreadPoolExecutor(16) as pool:
+            return list(pool.map(self.__getitem__, numbers))
+
+
+def test_a_slow_source_of_records_is_named_and_the_advice_helps():
+    def read(source, block):
+        context = looplib.InputContext(
+            global_batch_size=8, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True, start_step=0
+        )
+        iterator = iter(context.records(source, block=block))
+        start = time.perf_counter()
+        for _ in range(100):  # several chunks of 32
+            next(iterator)
+        return bottleneck.of(iterator, reads=context.reads), time.perf_counter() - start
+
+    found, before = read(Own(), 1)
+    assert "of the pipeline's time is read (Own.__getitem__: " in str(found) and "record, 1 at once" in str(found)
+    assert found.advice.startswith("give context.records block=16 or more: 16 blocks are read at once; or give Own a")
+    found, blocks = read(Own(), 16)
+    assert "block" not in found.advice
+    found, threads = read(Threaded(), 1)
+    assert "__getitem__" not in found.advice
+    assert max(blocks, threads) < 0.75 * before, (before, blocks, threads)
+
+
 def test_a_copy_to_a_device_that_takes_longer_is_named():
     iterator = iter(Data.range(100).map(Slow()).batch(4))
     for _ in range(10):
@@ -187,7 +227,7 @@ def test_the_slowest_stage_is_named_and_the_advice_helps():
     """A map that is slow for each call: first alone, then in parallel, as advised, then on whole batches, as advised."""
     alone, together = Slow(), Slow()
     what, advice, serial = train(lambda data, n: data.map(alone).batch(n))
-    assert "of the pipeline's time is map (Map" in what and "1 at once)" in what and alone.most == 1, what
+    assert "of the pipeline's time is map (map" in what and "1 at once)" in what and alone.most == 1, what
     assert advice == "give that map num_parallel_calls=tf.data.AUTOTUNE"
 
     what, advice, parallel = train(lambda data, n: data.map(together, num_parallel_calls=4).batch(n))

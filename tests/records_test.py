@@ -14,6 +14,7 @@ import tensorflow as tf
 from conftest import more
 
 import looplib
+from looplib.data import refused
 from looplib.records import damage
 from looplib.records import order as orders
 
@@ -302,6 +303,51 @@ def test_a_few_damaged_records_are_left_out(copy, block, caplog):
     assert all(len(records) == len(seeds) for records, seeds in pairs)
 
 
+class Refusing(looplib.Trainer):
+    """Refuses record 17 of the third file."""
+
+    def __init__(self, files, **settings):
+        self.files, self.settings, self.weight = files, settings, tf.Variable(0.0)
+
+    def dataset(self, context):
+        def parse(records):
+            numbers = tf.io.decode_raw(tf.strings.substr(records, 0, 8), tf.int64)[:, 0]
+            with tf.control_dependencies([tf.debugging.assert_none_equal(numbers, np.int64(40 + 17))]):
+                return tf.identity(numbers)
+
+        return context.records(self.files, **self.settings).map(parse, tf.data.AUTOTUNE)
+
+    def step_fn(self, inputs):
+        self.weight.assign_add(1.0)
+        return {"loss": tf.cast(inputs, tf.float32)}
+
+
+def refused_by(trainer, context, step):
+    trainer.dataset(context)
+    return refused.find(trainer.dataset, context, step)
+
+
+def test_a_record_that_the_program_refuses_is_named(files):
+    shard = files.replace("*", "00002-of-00005")
+    said = f"record 17 of {shard}, at byte {offset(2, 17)}"
+    for settings in ({"block": 1}, {"block": 7}):
+        order = numbers(context().records(files, **settings), 12)
+        step = next(step for step, batch in enumerate(order) if 40 + 17 in batch)
+        place = order[step].index(40 + 17)
+        for replicas, workers in ((1, 1), (2, 1), (2, 2)):
+            worker = place // 10 if workers == 2 else 0
+            assert refused_by(Refusing(files, **settings), context(20, replicas, worker, workers), step) == said
+    assert refused_by(Refusing(files), context(training=False), 2) == said
+    kept = looplib.Kept(np.arange(TOTAL) % 3 == 0, files)  # 40 + 17 is one of them
+    assert refused_by(Refusing(kept, block=2), context(), 0) == said
+
+    with looplib.Controller(
+        trainer=Refusing(files), global_batch_size=20, loop="eager", seed=3, steps_per_loop=5, writers=[]
+    ) as controller:
+        with pytest.raises(looplib.UsageError, match=f"{said}, is refused by Refusing.dataset: .*; restore the file"):
+            controller.train(40)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_file_without_any_good_record_is_a_sentence(training, tmp_path):
     path = tmp_path / "data.tfrecord"
@@ -334,6 +380,9 @@ def test_lines_records_of_one_length_and_parquet(tmp_path):
     found = [pair for row in rows.as_numpy_iterator() for pair in zip(row["number"], row["name"])]
     assert sorted(found) == [(number, b"n%d" % number) for number in range(50)]
     assert [number for number, _ in found] != list(range(50))
+    batches = [context(10).records(source, block=4).take(9) for source in (f"{tmp_path}/a.parquet", list(range(50)))]
+    found = [[list(batch["number"]) for batch in batches[0]], [list(batch) for batch in batches[1]]]
+    assert found[0] == found[1]  # a block that is given has one order in all formats
 
 
 def test_the_page_of_records_opens_files_as_printed(tmp_path):
@@ -440,9 +489,15 @@ def test_files_of_no_known_format_are_a_sentence(tmp_path):
         context().records(f"{tmp_path}/train-*")
     with pytest.raises(looplib.UsageError, match="the format of .* is 'zip'; expected one of tfrecord, array_record"):
         looplib.open_records(f"{tmp_path}/train-*", "zip")
-    for format, options in (("parquet", {}), ("array_record", {}), ("binary", {}), ("tfrecord", {"columns": ["a"]})):
-        with pytest.raises(looplib.UsageError, match=f"train-00000 cannot be opened as {format} with the options"):
+    for format, options in (("binary", {}), ("tfrecord", {"columns": ["a"]}), ("parquet", {"record_bytes": 3})):
+        with pytest.raises(
+            looplib.UsageError, match=f"opened as {format} with the options .*; expected (record|no op)"
+        ):
             looplib.open_records(f"{tmp_path}/train-*", format, **options)
+    for format in ("parquet", "array_record"):
+        said = f"train-00000, 0 bytes, cannot be opened as {format}: .*; it was truncated .*; restore it from a copy"
+        with pytest.raises(looplib.UsageError, match=said):
+            looplib.open_records(f"{tmp_path}/train-*", format)
 
 
 def test_the_one_of_several_files_that_cannot_be_opened_is_named(tmp_path):
@@ -452,7 +507,9 @@ def test_the_one_of_several_files_that_cannot_be_opened_is_named(tmp_path):
     for name in "abc":
         pyarrow.parquet.write_table(pyarrow.table({"a": [1, 2]}), tmp_path / f"{name}.parquet")
     os.truncate(tmp_path / "b.parquet", 50)
-    with pytest.raises(looplib.UsageError, match="b.parquet cannot be opened as parquet"):
+    with pytest.raises(
+        looplib.UsageError, match="b.parquet, 50 bytes, cannot be opened as parquet: Parquet magic bytes not"
+    ):
         looplib.open_records(f"{tmp_path}/*.parquet")
 
 

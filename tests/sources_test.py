@@ -407,6 +407,23 @@ def test_an_epoch_keeps_its_order_wherever_the_one_before_was_left(name, monkeyp
     assert rests == [whole[stop:] for stop in STOPS]
 
 
+def test_a_shuffle_of_files_that_are_all_open_is_explained_and_the_advice_helps():
+    def pipeline(first, last):
+        files = first(Data.list_files(str(FILES.folder / "?.tfr"), seed=2))
+        return last(files.interleave(tf.data.TFRecordDataset, 3, num_parallel_calls=2).shuffle(60, seed=1).batch(2))
+
+    def repeat(data):
+        return data.repeat()
+
+    def once(data):
+        return data
+
+    for first, last in ((once, repeat), (repeat, once)):
+        whole, rests, log, _ = case(lambda _, first=first, last=last: pipeline(first, last))
+        assert rests == [whole[stop:] for stop in STOPS]
+        assert ("repeat() directly behind that shuffle" in log) == ("by skipping" in log) == (first is once)
+
+
 @pytest.mark.parametrize("name", [*(name for name in BY_SKIPPING if name not in SKIP_ALIKE), *more(SKIP_ALIKE)])
 def test_skips_and_says_why(name):
     why, make = BY_SKIPPING[name]

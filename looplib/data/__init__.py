@@ -10,6 +10,7 @@ Names that other rooms may use, by file:
     iterator_state: none
     lengths: none
     pipelines: distribute
+    refused: none
     remote_stream: Place, RemoteStream
     stream: Stream
 """

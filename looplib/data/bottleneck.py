@@ -3,9 +3,13 @@
 import collections
 import dataclasses
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from looplib.records.reading import Reads
 
 # What a stage does, by a part of the name that TensorFlow gives it. The first that fits counts.
 _KINDS = {
@@ -28,6 +32,7 @@ _KINDS = {
     "GroupBy": "batch",
 }
 _NESTED = ("FlatMap", "Interleave")  # whose elements come from data sets that their function makes
+_FILES = ("TFRecord", "TextLine", "FixedLengthRecord", "CSV")
 _LEAST = 0.25  # of the time, for a stage that is worth a change
 _AUTOTUNE = "num_parallel_calls=tf.data.AUTOTUNE"
 # AUTOTUNE starts no more calls than there are cores, and tf.data has no more threads for them.
@@ -61,6 +66,7 @@ class Bottleneck:
       parallel: how many of these it makes at once, in all data sets that an interleave reads at once.
       tuned: whether tf.data decides how many.
       of_batches: whether its elements are batches.
+      reads: how, if it reads the records of `context.records`; milliseconds are those of a record then.
     """
 
     kind: str
@@ -70,16 +76,24 @@ class Bottleneck:
     parallel: int
     tuned: bool = False
     of_batches: bool = True
+    reads: Reads | None = None
 
     def __str__(self) -> str:
         time = f"{self.milliseconds:.0f}" if self.milliseconds >= 10 else f"{self.milliseconds:.2g}"
         at_once = "as many at once as tf.data chooses" if self.tuned else f"{self.parallel} at once"
         each = f"{time} ms for an element, {at_once}"
-        return f"{self.share:.0%} of the pipeline's time is {self.kind} ({self.stage}: {each})"
+        if self.reads is not None:
+            each = f"{time} ms for a record, " + (
+                "1 at once" if self.parallel == 1 else f"with {self.parallel} threads"
+            )
+        stage = self.stage if self.reads is not None or self.kind == "copy" else _users_name(self.stage)
+        return f"{self.share:.0%} of the pipeline's time is {self.kind} ({stage}: {each})"
 
     @property
     def advice(self) -> str:
         """What to change."""
+        if self.reads is not None:
+            return self.reads.advice
         kind, parallel = "map" if self.kind == "decode" else self.kind, self.tuned or self.parallel > 1
         advice = _ADVICE.get((kind, parallel)) or _ADVICE[kind, False]
         if kind == "read" and not parallel and any(part in self.stage for part in _NESTED):
@@ -89,12 +103,13 @@ class Bottleneck:
         return advice
 
 
-def of(iterator: tf.data.Iterator, copy: float = 0.0) -> Bottleneck | None:
+def of(iterator: tf.data.Iterator, copy: float = 0.0, reads: Sequence[Reads] = ()) -> Bottleneck | None:
     """Returns the slowest stage of the pipeline behind an iterator since it was made.
 
     Args:
       iterator: the iterator.
       copy: seconds that the copy of an element to its device takes, of which tf.data keeps no statistics.
+      reads: how records are read, of which tf.data knows nothing either.
 
     Returns:
       None if no stage stands out, or TensorFlow has no statistics, as for iterators of tf.distribute and with
@@ -102,12 +117,14 @@ def of(iterator: tf.data.Iterator, copy: float = 0.0) -> Bottleneck | None:
     """
     try:
         nodes = tf.data.experimental.get_model_proto(iterator).nodes
-        return _slowest(nodes, copy * 1e9)
+        return _slowest(nodes, copy * 1e9, reads)
     except (AttributeError, TypeError, ValueError, KeyError, tf.errors.OpError):  # other iterators, other versions
         return None
 
 
-def _slowest(nodes: Any, copy: float) -> Bottleneck | None:
+def _slowest(nodes: Any, copy: float, reads: Sequence[Reads]) -> Bottleneck | None:
+    reading = {number: one for one in reads for number in _reading(nodes, one)}
+    kinds = {number: "read" if number in reading else _kind(nodes[number].name) for number in nodes}
     children = {number for node in nodes.values() for number in node.inputs}
     found: dict[int, float] = collections.defaultdict(float)
     for root in nodes.keys() - children:
@@ -115,7 +132,7 @@ def _slowest(nodes: Any, copy: float) -> Bottleneck | None:
     seconds: dict[str, float] = collections.defaultdict(float)
     for number, time in found.items():
         if nodes[number].name != "Root":
-            seconds[_kind(nodes[number].name)] += time
+            seconds[kinds[number]] += time
     seconds["copy"] = copy * sum(nodes[root].num_elements for root in nodes.keys() - children)
     total = sum(seconds.values())
     seconds.pop("", None)
@@ -126,18 +143,41 @@ def _slowest(nodes: Any, copy: float) -> Bottleneck | None:
         return None
     if kind == "copy":
         return Bottleneck(kind, seconds[kind] / total, "to the device", copy / 1e6, 1)
-    slowest = max((number for number in found if _kind(nodes[number].name) == kind), key=found.get)
+    slowest = max((number for number in found if kinds[number] == kind), key=found.get)
+    share, one = seconds[kind] / total, reading.get(slowest)
+    if one is not None:
+        time = sum(nodes[number].processing_time for number, other in reading.items() if other is one)
+        return Bottleneck(kind, share, str(one), time / 1e6 / max(1, one.records), one.at_once, reads=one)
     stage, after = nodes[slowest], _after(nodes, slowest)
     around = [one for one, inside in after if inside]
     return Bottleneck(
         kind,
-        seconds[kind] / total,
+        share,
         stage.name,
         stage.processing_time / 1e6 / max(1, stage.num_elements),
         math.prod(map(_parallelism, [stage, *around])),
         any(one.name == "parallelism" and one.tunable for other in [stage, *around] for one in other.parameters),
         _is_of_batches(nodes, slowest, [one for one, _ in after]),
     )
+
+
+def _reading(nodes: Any, reads: Reads) -> list[int]:
+    """Returns the numbers of the stages that read records: maps that were called as often as was noted.
+
+    If a map of the user's was called as often, it comes after them.
+    """
+    maps = [number for number in nodes if nodes[number].name == "Map"]
+    alike = ([n for n in maps if abs(nodes[n].num_elements - calls) <= 1] for calls in reads.calls if calls)
+    return [max(numbers, key=lambda number: len(_after(nodes, number))) for numbers in alike if numbers]
+
+
+def _users_name(stage: str) -> str:
+    """Returns what a user calls a stage to which TensorFlow gives a name such as ParallelMapV2."""
+    name = re.sub(r"^(Legacy)?Parallel|V\d+$", "", stage)
+    if name in _FILES:
+        return f"{name}Dataset"
+    words = "from_generator" if name == "Generator" else re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    return words.replace("_and_", " and ")
 
 
 def _after(nodes: Any, number: int) -> list[tuple[Any, bool]]:

@@ -273,11 +273,11 @@ class HostStream(Stream):
                 self._try_out(untried)
                 self._trusted = True
             return self._digest + packed
-        except iterator_state.BetweenEpochsError:
+        except iterator_state.BetweenEpochsError as error:
             if not self._between:
                 self._note(
-                    "has a shuffle that has ended or not begun in this epoch, as in a part of a concatenate, so that "
-                    "its state is not complete; a run that resumes here will skip the data already used"
+                    "has a shuffle that has ended or not begun in this epoch, so that its state is not complete, and a "
+                    f"run that resumes here will skip the data already used: {error}"
                 )
             self._between = True
             return None  # the next position can be saved again

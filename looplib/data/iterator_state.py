@@ -11,6 +11,12 @@ _MOST_BYTES = 256 * 2**20
 # Pieces of an iterator's state that are serialized at once: one is slow, and many may come to 2 GB before the check.
 _PIECES = 4
 _DIGEST_BYTES = 16
+# Which shuffle has ended, or not begun, in an epoch.
+_OF_FILES = (
+    "such as that of list_files, which ends once all files are open; to resume from the state, repeat() directly "
+    "behind that shuffle, in front of interleave"
+)
+_OF_PARTS = "such as that of a part of a concatenate, or one in front of a take"
 _FAIL = 2  # the op's policy: refuse what has state outside of the iterator
 # Stages that TensorFlow 2.20 and 2.21 restore exactly, by their names in its states: tests/sources_test.py tries each.
 TRIED = frozenset(
@@ -30,7 +36,10 @@ class UnsavableError(Exception):
 
 
 class BetweenEpochsError(Exception):
-    """The state of a repeated data set lacks the seeds of a shuffle: in this epoch, it has ended or not begun."""
+    """The state of a repeated data set lacks the seeds of a shuffle: in this epoch, it has ended or not begun.
+
+    The message says which shuffle that is likely to be, as a clause.
+    """
 
 
 def handle(iterator: tf.data.Iterator) -> tf.Tensor:
@@ -71,7 +80,7 @@ def save(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> tuple[bytes, s
         if seeds is None:
             raise UnsavableError("this version of TensorFlow does not tell which shuffles it repeats")
         if seeds.lacking(texts):
-            raise BetweenEpochsError
+            raise BetweenEpochsError(_OF_FILES if seeds.interleaved else _OF_PARTS)
     if why := _tf.why_restored_wrongly(texts):
         raise UnsavableError(why)
     pieces, size = _pack(state, _MOST_BYTES)

@@ -10,7 +10,7 @@ from absl import logging
 
 from looplib import _tf
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, doubts, global_batches
+from looplib.data import devices, doubts, global_batches, refused
 from looplib.data.block_stream import IDS_BLOCK, BlockStream, KeyedStream, block_of
 from looplib.data.host_stream import HostStream
 from looplib.data.lengths import Lengths
@@ -118,6 +118,8 @@ def distribute(
         examples=context.examples,
         fingerprint=fingerprint(context.sources) if training else {},
         ids=context.ids,
+        reads=lambda: pipelines.contexts[-1].reads,
+        refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
         lengths=lengths,
     )
 

@@ -165,6 +165,7 @@ class TaskLoop(TrainingLoop):
                 self._end_data()  # it has moved past examples that were not trained on
                 if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
                     raise DataError(found.sentence) from error
+                self._name_the_record(error)
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
                 raise UsageError(
@@ -172,7 +173,19 @@ class TaskLoop(TrainingLoop):
                     "an empty data set, or of files without examples"
                 ) from error
 
+    def _name_the_record(self, error: BaseException) -> None:
+        """Raises `DataError` for an error of the user's `dataset` that one record leads to."""
+        if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
+            return
+        steps = int(self._spec.counter) - self._counted_before
+        if (named := self._stream.refused(steps)) is not None:
+            raise DataError(
+                f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or fix "
+                f"{self.place_of(error) or 'the functions of its maps'}"
+            ) from error
+
     def _iterate(self) -> None:
+        self._counted_before = 0 if self._spec.training else int(self._spec.counter)
         self._iterator, self._position = self._stream.iterate(self._position), None
         _reading.add(self)
         self._sure = self._stream.sure - (0 if self._stream.positioned else self._start_step)
@@ -246,7 +259,7 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        found = bottleneck.of(self._iterator, self._stream.copy_seconds())
+        found = bottleneck.of(self._iterator, self._stream.copy_seconds(), self._stream.reads())
         return (str(found), found.advice) if found else None
 
     def _end_data(self, wait: bool = False) -> None:

@@ -7,10 +7,10 @@ Names that other rooms may use, by file:
     formats: none
     index: none
     index_shuffle: none
-    indexed: none
+    indexed: BadRecordError
     measured: measure
     order: BlockOrder, Order, Picks, RecordOrder, key_of, mix, seeds_at, shuffled
-    reading: read
-    sources: Blocked, Chain, Source, Subset, mean_bytes, open_records, opened
+    reading: Reads, read
+    sources: Blocked, Chain, Source, Subset, items, mean_bytes, named, open_records, opened
     tfrecord: none
 """

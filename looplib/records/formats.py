@@ -119,9 +119,20 @@ class Parquet(Numbered):
             self._rows(group)[row] for group, row in zip(groups.tolist(), (numbers - self._firsts[groups]).tolist())
         ]
 
+    def named(self, number: int) -> str:
+        """See `Numbered`."""
+        group = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        row = number - int(self._firsts[group]) + self._first_of(group)
+        return f"row {row} of {self.files.paths[self._groups[group][0]]}, in {self._named(group)}"
+
+    def _first_of(self, index: int) -> int:
+        """Returns the number in its file of the first row of a group."""
+        number, _ = self._groups[index]
+        return int(self._firsts[index] - self._firsts[[other for other, _ in self._groups].index(number)])
+
     def _named(self, index: int) -> str:
         number, group = self._groups[index]
-        first = self._firsts[index] - self._firsts[[other for other, _ in self._groups].index(number)]
+        first = self._first_of(index)
         column = self._opened[number].metadata.row_group(group).column(0)
         at = column.dictionary_page_offset or column.data_page_offset
         return f"row group {group} (from row {first}, byte {at})"

@@ -84,6 +84,10 @@ class Numbered(abc.ABC):
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""
 
+    @abc.abstractmethod
+    def named(self, number: int) -> str:
+        """Returns what an error calls a record: its number in its file, the file, and the byte where it is known."""
+
 
 class ReadElsewhere(Numbered):
     """Records of files that another library reads.
@@ -121,6 +125,11 @@ class ReadElsewhere(Numbered):
         if empty := [number for number, record in zip(numbers, found) if isinstance(record, bytes) and not record]:
             self._check(np.asarray(empty), at_once=True)  # given beyond the end of a file that was truncated
         return found
+
+    def named(self, number: int) -> str:
+        """See `Numbered`."""
+        ((index, row),) = self._firsts_of(np.asarray([number]))
+        return f"record {row} of {self.files.paths[index]}"
 
     def _firsts_of(self, numbers: np.ndarray) -> list[tuple[int, int]]:
         """Returns the files of records, and the number in its file of the first one of each."""
@@ -175,6 +184,12 @@ class IndexedFiles(Numbered):
             self.files.check(index, lambda: self._named(index, at), at_once=True)
             raise bad_record(self.files, index, row, "its checksum does not match its data", at)
         return records
+
+    def named(self, number: int) -> str:
+        """See `Numbered`."""
+        index = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        row = number - int(self._firsts[index])
+        return f"record {row} of {self.files.paths[index]}, at byte {self._offsets[index][row]}"
 
     def _named(self, index: int, byte: int) -> str:
         row = int(np.searchsorted(self._offsets[index], byte, side="right")) - 1

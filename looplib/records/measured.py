@@ -75,7 +75,7 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
         .batch(_BATCH)
         .map(lambda ids: (Picks(ids[None], ids[None], ids[None] + 1),))
     )
-    batches = reading.read(source, picks, by_pieces=False).unbatch()
+    batches = reading.read(source, picks, reading.Reads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
     measured = batches.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     spec = measured.element_spec
     found = [] if tf.nest.is_nested(spec) else list(measured.as_numpy_iterator())

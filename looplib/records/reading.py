@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,23 +12,81 @@ import tensorflow as tf
 
 from looplib.errors import UsageError, join_names
 from looplib.records.files import THREADS
+from looplib.records.indexed import Numbered
 from looplib.records.order import Picks
-from looplib.records.sources import Chain, Source, items, mean_bytes
+from looplib.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes
 
 # Records, and their bytes, whose pieces are read before they are used.
 _AHEAD, _AHEAD_BYTES = 4096, 1 << 25
 _Piece = tuple[int, int]  # its first record, and the one after its last
 
 
+@dataclasses.dataclass
+class Reads:
+    """How the records of a data set are read, of which tf.data says only that it is a map.
+
+    Attributes:
+      source: the records.
+      by_pieces: whether neighbouring records are read at once.
+      may_be_by_pieces: whether they could be.
+      calls: of its stages: that reads ahead, if there is one, and that hands out.
+      records: how many were read.
+    """
+
+    source: Source
+    by_pieces: bool
+    may_be_by_pieces: bool
+    calls: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    records: int = 0
+
+    @property
+    def at_once(self) -> int:
+        """How many pieces, or records, are read at once."""
+        return THREADS if self.by_pieces else 1
+
+    def __str__(self) -> str:
+        own = self._slow
+        if own is None:
+            return "the files of context.records"
+        return f"{type(own).__name__}.{'__getitems__' if isinstance(own, ReadsMany) else '__getitem__'}"
+
+    @property
+    def advice(self) -> str:
+        """What to change if reading takes the time."""
+        own, advice = self._slow, ""
+        if self.may_be_by_pieces and not self.by_pieces:
+            advice = f"give context.records block=16 or more: {THREADS} blocks are read at once; or "
+        if own is None:
+            return advice + "move the files nearer"
+        if isinstance(own, ReadsMany):
+            return advice + f"let {self} read in more threads if it waits; if it computes, write its records to files"
+        return advice + (
+            f"give {type(own).__name__} a method __getitems__(numbers), which reads several records at once, in "
+            "threads if it waits; if it computes, write its records to files"
+        )
+
+    @property
+    def _slow(self) -> Source | None:
+        """The source of the user's or of a library's; None if all are files that looplib reads."""
+        whole = self.source.source if isinstance(self.source, Subset) else self.source
+        parts = whole.sources if isinstance(whole, Chain) else [whole]
+        return next((part for part in parts if not isinstance(part, Numbered)), None)
+
+
 def read(
-    source: Source, picks: tf.data.Dataset, *, by_pieces: bool, lanes: int = 64, may_lack: bool = False
+    source: Source,
+    picks: tf.data.Dataset,
+    reads: Reads,
+    *,
+    lanes: int = 64,
+    may_lack: bool = False,
 ) -> tf.data.Dataset:
     """Reads the records that an order picks.
 
     Args:
       source: the records.
       picks: chunks of batches: (`Picks` of int64 `[k, b]`, and anything else, which is passed on).
-      by_pieces: whether neighbouring records are read at once, as the picks say; else each by itself.
+      reads: says whether neighbouring records are read at once, as the picks say; counts the calls.
       lanes: how many pieces a batch takes records from, at most.
       may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
 
@@ -36,10 +95,11 @@ def read(
       alone if there is nothing else.
     """
     element = _Element(source)
-    pieces = _Pieces(source, lanes) if by_pieces else None
+    pieces = _Pieces(source, lanes) if reads.by_pieces else None
 
     def announce(starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         pieces.announce(starts.ravel(), stops.ravel())
+        reads.calls[0] += 1
         return starts
 
     def fetch(ids: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Any:
@@ -47,6 +107,8 @@ def read(
             found = items(source, ids.ravel())
         else:
             found = pieces.fetch(ids.ravel(), starts.ravel(), stops.ravel())
+        reads.calls[1] += 1
+        reads.records += len(found)
         if not may_lack:
             return element.pack(found, ids.shape)
         there = np.asarray([record is not None for record in found])

@@ -15,10 +15,14 @@ from looplib import source_locations
 from looplib.errors import UsageError, gist, join_names
 from looplib.records.files import Files
 from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
-from looplib.records.indexed import BadRecordError, ReadElsewhere, ends_process
+from looplib.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
 from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_OPTIONS = {
+    "binary": "record_bytes, and header_bytes if the files have a head",
+    "parquet": "no option, or columns=[...], the names of those to read",
+}
 _EXTENSION = re.compile(r"\.(tfrecords?|array_?records?|parquet|txt|jsonl|csv|tsv)(?=[.-]|$)")
 
 
@@ -88,15 +92,21 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
         return FORMATS[format](paths, **options)
     except UsageError:
         raise
-    except (OSError, RuntimeError, TypeError, ValueError) as error:  # of another library, or from an unknown option
+    except TypeError as error:
+        raise UsageError(
+            f"files cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); expected "
+            f"{_OPTIONS.get(format, 'no option')}"
+        ) from error
+    except (OSError, RuntimeError, ValueError) as error:  # of another library
         if len(paths) > 1:
             for path in paths:
                 open_records(path, format, **options)  # names the one that cannot be opened
-        what = f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else "".join(paths)
+        size = tf.io.gfile.stat(paths[0]).length
+        what = f"{paths[0]} and {len(paths) - 1} more files" if paths[1:] else f"{paths[0]}, {size} bytes,"
+        why = gist(error).rstrip(".") if str(error) else "its end is not that of such a file"
         raise UsageError(
-            f"{what} cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); restore a "
-            "damaged file from a copy; expected files of this format, record_bytes for binary, maybe header_bytes, and "
-            "columns at most for parquet"
+            f"{what} cannot be opened as {format}: {why}; it was truncated or damaged, is still being written, or is "
+            "of another format; restore it from a copy, or wait until it is written"
         ) from error
 
 
@@ -183,6 +193,16 @@ class Subset:
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Returns records by number."""
         return items(self.source, self.ids[np.asarray(numbers)])
+
+
+def named(source: Source, number: int) -> str:
+    """Returns what an error calls a record of a source, with its file and place where these are known."""
+    if isinstance(source, Chain):
+        part = bisect.bisect_right(source.firsts, number) - 1
+        return named(source.sources[part], number - source.firsts[part])
+    if isinstance(source, Subset):
+        return named(source.source, int(source.ids[number]))
+    return source.named(number) if isinstance(source, Numbered) else f"record {number} of the {type(source).__name__}"
 
 
 def items(source: Source, numbers: Sequence[int]) -> list[Any]:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError, whole_number
@@ -46,6 +47,8 @@ class InputContext:
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
       bad_records: the damaged records that `records` has left out, and how many it may; None for none.
       sources: what `records` was given, opened.
+      reads: how these are read.
+      positions: what `indices` or `records` made its batches of last: chunks of positions in the run, int64 `[k, b]`.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class InputContext:
         of_global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
         bad_records: LeftOut | None = None,
+        only: np.ndarray | None = None,
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -74,6 +78,7 @@ class InputContext:
         self.of_global_batches = of_global_batches
         self.numbers = numbers
         self.bad_records = bad_records
+        self._only = only
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
         self.positioned = self.by_python = False
         self.asked_for_its_part = self.asked_for_its_start = False
@@ -83,7 +88,34 @@ class InputContext:
         self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.steps_per_epoch: float | None = None
         self.sources: list[sources.Source] = []
+        self.reads: list[reading.Reads] = []
+        self.positions: tf.data.Dataset | None = None
         self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
+
+    def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
+        """Returns a new context of the same pipeline.
+
+        Args:
+          start_step: global batches that were consumed before.
+          only: positions in the run, int64 `[n]`, of examples to make batches of one of; None makes all batches.
+        """
+        return InputContext(
+            global_batch_size=self.global_batch_size,
+            num_replicas=self.num_replicas,
+            pipeline_index=self._pipeline_index,
+            num_pipelines=self.num_pipelines,
+            seed=self.seed,
+            training=self.training,
+            start_step=start_step,
+            of_global_batches=self.of_global_batches,
+            bad_records=self.bad_records,
+            only=only,
+        )
+
+    @property
+    def tolerates(self) -> bool:
+        """Whether some damaged records are left out."""
+        return self.bad_records is not None and self.bad_records.most > 0
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
@@ -222,7 +254,7 @@ class InputContext:
             ids, *known = plan.to_read(found(positions))
             return Picks(ids, ids, ids + 1), *known, *([self._seeds(positions)] if seeds else [])
 
-        return self._read(plan, picks, whole_epochs, by_pieces=False)
+        return self._read(plan, picks, whole_epochs, reading.Reads(plan.source, False, isinstance(plan, Kept)))
 
     def read(
         self, source: sources.Source, order: Order, *, seeds: bool = False, whole_epochs: bool = False
@@ -243,23 +275,24 @@ class InputContext:
             return (Picks(*found), self._seeds(positions)) if seeds else (Picks(*found),)
 
         by_pieces = not isinstance(order, RecordOrder)
-        return self._read(Ids(len(source), source=source), picks, whole_epochs, by_pieces)
+        reads = reading.Reads(source, by_pieces, by_pieces or order.shuffle)
+        return self._read(Ids(len(source), source=source), picks, whole_epochs, reads)
 
     def _read(
-        self, plan: Plan, picks: Callable[[tf.Tensor], Any], whole_epochs: bool, by_pieces: bool
+        self, plan: Plan, picks: Callable[[tf.Tensor], Any], whole_epochs: bool, reads: reading.Reads
     ) -> tf.data.Dataset:
         source = plan.source
         self.sources.append(source)
+        self.reads.append(reads)
         batch = self.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
-        tolerates = self.bad_records is not None and self.bad_records.most > 0
-        source = tolerant(source, self.bad_records, replace=self.training) if tolerates else source
+        source = tolerant(source, self.bad_records, replace=self.training) if self.tolerates else source
         picked = self._positions(plan, whole_epochs, "records", most).map(picks, **_PARALLEL)
         self.ids = picked.map(_ids).unbatch()
         if isinstance(plan.source, sources.Subset):
             self.ids = self.ids.map(functools.partial(tf.gather, tf.constant(plan.source.ids)))
         self.by_python = True
-        read = reading.read(source, picked, by_pieces=by_pieces, may_lack=tolerates and not self.training)
+        read = reading.read(source, picked, reads, may_lack=self.tolerates and not self.training)
         self.made.append(batches := _batches(read))
         return batches
 
@@ -293,6 +326,13 @@ class InputContext:
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
         self.positioned, self.examples = True, num_examples
+        self.positions = self._chunks(plan, whole_epochs, most)
+        if self._only is not None:
+            return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
+        return self.positions
+
+    def _chunks(self, plan: Plan, whole_epochs: bool, most: int) -> tf.data.Dataset:
+        num_examples = plan.size
         if not self.training:
             return self._in_order(num_examples)
         steps = num_examples / self.global_batch_size
