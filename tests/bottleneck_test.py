@@ -77,11 +77,11 @@ def test_the_stage_that_takes_the_time_is_named(records):
     for kind, data in cases.items():
         found = slowest(data, 60)
         assert (found.kind, found.parallel) == (kind, 1), found
-        assert found.share > 0.5 and found.advice, found
+        assert found.share > 0.3 and found.advice, found
     # Most of the files are read to their end, of which tf.data keeps no statistics.
     data = Data.from_tensor_slices(records).repeat().interleave(zipped, 2, num_parallel_calls=2)
     found = slowest(data.map(tf.strings.length), 400)
-    assert found.kind == "read" and found.share > 0.5, found
+    assert found.kind == "read" and found.share > 0.3, found
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,31 @@ def test_steps_overlap_only_where_all_but_the_last_are_sure_to_have_data():
         assert isinstance(inner, EvaluationLoop) == overlaps
 
 
-@pytest.mark.parametrize("known", [True, *more([False])])
-def test_an_evaluation_that_failed_adds_nothing_to_the_next(known):
-    evaluator = Sums(45, known)
-    controller = looplib.Controller(evaluator=evaluator, global_batch_size=BATCH, writers=[])
+class KerasSums(Sums):
+    """Has a Keras metric too, whose variables each step updates."""
+
+    def __init__(self, examples, known):
+        super().__init__(examples, known)
+        self.mean = tf.keras.metrics.Mean(dtype="float64")
+
+    def step_fn(self, inputs):
+        outputs = super().step_fn(inputs)
+        self.mean.update_state(inputs)
+        return {**outputs, "mean": self.mean}
+
+
+@pytest.mark.parametrize("known", [True, False])  # False: the totals are a variable, which each step updates
+@pytest.mark.parametrize("kind, loop", [(Sums, "graph"), (KerasSums, "eager"), *more([(KerasSums, "graph")])])
+def test_an_evaluation_that_failed_adds_nothing_to_the_next(kind, loop, known):
+    evaluator = kind(45, known)
+    controller = looplib.Controller(evaluator=evaluator, global_batch_size=BATCH, loop=loop, writers=[])
+    expected = plain_totals(45, BATCH) | ({"mean": VALUES[:45].mean()} if kind is KerasSums else {})
     for failing in (0, 30, 44):  # in the first step, in one of several that run at once, in the last
         evaluator.fails_at.assign(VALUES[failing])
         with pytest.raises(tf.errors.InvalidArgumentError, match="planted"):
             evaluate(controller)
         evaluator.fails_at.assign(np.inf)
-        assert evaluate(controller) == pytest.approx(plain_totals(45, BATCH))
+        assert evaluate(controller) == pytest.approx(expected)
 
 
 def test_auto_tries_an_engine_for_longer_than_an_evaluation_lasts():

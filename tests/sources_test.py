@@ -257,6 +257,7 @@ REPEATED = [
     "options, not tuned", "options, threading", "options, slack", "options, plain",
 ]  # fmt: skip
 FEW = [name for name in BY_STATE if name not in REPEATED]
+OF_TIME = ["make_batched_features_dataset", "shuffle, of a shuffle", "cache, of a shuffle", "cache, shuffled"]
 
 # The clause with which each says that it skips.
 CSV, RANDOM, SHARED, ENDED = "it reads CSV files", "RandomUniform is stateful", "share a cache", "it mixes with others"
@@ -373,11 +374,12 @@ def test_resumes_from_its_state(name):
     whole, rests, log, _ = case(BY_STATE[name])
     assert len(whole) > STOPS[-1]
     assert rests == [whole[stop:] for stop in STOPS]
-    # How far these have read ahead of step 8 is a matter of time: the seeds of a shuffle may be missing in the state, and
+    # How far these have read ahead of a stop is a matter of time: the seeds of a shuffle may be missing in the state, and
     # a cache may be full for one iterator and not for another.
-    of_time = name in ("make_batched_features_dataset", "shuffle, of a shuffle", "cache, of a shuffle")
+    of_time = name in OF_TIME
     skips = log.count("by skipping")
-    assert log.count("from its saved state") + skips == len(STOPS) and skips <= of_time
+    assert log.count("from its saved state") + skips == len(STOPS)
+    assert skips <= (max(1, len(STOPS) - 1) if of_time else 0)
     assert of_time or "no position" not in log
 
 

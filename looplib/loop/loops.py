@@ -98,6 +98,7 @@ class Loops:
         self.training: TrainingLoop | None = None
         self.evaluations: dict[str, Loop] = {}
         self.closed = self.torn = False
+        self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
     def build(
         self,
@@ -308,6 +309,9 @@ class Loops:
         """
         loop = self.evaluations[name]
         self.own(loop.task)
+        if name in self._unread:
+            loop.reducer.clear()
+        self._unread.add(name)
         with loop.task.evaluating():
             try:
                 ran = loop.run(Request(steps, read=True, show=True), "evaluate")
@@ -315,7 +319,9 @@ class Loops:
                 loop.rewind()  # now, so that its data takes no memory and no time from the training that follows
             if ran.done and not ran.stopped:
                 with self._clock.phase("report"):
-                    return loop.read()
+                    metrics = loop.read()
+                self._unread.remove(name)
+                return metrics
         if ran.stopped:
             return None
         raise UsageError(

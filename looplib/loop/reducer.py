@@ -35,6 +35,10 @@ class Accumulator(abc.ABC):
         """Continues from a `state()`, or from zero if that is of another program."""
 
     @abc.abstractmethod
+    def clear(self) -> None:
+        """Removes the sums since the last report."""
+
+    @abc.abstractmethod
     def first_bad(self) -> tuple[int, list[str]]:
         """Returns which step was the first with a value that was not finite.
 
@@ -313,6 +317,11 @@ class Reducer(Accumulator):
     @tf.autograph.experimental.do_not_convert
     def _sum_replicas(self) -> tf.Tensor:
         return self._strategy.reduce(tf.distribute.ReduceOp.SUM, self.totals(), axis=None)
+
+    def clear(self) -> None:
+        """See `Accumulator`; the Keras metrics are reset too."""
+        if self.created:
+            self._strategy.run(self._reset_local)
 
     def _reset_local(self) -> None:
         self._totals.assign(tf.zeros_like(self._totals.read_value()))

@@ -31,8 +31,12 @@ class Results(Accumulator):
     def read(self) -> dict[str, np.ndarray]:
         """Returns the metrics and forgets them."""
         metrics = self._metrics
-        self._metrics, self._steps = {}, 0
+        self.clear()
         return metrics
+
+    def clear(self) -> None:
+        """See `Accumulator`."""
+        self._metrics, self._steps = {}, 0
 
     def first_bad(self) -> tuple[int, list[str]]:
         """See `Accumulator`; the step is the last one of the call."""

@@ -36,11 +36,14 @@ class RemoteReducer(Reducer):
     def read(self) -> tuple[np.ndarray, Metrics]:
         """See `Reducer`."""
         totals = self._totals.numpy()
-        self._totals.assign(np.zeros_like(totals))
         results = {name: metric.result() for name, metric in self.packer.keras.items()}
-        for metric in self.packer.keras.values():
-            metric.reset_state()
+        self._reset_local()
         return totals, results
+
+    def clear(self) -> None:
+        """See `Reducer`."""
+        if self.created:
+            self._reset_local()
 
 
 class Work(NamedTuple):
