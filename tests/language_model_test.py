@@ -3,10 +3,12 @@
 import collections
 import dataclasses
 import hashlib
+import json
 import lzma
 import math
 import os
 import pathlib
+import shutil
 import subprocess
 
 import keras
@@ -217,9 +219,9 @@ def run(settings, strategy="default", steps=60, **others):
 
 @pytest.fixture(scope="module")
 def trained(files, tmp_path_factory):
-    """Two equal runs and one on two replicas: of each the run directory and the last evaluation."""
+    """A run on one replica and one on two: of each the run directory and the last evaluation."""
     results = {}
-    for name, strategy in (("one", "default"), ("other", "default"), ("two", "mirrored_x2")):
+    for name, strategy in (("one", "default"), ("two", "mirrored_x2")):
         folder = str(tmp_path_factory.mktemp(name))
         controller, metrics = run(config(files), strategy, 120, model_dir=folder, writers=None, loop="graph")
         controller.report.write("done")
@@ -243,14 +245,16 @@ def test_an_evaluation_job_finds_all_weights(files, trained):
         assert job.evaluate()["eval"] == pytest.approx(metrics, rel=1e-5)
 
 
-def test_reports_have_the_speed_which_comparisons_leave_out(trained):
-    (one, _), (other, _) = trained["one"], trained["other"]
+def test_reports_have_the_speed_which_comparisons_leave_out(trained, tmp_path):
+    one = trained["one"][0]
     reports = [record for record in read_jsonl(f"{one}/metrics.jsonl") if record["split"] == "train"]
     assert [report["step"] for report in reports] == list(range(20, 121, 20))
     for report in reports:
         assert report["tokens_per_second"] == pytest.approx(report["steps_per_second"] * 8 * 32, rel=0.02)
         assert 0 < report["share_of_peak"] < 1
-    assert reports[0]["tokens_per_second"] != read_jsonl(f"{other}/metrics.jsonl")[0]["tokens_per_second"]
+    other = shutil.copytree(one, tmp_path / "other")
+    lines = [record | {"tokens_per_second": 1.0, "share_of_peak": 0.5} for record in read_jsonl(f"{one}/metrics.jsonl")]
+    (other / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert not compare(one, other).differences
 
 

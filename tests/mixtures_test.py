@@ -87,7 +87,7 @@ SHARES = [
 ]
 
 
-@pytest.mark.parametrize("weights", [SHARES[1], *SHARES[-2:], *more([SHARES[0], *SHARES[2:-2]])], ids=str)
+@pytest.mark.parametrize("weights", [SHARES[1], SHARES[-1], *more([SHARES[0], *SHARES[2:-1]])], ids=str)
 def test_every_prefix_of_a_mixture_has_of_each_source_its_share(weights):
     order = looplib.Mixture(dict.fromkeys(weights, 1000), weights)
     sources = read(order, repetitions(1500, 5000))[1].ravel()
@@ -127,7 +127,7 @@ def test_a_filter_keeps_what_it_chose():
 
 
 def test_an_evaluation_has_each_example_once():
-    for workers, replicas in ((1, 1), (2, 4)):
+    for workers, replicas in repetitions([(2, 4)], [(1, 1), (2, 4)]):
         assert sorted(once(PLANS["kept"](), workers, replicas)[0]) == list(np.flatnonzero(LENGTHS > 25))
         pairs = zip(*once(PLANS["mixture"](), workers, replicas))
         assert sorted(pairs) == sorted((n, i) for i, size in enumerate(SIZES.values()) for n in range(size))

@@ -75,6 +75,12 @@ _CONVERTED = {
     "replayed": "batches/of_step batches/<lambda> losses_of",
     "replayed.ByLoss": "loss_fn",
     "replayed.ByStep": "step_fn",
+    "unreliable.Unreliable": "step_fn global_mean dataset/<lambda>",
+    "trainers.model_garden_tasks": "TaskTrainer.step_fn TaskEvaluator.step_fn _by_name _mean",
+    "official.vision.dataloaders.classification_input": "Parser._parse_train_image Parser._parse_train_data Parser._parse_eval_image Parser._parse_eval_data Decoder.decode",
+    "official.vision.ops.preprocess_ops": "center_crop_image_v2 random_crop_image_v2 normalize_image normalize_scaled_float_image",
+    "official.vision.modeling.layers.nn_blocks": "ResidualBlock.call",
+    "official.vision.tasks.image_classification.ImageClassificationTask": "train_step validation_step inference_step build_losses",
 }
 
 
@@ -223,6 +229,8 @@ def convert_ahead():
     from tensorflow.python.autograph.impl import api
 
     for place, names in _CONVERTED.items():
+        if place.startswith(("trainers.model_garden", "official")) and "official" not in sys.modules:
+            continue
         for name in names.split():
             options = converter.ConversionOptions(
                 recursive=True, user_requested=name.startswith("*"), optional_features=None
