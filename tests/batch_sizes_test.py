@@ -8,6 +8,8 @@ from conftest import make_strategy
 
 import looplib
 
+pytestmark = pytest.mark.any_engine
+
 GLOBAL_BATCH = 8
 X = np.random.RandomState(0).randn(96, 4).astype("float32")
 ids = tf.data.Dataset.range

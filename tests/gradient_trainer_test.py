@@ -17,6 +17,8 @@ from looplib import UsageError, _keras
 from looplib.__main__ import main as looplib_main
 from looplib.task import model_table
 
+pytestmark = pytest.mark.any_engine
+
 # A global batch is an epoch, so that each step sees all examples, in any order.
 BATCH, TOKENS, FEATURES, CLASSES, RATE = 32, 6, 5, 3, 0.5
 _random = np.random.RandomState(1)
@@ -52,12 +54,10 @@ class Tagger(looplib.GradientTrainer):
         return (looplib.mean(losses, mask) if self._weighted else losses), metrics
 
 
-def train(trainer, steps, strategy=None, loop="graph", **settings):
-    settings = dict(steps_per_loop=2, writers=[], **settings)
+def train(trainer, steps, strategy=None, **settings):
+    settings = dict(steps_per_loop=2, writers=[]) | settings
     strategy = strategy or make_strategy("default")
-    with looplib.Controller(
-        trainer=trainer, strategy=strategy, global_batch_size=BATCH, loop=loop, **settings
-    ) as controller:
+    with looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=BATCH, **settings) as controller:
         return controller.train(steps)
 
 
@@ -102,7 +102,7 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     if not possible({"loop": loop, "strategy": "mirrored" if strategy.num_replicas_in_sync > 1 else ""}):
         pytest.skip("one XLA program runs on one device; eager replicas are tried below")
     trainer = made(strategy, keras, micro_batches=count)
-    metrics = train(trainer, 4, strategy, loop)
+    metrics = train(trainer, 4, strategy, loop=loop)
     assert_weights(trainer, numpy_weights(4))
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
@@ -154,7 +154,6 @@ def test_clipping_is_that_of_the_gradient_of_the_global_batch(clip, name, family
     assert not np.allclose(trainer.model.get_weights()[0], numpy_weights(3)[0], rtol=1e-3)  # it did clip
 
 
-@pytest.mark.any_engine
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, family", [("default", "tf_keras"), ("mirrored_x2", "keras")])
 def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_path):

@@ -32,7 +32,7 @@ def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_pa
     settings = dict(
         model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep=(looplib.KeepLast(2),))
     )
-    warm_up, window = repetitions((200, 40), (500, 200))
+    warm_up, window = repetitions((120, 25), (500, 200))
     with toy.controller(strategy, trainer, evaluator, **settings) as controller:
         controller.train_and_evaluate(warm_up, 5)
         memory = []

@@ -9,6 +9,8 @@ from conftest import EVERY, make_strategy, more
 
 import looplib
 
+pytestmark = pytest.mark.any_engine
+
 VALUES = np.random.RandomState(1).randn(2000)
 
 

@@ -63,7 +63,7 @@ def once(plan, workers=1, replicas=1):
 # A mixture of packed rows also has what each of the two does alone.
 @pytest.mark.parametrize("name", ["kept", "mixture of packed", "buckets", *more(["mixture", "packed"])])
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
-    plan, steps = PLANS[name](), repetitions(40, 100)
+    plan, steps = PLANS[name](), repetitions(20, 100)
     whole = read(plan, steps, seeds=True)
     for workers, replicas in repetitions([(2, 2)], [(2, 2), (1, 4)]):
         for part, expected in zip(read(plan, steps, workers, replicas, seeds=True), whole, strict=True):

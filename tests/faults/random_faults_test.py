@@ -4,7 +4,7 @@ import os
 
 from random_faults import trials
 
-FAULTS = int(os.environ.get("LOOPLIB_FAULTS", "3"))
+FAULTS = int(os.environ.get("LOOPLIB_FAULTS", "2"))
 
 
 def test_after_random_faults_the_end_the_next_start_and_the_surroundings_are_right(nursery, tmp_path):
