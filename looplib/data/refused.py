@@ -1,5 +1,6 @@
 """Which record a `dataset` function cannot process, once a run has failed at its batch."""
 
+import bisect
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -9,8 +10,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.errors import gist
-from looplib.records.indexed import BadRecordError
-from looplib.records.sources import Source, Subset, items, named
+from looplib.records.damage import Tolerant
+from looplib.records.sources import Chain, Source, Subset, named
 from looplib.task.input_context import InputContext
 
 _STEPS = 64  # whose batches are tried: many may be read at once
@@ -27,7 +28,7 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
       step: global batches that were consumed before.
 
     Returns:
-      Such as "record 17 of a.tfrecord (byte 1234)"; None if no record is to blame: each one fails, or none does by
+      Such as "record 17 of a.tfrecord, at byte 1234"; None if no record is to blame: each one fails, or none does by
       itself, or it cannot be found out.
     """
     if not context.positioned or len(context.made) != 1 or not context.sources:
@@ -44,7 +45,7 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
         source, (number,) = alone.sources[0], next(alone.ids.skip(found).as_numpy_iterator())
         if isinstance(source, Subset):
             number = np.flatnonzero(source.ids == number)[0]
-        return named(source, _given(source, int(number)) if context.tolerates else int(number))
+        return named(source, _given(source, int(number), context) if context.tolerates else int(number))
     except Exception as error:  # the run has failed anyway, and its own error is the one to show
         logging.debug("which record the run failed at cannot be found out: %s", gist(error))
         return None
@@ -66,12 +67,9 @@ def _first_bad(records: Iterator, count: int) -> int | None:
     return bad if any_good else None
 
 
-def _given(source: Source, number: int) -> int:
-    """Returns the number of the record that comes in place of a damaged one."""
-    for candidate in range(number, number + len(source)):
-        try:
-            items(source, [candidate % len(source)])
-            return candidate % len(source)
-        except BadRecordError:
-            pass
-    return number
+def _given(source: Source, number: int, context: InputContext) -> int:
+    """Returns the number of the record that comes for a number where damaged ones are left out."""
+    if isinstance(source, Chain):
+        part = bisect.bisect_right(source.firsts, number) - 1
+        return source.firsts[part] + _given(source.sources[part], number - source.firsts[part], context)
+    return Tolerant(source, context.bad_records, replace=context.training).given(number)[0]

@@ -132,14 +132,19 @@ class Tolerant:
         try:
             return items(self._source, numbers)
         except BadRecordError:
-            return [self._good(int(number)) for number in numbers]
+            return [self.given(int(number))[1] for number in numbers]
 
-    def _good(self, number: int) -> Any:
+    def given(self, number: int) -> tuple[int, Any]:
+        """Returns what comes for a number: a number, which is another one in place of a damaged record, and the record.
+
+        Raises:
+          UsageError: if more records are damaged than may be.
+        """
         for candidate in range(number, number + len(self)):
             try:
-                return items(self._source, [candidate % len(self)])[0]
+                return candidate % len(self), items(self._source, [candidate % len(self)])[0]
             except BadRecordError as error:
                 self._left_out.add(error)
                 if not self._replace:
-                    return None
+                    return number, None
         raise UsageError(f"each of {len(self)} records is damaged; restore the files from a copy")
