@@ -53,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.command = argv[split + 1 :]
     is_light = options.run in (_status, _launch)  # which start in a moment, and handle signals themselves
     try:
-        _refuse_early(options)
-        if not is_light and not _reports_on_local_runs(options):
-            _import_tensorflow()
+        if not is_light:
+            _refuse_early(options)
+            if not _reports_on_local_runs(options):
+                _import_tensorflow()
         from looplib.extras.tools.children import ended_by_signals
 
         with contextlib.nullcontext() if is_light else ended_by_signals():
