@@ -111,6 +111,7 @@ def distribute(
         positioned=context.positioned,
         skipped=0 if context.positioned else start_step * max(1, replicas // workers.count),
         arrays=context.arrays,
+        in_turn=pipelines.in_turn,
         sure=min(pipelines.sure),
         batch_size=batch_size,
         sized=pipelines.sized,
@@ -209,6 +210,7 @@ class _Pipelines:
       sure: steps that each is certain to have.
       sized: whether the size of its batches need not be checked in each step.
       fixed: whether all its batches have the size that was requested.
+      in_turn: whether the ids of each batch, as a replica gets it, follow one another.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class _Pipelines:
         self.cardinalities: list[int] = []
         self.shares: list[int] = []
         self.sure: list[int] = []
-        self.sized, self.fixed = True, False
+        self.sized, self.fixed, self.in_turn = True, False, False
         self._warned = False
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -246,6 +248,7 @@ class _Pipelines:
                 "context.pipeline_index)"
             )
         training, replicas = context.training, context.replicas_per_pipeline
+        self.in_turn = not (training or self._whole) and dataset is context.ids
         self.fixed = global_batches.have_size(dataset, context.per_replica_batch_size)
         if training and not self._task.batch_size_varies:
             self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)

@@ -82,7 +82,8 @@ class TaskLoop(TrainingLoop):
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)
         if self._tables is not None:
-            decorators.append(functools.partial(_gathering, tables=self._tables))
+            rows = _rows_in_turn if self._stream.in_turn else tf.gather
+            decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(global_share.add_to, task=self.task))
         return [*decorators, *backend.decorators()]
@@ -433,9 +434,19 @@ def as_numbers(who: str, metrics: object) -> dict[str, int | float]:
     return converted
 
 
-def _gathering(step_fn: StepFn, tables: Any) -> Callable[[tf.Tensor], object]:
+def _gathering(
+    step_fn: StepFn, tables: Any, rows: Callable[[Any, tf.Tensor], tf.Tensor]
+) -> Callable[[tf.Tensor], object]:
     """Makes a step of row numbers, int64 `[b]`, from a step of the rows."""
-    return lambda ids: step_fn(tf.nest.map_structure(lambda table: tf.gather(table, ids), tables))
+    return lambda ids: step_fn(tf.nest.map_structure(lambda table: rows(table, ids), tables))
+
+
+def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
+    """Returns rows that follow one another, of which a slice is no copy on a CPU."""
+    first = tf.reduce_sum(ids[:1])  # 0 for a batch without examples
+    count = tf.shape(ids, tf.int64)[0]
+    begin, size = [first, *[0] * (len(table.shape) - 1)], [count, *table.shape[1:]]
+    return tf.ensure_shape(tf.slice(table, begin, size), [*ids.shape, *table.shape[1:]])
 
 
 def _identity(variable: object) -> int:

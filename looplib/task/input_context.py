@@ -175,7 +175,10 @@ class InputContext:
             return beside(found(positions), self._seeds(positions)) if seeds else found(positions)
 
         most = max(1, _CHUNK_IDS // (self.per_replica_batch_size * plan.width))
-        batches = self._positions(plan, whole_epochs, "indices", most).map(examples, **_PARALLEL).unbatch()
+        chunks = self._positions(plan, whole_epochs, "indices", most)
+        if self.training or seeds or not isinstance(plan, Ids):  # else the positions are the ids
+            chunks = chunks.map(examples, **_PARALLEL)
+        batches = chunks.unbatch()
         self.ids = batches if plan.width == 1 else None
         ends = whole_epochs and plan.size % self.global_batch_size
         drawn = isinstance(plan, Ids) and self.training and not seeds and not ends
@@ -413,6 +416,9 @@ class InputContext:
 
         self.batches = own
         first = self._start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
+        if self.numbers is None and self.num_pipelines == 1:
+            # Without a function: to prepare one takes an iterator as long as ids for many steps.
+            return tf.data.Dataset.range(first * batch, num_examples).batch(batch).batch(1, drop_remainder=True)
         return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(positions)
 
     def _seeds(self, positions: tf.Tensor) -> tf.Tensor:

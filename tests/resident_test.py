@@ -1,0 +1,86 @@
+"""Evaluations of rows that stay on the device, and the ids of an evaluation."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy, more
+
+import looplib
+
+EXAMPLES, BATCH = 42, 8  # the last of six batches has two examples, so that two of four replicas get none
+ROWS = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype(np.float32)
+
+CHANGES = {
+    "none": lambda data: data,
+    "skip": lambda data: data.skip(2),
+    "another order": lambda data: data.map(lambda ids: ids[::-1] // 2),
+    "shuffle": lambda data: data.unbatch().shuffle(EXAMPLES, seed=1).batch(3),
+}
+
+
+class Rows(looplib.Evaluator):
+    """Adds up rows, and their products with their numbers, which no other rows have."""
+
+    def __init__(self, change="none"):
+        self.change = CHANGES[change]
+
+    def dataset(self, context):
+        return self.change(context.resident((np.arange(EXAMPLES, dtype=np.float32), ROWS)))
+
+    def step_fn(self, inputs):
+        numbers, rows = inputs
+        return {
+            "rows": looplib.total(tf.reduce_sum(rows)),
+            "products": looplib.total(tf.reduce_sum(numbers[:, None] * rows)),
+        }
+
+
+def evaluate(engine, name="default", change="none"):
+    strategy = make_strategy(name)
+    settings = dict(global_batch_size=BATCH, loop=engine, writers=[], strategy=strategy)
+    with looplib.Controller(evaluator=Rows(change), **settings) as controller:
+        return [controller.evaluate()["eval"] for _ in range(2)]
+
+
+def expected(ids):
+    ids = np.concatenate([*ids]).astype(int)
+    rows = ROWS[ids].astype(np.float64)
+    return {"rows": rows.sum(), "products": (ids[:, None] * rows).sum(), "examples": len(ids)}
+
+
+@pytest.mark.parametrize("engine", ["graph", "xla", *more(["auto", "eager"])])
+@pytest.mark.parametrize("name", ["default", "mirrored_x4", *more(["one_device", "mirrored_x2"])])
+def test_an_evaluation_has_each_row_once(engine, name):
+    for metrics in evaluate(engine, name):
+        wanted = expected([np.arange(EXAMPLES)])
+        assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("change", list(CHANGES)[1:])
+def test_ids_that_do_not_follow_one_another_get_their_own_rows(change):
+    data = tf.data.Dataset.range(EXAMPLES).batch(BATCH)
+    wanted = expected(CHANGES[change](data).as_numpy_iterator())
+    for metrics in evaluate("graph", change=change):
+        assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("replicas, pipelines", [(1, 1), (4, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("start_step", [0, 1, 3, 30])
+def test_an_evaluation_continues_with_the_ids_behind_a_step(replicas, pipelines, start_step):
+    found = {}
+    for pipeline in range(pipelines):
+        context = looplib.InputContext(
+            global_batch_size=BATCH, num_replicas=replicas, pipeline_index=pipeline, num_pipelines=pipelines,
+            start_step=start_step, training=False, seed=0,
+        )  # fmt: skip
+        own = replicas // pipelines
+        for number, ids in enumerate(context.indices(EXAMPLES).as_numpy_iterator()):
+            step, replica = divmod(number, own)
+            found[start_step + step, pipeline * own + replica] = ids
+    size = BATCH // replicas
+    parts = np.split(np.arange(EXAMPLES), range(size, EXAMPLES, size))
+    wanted = {divmod(number, replicas): part for number, part in enumerate(parts)}
+    wanted = {place: part for place, part in wanted.items() if place[0] >= start_step}
+    assert found.keys() == wanted.keys()
+    for place, part in wanted.items():
+        np.testing.assert_array_equal(found[place], part)
