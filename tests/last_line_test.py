@@ -71,7 +71,7 @@ CASES["run, keras --loop=eager"] = "InvalidArgumentError: ids are too large"
 CASES["chained, keras --loop=eager"] += " (because of KeyError 'tray')"  # AutoGraph keeps no causes
 CASES["python, keras --loop=eager"] = "object has no attribute 'nothing_like_it'"
 # Each kind of fault once, the families of Keras in turn; some on replicas and without a graph.
-ALIKE = ("conv", "layer_value", "layer_type", "layer_attribute", "layer_assert", "layer_empty", "add", "dtype", "name",
+ALIKE = ("conv", "layer_lines", "layer_value", "layer_type", "layer_attribute", "layer_assert", "layer_empty", "add", "dtype", "name",
          "python", "reshape", "gather", "map_py", "map_trace", "not_implemented", "memory", "exhausted", "loop_end_assert", "quiet",
          "lines", "import")  # fmt: skip
 ELSEWHERE = [f"{fault}, keras --num_virtual_devices=2" for fault in ("dense", "map_run")]
