@@ -203,7 +203,7 @@ def test_two_workers_show_each_step_once_after_a_rollback_and_a_failure(nursery,
     first = nursery.workers(2, folder, *arguments, "--config.nan_at=8", "--config.fail_at=18")
     assert all(process.code(300) for process in first), "".join(process.output() for process in first)
     assert "rolling back to step 5" in first[0].output()
-    run(nursery, folder, 2, *arguments)
+    run(nursery, folder, 2, *arguments, "--loop=eager")
     reports = [(record["step"], record["split"]) for record in read_jsonl(str(folder / "metrics.jsonl"))]
     assert len(set(reports)) == len(reports) and (20, "train") in reports and (20, "eval") in reports
     expected = dict.fromkeys(((*report, name) for report in reports for name in ("image", "text", "histogram")), 1)
