@@ -71,11 +71,11 @@ CASES["run, keras --loop=eager"] = "InvalidArgumentError: ids are too large"
 CASES["chained, keras --loop=eager"] += " (because of KeyError 'tray')"  # AutoGraph keeps no causes
 CASES["python, keras --loop=eager"] = "object has no attribute 'nothing_like_it'"
 # Each kind of fault once, the families of Keras in turn; some on replicas and without a graph.
-ALIKE = ("conv", "layer_value", "layer_type", "layer_attribute", "layer_assert", "layer_empty", "add", "dtype", "name",
+ALIKE = ("conv", "layer_lines", "layer_value", "layer_type", "layer_attribute", "layer_assert", "layer_empty", "add", "dtype", "name",
          "python", "reshape", "gather", "map_py", "map_trace", "not_implemented", "memory", "exhausted", "loop_end_assert", "quiet",
-         "lines")  # fmt: skip
+         "lines", "import")  # fmt: skip
 ELSEWHERE = [f"{fault}, keras --num_virtual_devices=2" for fault in ("dense", "map_run")]
-ELSEWHERE += [f"{fault}, keras --loop=eager" for fault in ("run", "chained")]
+ELSEWHERE += ["chained, keras --loop=eager"]
 ONCE = [f"{fault}, {family}" for fault, family in zip(KERAS, itertools.cycle(["keras", "tf_keras"]))]
 ONCE += [f"{fault}, keras" for fault in (*OTHERS, "quit")]
 ONCE = [case for case in ONCE if case.partition(",")[0] not in (*ALIKE, "dense", "map_run", "chained")] + ELSEWHERE

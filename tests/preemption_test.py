@@ -83,7 +83,7 @@ def finish(tmp_path, steps=40, **settings):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)  # each other signal has a test below
 @pytest.mark.parametrize("name", ["default", "mirrored_x2"])
 @pytest.mark.parametrize("signum", preemption.SIGNALS)
 def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path):
@@ -390,7 +390,7 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
     assert "the current step did not end in time" in errors
 
 
-REPEATED = [signal.SIGHUP, signal.SIGXCPU]
+REPEATED = [signal.SIGXCPU, signal.SIGHUP]
 
 
 @pytest.mark.few(1)

@@ -24,8 +24,8 @@ SLOW = ["--mode=train", "--config.slow_step=0.02", "--train_steps=100000"]
 LIVES = {
     "moving": SLOW,  # starts, runs, stalls, and is killed
     "preempted": SLOW,
-    "failed": ["--mode=train", "--config.fail_at=15", "--train_steps=60"],
-    "sweep/trial-0000/seed-0": ["--train_steps=20"],
+    "failed": ["--mode=train", "--config.fail_at=15", "--train_steps=60", "--loop=eager"],
+    "sweep/trial-0000/seed-0": ["--train_steps=20", "--loop=eager"],
 }
 
 

@@ -6,6 +6,7 @@ What the calls do is noted, a line each, in the file that TPU_STAND_IN_LOG names
 
 import dataclasses
 import os
+import sys
 
 import tensorflow as tf
 import toy
@@ -84,6 +85,7 @@ class Losing(toy.Regression):
 
 if __name__ == "__main__":
     install()
+    sys.orig_argv[1:] = ["-m", "tpu_stand_in", *sys.argv[1:]]  # a fork has those of its server
     tpu._PAUSE_SECONDS = 0.1
     tpu._MOST_RESTARTS = 2
     launch.run(

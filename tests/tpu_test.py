@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import tpu_stand_in
-from conftest import make_strategy
+from conftest import make_strategy, repetitions
 
 import looplib
 from looplib import UsageError, runtime
@@ -228,12 +228,15 @@ def train(folder, *arguments, module="tpu_stand_in", python=sys.executable):
 
 
 def test_a_run_whose_tpu_is_lost_waits_for_it_and_continues_as_if_it_had_not_been(python, tmp_path):
-    """With a stand-in for the TPU; the processes, the new start and the checkpoint are real."""
+    """With a stand-in for the TPU; the processes, the new start and the checkpoint are real.
+
+    Only the new start imports TensorFlow, with --all the first one too.
+    """
     lost, whole = tmp_path / "lost", tmp_path / "whole"
     lost.mkdir()
     whole.mkdir()
     (whole / "calls").write_text("lost\nbefore\n")  # so that it is not lost again
-    result, calls = train(lost)
+    result, calls = train(lost, python=repetitions(python, sys.executable))
     assert result.returncode == 0, result.stderr
     assert calls == ["resolve mine", "initialize", "lost"] + ["resolve mine", "initialize"] * 2
     assert "the TPU was lost: restarting (1) to resume from step 20" in result.stderr

@@ -52,7 +52,7 @@ def fill_until_it_ends(life, folder, leave):
 
 
 # A checkpoint is 4.6 MB; three are kept, and a fourth is written before one is deleted.
-ARGUMENTS = ["--config.state_mb=4", "--keep_last=2", "--config.slow_step=0.01", "--train_steps=40", "--loop=eager"]
+ARGUMENTS = ["--config.state_mb=4", "--keep_last=2", "--config.slow_step=0.01", "--train_steps=28", "--loop=eager"]
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +95,12 @@ def test_a_disk_that_gets_full_ends_a_run_with_a_sentence_and_it_resumes_once_th
 # In one process: when a background save fails, when is the error raised?
 
 
-def start(folder, actions=(), every=4):
+def start(folder, actions=()):
     """Builds a trainer and a controller that goes step by step: a graph would take a second to trace."""
     keras3.utils.set_random_seed(0)
     trainer = toy.Regression(optimizer="adam")
     evaluator = toy.RegressionEvaluator(trainer.model)
-    policy = looplib.CheckpointPolicy(every_steps=every)
+    policy = looplib.CheckpointPolicy(every_steps=4)
     return trainer, toy.controller(
         make_strategy("default"),
         trainer,
@@ -171,7 +171,7 @@ def test_a_save_that_fails_is_reported_soon_and_the_run_resumes_exactly_once_it_
 
     _, controller = start(run, [action])
     with pytest.raises(UsageError, match=f"ckpt-{fails_at} could not be saved .*free space or fix the permissions"):
-        controller.train(30)
+        controller.train(20)
     assert fails_at <= controller.global_step <= fails_at + 4  # before the next save at the latest
     writable(run, True)
     controller.close()
@@ -179,8 +179,8 @@ def test_a_save_that_fails_is_reported_soon_and_the_run_resumes_exactly_once_it_
     trainer, controller = start(run)
     with controller:
         assert controller.restored_from.endswith(f"ckpt-{fails_at - 4}")
-        controller.train(30)
-    assert_equal_weights(trainer, 30)
+        controller.train(20)
+    assert_equal_weights(trainer, 20)
 
 
 def block_next_save(folder, step):
@@ -195,9 +195,6 @@ def block_next_save(folder, step):
 def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
     folder = tmp_path / "run"
     _, controller = start(folder)
-    with controller:
-        controller.train(4)
-    _, controller = start(folder, every=4)
     controller.train(5)  # the first save of a process is not in the background
     place = block_next_save(folder, 8)
     with pytest.raises(UsageError, match="ckpt-8 could not be saved"):
@@ -219,5 +216,5 @@ def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
     trainer, controller = start(folder)
     with controller:
         assert controller.restored_from.endswith("ckpt-5")
-        controller.train(20)
-    assert_equal_weights(trainer, 20)
+        controller.train(12)
+    assert_equal_weights(trainer, 12)

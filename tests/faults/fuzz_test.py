@@ -9,6 +9,7 @@ import hostile_test
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import repetitions
 from tampering import RUN_STATE, mutate_fields, mutated, rewrite_run_state, rewrite_tensors, sign
 
 import looplib
@@ -22,7 +23,7 @@ from looplib.report.tensorboard_writer import TensorBoardWriter
 # Fixtures: a run that stopped at step 6, a copy of it, and what must not be touched.
 stopped, folder = hostile_test.stopped, hostile_test.folder
 victim, untouched = hostile_test.victim, hostile_test.untouched
-MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", "40"))
+MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 40)))
 OF_THE_STATE = MUTATIONS // 4  # each is a whole start
 
 

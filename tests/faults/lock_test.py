@@ -13,6 +13,7 @@ from kill_test import records, saved_step
 from looplib.extras.tools.compare import compare
 
 LONG = ["--train_steps=100000", "--config.slow_step=0.01", "--eval_interval=100000", "--loop=eager"]
+EVALUATION = ["--mode=eval", "--loop=eager"]
 
 
 def wait_for_step(life, folder, step):
@@ -48,7 +49,7 @@ def test_a_second_training_is_refused_by_name_and_a_killed_one_blocks_nobody(nur
 
 
 def test_two_started_at_once_are_one_that_trains_and_one_that_is_refused(nursery, tmp_path):
-    both = [nursery.life(tmp_path / "run") for _ in range(2)]
+    both = [nursery.life(tmp_path / "run", "--train_steps=20", "--loop=eager") for _ in range(2)]
     codes = [life.code() for life in both]
     assert sorted(codes) == [0, 1]
     assert f"is in use by process {both[codes.index(0)].pid} on " in both[codes.index(1)].output()
@@ -67,7 +68,7 @@ def test_an_evaluation_runs_beside_a_training_and_holds_nothing_up(nursery, tmp_
     run = tmp_path / "run"
     training = nursery.life(run, *LONG)
     wait_for_step(training, run, 4)
-    evaluation = nursery.life(run, "--mode=eval")  # by the time that it is built, what it found is long deleted
+    evaluation = nursery.life(run, *EVALUATION)  # by the time that it is built, what it found is long deleted
     assert evaluation.code() == 0, evaluation.output()
     reached = saved_step(run)
     wait_for_step(training, run, reached + 4)
@@ -82,7 +83,7 @@ def test_an_evaluation_runs_beside_a_training_and_holds_nothing_up(nursery, tmp_
 def finished(nursery, tmp_path_factory):
     """The directory of a run that is done."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    life = nursery.life(run)
+    life = nursery.life(run, "--train_steps=20", "--loop=eager")
     assert life.code() == 0, life.output()
     return run
 
@@ -97,7 +98,7 @@ def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_th
             pytest.skip(f"a directory cannot be made read-only here: {result.stderr.strip()}")
     try:
         before = state_of(run)
-        evaluation = nursery.life(view, "--mode=eval")
+        evaluation = nursery.life(view, *EVALUATION)
         assert evaluation.code() == 0, evaluation.output()
         assert state_of(run) == before
         training = nursery.life(view)
@@ -105,8 +106,8 @@ def test_an_evaluation_of_a_read_only_directory_writes_nothing_and_reports_on_th
         assert "cannot be written to" in last_line(training) and "Read-only file system" in last_line(training)
     finally:
         subprocess.run(["umount", str(view)], check=True)
-    accuracy = next(record for record in records(run) if record["step"] == 60 and record["split"] == "eval")["accuracy"]
-    assert f"step      60  eval   accuracy {accuracy:.4g}" in evaluation.output()
+    accuracy = next(record for record in records(run) if record["step"] == 20 and record["split"] == "eval")["accuracy"]
+    assert f"step      20  eval   accuracy {accuracy:.4g}" in evaluation.output()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start it as another user")
@@ -114,8 +115,8 @@ def test_an_evaluation_as_another_user_writes_nothing(nursery, finished):
     for parent in finished.parents:
         parent.chmod(parent.stat().st_mode | 0o001)
     before = state_of(finished)
-    evaluation = nursery.life(finished, "--mode=eval", user=65534, directory="/", environment={"HOME": "/nonexistent"})
+    evaluation = nursery.life(finished, *EVALUATION, user=65534, directory="/", environment={"HOME": "/nonexistent"})
     assert evaluation.code() == 0, evaluation.output()
     assert "this evaluation reports on the console only" in evaluation.output()
-    assert "step      60  eval   accuracy" in evaluation.output()
+    assert "step      20  eval   accuracy" in evaluation.output()
     assert state_of(finished) == before

@@ -30,7 +30,7 @@ from looplib.report.tensorboard_writer import TensorBoardWriter
 
 ARGUMENTS = [
     "--config.slow_step=0.004", "--config.slow_evaluation=0.005", "--config.slow_save=0.005",
-    "--config.slow_restore=0.03", "--config.extra_metrics=40", "--loop=eager",
+    "--config.slow_restore=0.03", "--config.extra_metrics=40", "--loop=eager", "--train_steps=50",
 ]  # fmt: skip
 # ext4 as it is by default, and without its own remedy for programs that rename a file before they sync it.
 RUNS = {"default": "loop", "no remedy": "loop,noauto_da_alloc,commit=60"}

@@ -16,6 +16,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 
 if __name__ == "__main__":
@@ -58,21 +59,33 @@ class Outcome:
     problems: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
 class Patterns:
-    """Runs that nothing befell: one to the end, one that stopped in the middle, for trials to copy."""
+    """Runs that nothing befell, for trials to compare with and to copy; each is trained when it is first needed.
 
-    whole: pathlib.Path
-    stopped: pathlib.Path
+    Args:
+      nursery: what starts them.
+      folder: for their directories.
+    """
 
+    def __init__(self, nursery: lives.Nursery, folder: pathlib.Path):
+        self._nursery, self._folder = nursery, folder
+        self._lock = threading.Lock()
 
-def make_patterns(nursery: lives.Nursery, folder: pathlib.Path) -> Patterns:
-    """Trains them."""
-    patterns = Patterns(folder / "whole", folder / "stopped")
-    for path, flags in ((patterns.whole, []), (patterns.stopped, [f"--train_steps={NEWEST}"])):
-        life = nursery.life(path, *COMMON, *flags)
-        assert life.code() == 0, life.output()
-    return patterns
+    def whole(self) -> pathlib.Path:
+        """Returns the directory of a run to the end."""
+        return self._trained("whole")
+
+    def stopped(self) -> pathlib.Path:
+        """Returns that of a run that stopped in the middle."""
+        return self._trained("stopped", f"--train_steps={NEWEST}")
+
+    def _trained(self, name: str, *flags: str) -> pathlib.Path:
+        path = self._folder / name
+        with self._lock:
+            if not path.exists():
+                life = self._nursery.life(path, *COMMON, *flags)
+                assert life.code() == 0, life.output()
+        return path
 
 
 def all_faults() -> list[Fault]:
@@ -173,7 +186,7 @@ def trial(
     place = Sandbox(folder / str(number), chance)
     stopped = any(fault.stopped for fault in faults)
     if stopped or (chance.random() < 0.5 and all(fault.stopped is None for fault in faults)):
-        shutil.copytree(patterns.stopped, place.run)
+        shutil.copytree(patterns.stopped(), place.run)
     with place.at_the_end:
         for fault in faults:
             fault.prepare(place)
@@ -185,7 +198,7 @@ def trial(
         problems += more
         if not more:
             lost = any(fault.loses_records for fault in faults)
-            problems += differences(place.run, patterns.whole, NEWEST if lost else 0)
+            problems += differences(place.run, patterns.whole(), NEWEST if lost else 0)
         changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
         if changed:
             problems.append(f"outside of the run directory there are changes: {', '.join(changed)}")
@@ -197,7 +210,7 @@ def trial(
 def trials(numbers: range, seed: int, folder: pathlib.Path, nursery: lives.Nursery, only: str = "") -> list[Outcome]:
     """Makes trials, two at a time, as many as the smallest machine has cores."""
     folder.chmod(0o711)
-    patterns = make_patterns(nursery, folder)
+    patterns = Patterns(nursery, folder)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         made = [pool.submit(trial, number, seed, nursery, patterns, folder, only) for number in numbers]
         outcomes = []

@@ -85,7 +85,7 @@ def test_what_is_not_honoured_is_named(run):
 def test_an_evaluation_job_and_post_evaluation_give_the_same_numbers(run, files, nursery, tmp_path):
     directory, _ = run
     arguments = ["--experiment=resnet_imagenet", f"--config_file={directory}/params.yaml"]
-    evaluation = nursery.life_of(BINARY, *arguments, f"--model_dir={directory}", "--mode=eval")
+    evaluation = nursery.life_of(BINARY, *arguments, f"--model_dir={directory}", "--mode=eval", "--loop=eager")
     post = nursery.life_of(
         BINARY, *arguments, f"--model_dir={tmp_path}/post", "--mode=train_and_post_eval", "--seed=3", "--deterministic",
         "--loop=eager",
@@ -94,7 +94,7 @@ def test_an_evaluation_job_and_post_evaluation_give_the_same_numbers(run, files,
     assert post.code(300) == 0, post.output()
     trained = json.loads((directory / "run.json").read_text())["metrics"]["held_out"]
     evaluated = json.loads((directory / "run_eval.json").read_text())["metrics"]["held_out"]
-    assert evaluated == pytest.approx(trained, rel=1e-6)
+    assert evaluated == pytest.approx(trained, rel=1e-5)  # sums of a graph
     assert (
         json.loads((tmp_path / "post" / "run.json").read_text())["metrics"]["held_out"]["examples"]
         == trained["examples"]

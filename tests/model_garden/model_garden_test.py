@@ -1,5 +1,6 @@
 """Model Garden's experiments train and evaluate as under its own driver, and its checkpoints go both ways."""
 
+import contextlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ pytest.importorskip("official", reason="needs Model Garden: pip install 'looplib
 import side_by_side
 import tensorflow as tf
 import tf_keras
-from conftest import make_strategy, more
+from conftest import make_strategy, more, repetitions
 from official.core import base_trainer, exp_factory, task_factory, train_utils
 from official.modeling import optimization
 
@@ -50,14 +51,19 @@ def steps(number, loop=1, **others):
 _MORE = ("retinanet_resnetfpn_coco", "bert/pretraining")
 
 
-@pytest.fixture(scope="module", params=[*(name for name in _PLAIN if name not in _MORE), *more(_MORE)])
+# ResNet has a graph on looplib's side too.
+_EAGER = pytest.param("seg_resnetfpn_pascal", marks=pytest.mark.any_engine)
+
+
+@pytest.fixture(scope="module", params=["resnet_imagenet", _EAGER, *more(_MORE)])
 def both(request, tmp_path_factory):
     """(name, configuration, directory, the run under the driver, the run under looplib)."""
     directory = str(tmp_path_factory.mktemp("both"))
     params = side_by_side.configuration(
         request.param, directory, side_by_side.merged(steps(6), {"task": _PLAIN[request.param]})
     )
-    theirs = side_by_side.under_the_driver(params, f"{directory}/theirs")
+    with repetitions(side_by_side.eagerly, contextlib.nullcontext)():
+        theirs = side_by_side.under_the_driver(params, f"{directory}/theirs")
     return request.param, params, directory, theirs, side_by_side.under_looplib(params, f"{directory}/ours")
 
 
@@ -135,6 +141,7 @@ def test_the_mean_iou_counts_the_first_batch_which_the_driver_leaves_out(both):
     indirect=True,
     scope="module",
 )
+@pytest.mark.any_engine
 def test_an_evaluation_on_two_replicas_gives_the_same_numbers(both):
     """The last batch leaves one of them without an example."""
     name, params, directory, _, ours = both
@@ -162,6 +169,7 @@ def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
         assert controller.global_step == 3
 
 
+@pytest.mark.any_engine
 def test_looplib_trains_on_from_the_drivers_checkpoint_and_the_driver_reads_looplibs(both, tmp_path):
     name, params, directory, whole, _ = both
     if name != "resnet_imagenet":
@@ -214,6 +222,7 @@ def averaged(tmp_path_factory):
     return directory, params, trainer, metrics, [event for event in seen if event.split == "validation"]
 
 
+@pytest.mark.any_engine
 def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(averaged):
     directory, params, trainer, metrics, _ = averaged
     losses, counts = validation_losses(params, f"{directory}/run")  # of the weights that were trained
@@ -228,6 +237,7 @@ def test_averaged_weights_are_evaluated_and_leave_the_weights_as_they_were(avera
     assert {weight.tobytes() for weight in weights} <= found
 
 
+@pytest.mark.any_engine
 def test_averaged_weights_resume_exactly(averaged, tmp_path):
     directory, params, trainer, _, _ = averaged
     shutil.copytree(f"{directory}/run/checkpoints", tmp_path / "run" / "checkpoints")
@@ -245,6 +255,7 @@ def test_averaged_weights_resume_exactly(averaged, tmp_path):
         )
 
 
+@pytest.mark.any_engine
 def test_the_best_checkpoint_and_the_averages_are_exported_as_model_garden_does(averaged):
     directory, _, trainer, metrics, evaluations = averaged
     with open(f"{directory}/run/best/info.json") as file:

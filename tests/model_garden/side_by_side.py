@@ -1,5 +1,6 @@
 """One experiment under Model Garden's own driver and under looplib, in one process, from the same seeds."""
 
+import contextlib
 import dataclasses
 import os
 
@@ -47,6 +48,16 @@ def start_anew():
     tf_keras.backend.clear_session()
     tf_keras.backend.experimental.enable_tf_random_generator()
     tf_keras.utils.set_random_seed(0)
+
+
+@contextlib.contextmanager
+def eagerly():
+    """Runs the bodies of tf.functions op by op: a driver's numbers are what is wanted, and tracing is most of its cost."""
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(False)
 
 
 def under_the_driver(params, model_dir, mode="train_and_eval"):

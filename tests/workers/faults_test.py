@@ -14,7 +14,7 @@ from looplib.extras.tools.compare import compare
 
 # Long enough to strike in the middle; a step is a collective op of both. Each worker has a pipeline of its own, whose
 # iterator's state is saved.
-STEPS = repetitions(80, 120)
+STEPS = repetitions(60, 120)
 ARGUMENTS = [
     "--mode=train", "--config.slow_step=0.01", f"--train_steps={STEPS}", "--config.state_mb=0.01", "--config.data=interleaved",
     "--verbosity=0"
@@ -36,6 +36,12 @@ def struck(tmp_path_factory):
     return tmp_path_factory.mktemp("struck") / "run"
 
 
+@pytest.fixture(scope="module")
+def froze(tmp_path_factory):
+    """The run of which a worker freezes."""
+    return tmp_path_factory.mktemp("froze") / "run"
+
+
 def finish(nursery, folders):
     """Runs two workers in each directory to the end, all at once; those of a run that has begun from their states."""
     begun = [saved_step(folder) for folder in folders]
@@ -51,7 +57,7 @@ def saved_step(folder):
     return done.step if done else 0
 
 
-def wait_for_checkpoints(folder, processes, more=8):
+def wait_for_checkpoints(folder, processes, more=4):
     """Waits until a run has saved some steps further than it was when it was started."""
     until, target = time.monotonic() + 120, saved_step(folder) + more
     while saved_step(folder) < target:
@@ -113,15 +119,6 @@ def test_a_preempted_worker_makes_all_save_and_leave(victim, nursery, struck):
     assert saved[0][1] == saved[0][2] == saved[1][1]
 
 
-def test_after_all_these_strikes_the_run_resumes_exactly(nursery, struck, whole):
-    assert saved_step(struck) < STEPS
-    finish(nursery, [struck])
-    compare_with_whole(whole, struck)
-
-
-# Strikes that the others notice after 20 s of silence: two runs at once.
-
-
 @pytest.fixture
 def network():
     with Namespaces(2) as network:
@@ -129,16 +126,17 @@ def network():
 
 
 @pytest.mark.skipif(bool(Namespaces.missing()), reason=Namespaces.missing())
-def test_a_frozen_worker_and_a_cut_link_end_all_and_a_restart_resumes_exactly(nursery, network, whole, tmp_path):
+def test_a_frozen_worker_and_a_cut_link_end_all(nursery, network, struck, froze):
+    """Both at once, as the others notice them after 20 s of silence."""
     hosts = (address.partition(":")[0] for address in network.addresses)
-    frozen = start_and_wait(nursery, tmp_path / "frozen")
+    frozen = start_and_wait(nursery, froze)
     frozen[0].kill(signal.SIGSTOP)
-    froze = time.monotonic()
-    cut = start_and_wait(nursery, tmp_path / "cut", namespaces=dict(zip(network.spaces, hosts)))
+    was_frozen = time.monotonic()
+    cut = start_and_wait(nursery, struck, namespaces=dict(zip(network.spaces, hosts)))
     network.cut(1)
     was_cut = time.monotonic()
 
-    assert codes([frozen[1]], froze) == [1]
+    assert codes([frozen[1]], was_frozen) == [1]
     (cause,) = causes(frozen[1])
     assert "worker 0" in cause
     frozen[0].kill(signal.SIGCONT)
@@ -147,7 +145,10 @@ def test_a_frozen_worker_and_a_cut_link_end_all_and_a_restart_resumes_exactly(nu
     assert codes(cut, was_cut) == [1, 1]
     assert "worker 1" in causes(cut[0])[0] and "worker 0" in causes(cut[1])[0]
 
-    resumed = repetitions([tmp_path / "cut"], [tmp_path / "cut", tmp_path / "frozen"])
+
+def test_after_all_these_strikes_the_run_resumes_exactly(nursery, struck, froze, whole):
+    assert saved_step(struck) < STEPS
+    resumed = repetitions([struck], [struck, froze])
     finish(nursery, resumed)
     for folder in resumed:
         compare_with_whole(whole, folder)
@@ -157,12 +158,12 @@ def test_a_frozen_worker_and_a_cut_link_end_all_and_a_restart_resumes_exactly(nu
 
 
 def test_a_value_that_is_not_finite_on_one_worker_halts_all_at_the_same_step(nursery, tmp_path):
-    processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS, "--config.nan_at=30")
+    processes = nursery.workers(2, tmp_path / "run", *ARGUMENTS, "--config.nan_at=10")
     assert codes(processes, time.monotonic() + 60) == [1, 1]
     for process in processes:
         (cause,) = causes(process)
-        assert "at step 30, the gradient of" in cause, cause  # relu(NaN) is 0, and the loss finite
-    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 28
+        assert "at step 10, the gradient of" in cause, cause  # relu(NaN) is 0, and the loss finite
+    assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
 
 
 @pytest.mark.repetition  # workers_test has a run that rolls back

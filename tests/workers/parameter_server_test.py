@@ -156,16 +156,16 @@ def ids_of_one_process(capsys, steps):
 
 
 def test_a_pipeline_is_shared_out_and_a_lost_parameter_server_ends_the_run_with_a_sentence(nursery, tmp_path):
-    run, steps = tmp_path / "run", 300
+    run, steps = tmp_path / "run", 200
     flags = ["--config.keras=tf_keras", "--config.data=pipeline", "--eval_interval=100"]
     flags += ["--train_steps=1000000", "--checkpoint_interval=10"]  # so that a save is likely to meet the loss
     with Cluster(nursery, arguments(run, *flags), tmp_path) as cluster:
-        cluster.wait_for(lambda: reached(run) > steps, "300 steps and their evaluations")
+        cluster.wait_for(lambda: reached(run) > steps, "200 steps and their evaluations")
         cluster.processes["ps", 0].kill()
         codes = cluster.codes()
         log = cluster.log("chief")
     check_windows(run)
-    assert len(check_evaluations(run, steps)) == 3
+    assert len(check_evaluations(run, steps)) == 2
     last = next(record for record in records(run, "train") if record["step"] == steps)
     assert last["loss"] < 0.4 and last["iterations"] == steps  # none was lost, as no worker was
     counts = np.sum([counts for number, counts in ids_by_number(log).items() if number < steps], axis=0)
@@ -198,13 +198,13 @@ def test_what_asynchrony_cannot_keep_is_refused_and_what_it_can_is_done(nursery,
         "scope": "not on a parameter server; build.*strategy.scope",
         "halt": "at step 13, the gradient of .* not finite",
         "rollback": "at step 20, 1 rollbacks",
-        "dropout_keras": "at step 20, 0 rollbacks, 20 iterations",
-        "dropout_tf_keras": "at step 20, 0 rollbacks, 20 iterations",
+        "clipped_keras": "at step 20, 0 rollbacks, 20 iterations",  # with dropout
+        "clipped_tf_keras": "at step 20, 0 rollbacks, 20 iterations",
         "resident": "at step 20, 0 rollbacks, 20 iterations",
     }.items():
         assert re.search(words, said[name]), (name, said[name])
     for keras in ("keras", "tf_keras"):  # a rate of 0.2 and a global norm of 0.01, by each worker for itself
-        np.testing.assert_allclose(np.float64(said[f"clipped_{keras}"].split()), [0.002] * 5, rtol=1e-3)
+        np.testing.assert_allclose(np.float64(said[f"changes_{keras}"].split()), [0.002] * 5, rtol=1e-3)
     after = log.split("\nrollback\n")[1].split("\nrollback: ")[0]
     assert list(ids_by_number(after)) == [9, 19]  # steps are numbered as they count, whatever data was left out
     expected = ids_of_one_process(capsys, 20)

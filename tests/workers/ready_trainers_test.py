@@ -5,9 +5,12 @@ import keras as keras3
 import keras_trainer_test
 import numpy as np
 import tensorflow as tf
+from conftest import repetitions
 from workers import ready_trainers
 
 from looplib.report.records import read_jsonl
+
+ENGINE = f"--loop={repetitions('eager', 'graph')}"  # other workers have graphs
 
 
 def tensors(folder, step):
@@ -34,7 +37,7 @@ def clip(gradients, _):
 
 
 def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy(nursery, tmp_path):
-    run(nursery, "ready_trainers", tmp_path / "run", "--mode=train")
+    run(nursery, "ready_trainers", tmp_path / "run", "--mode=train", ENGINE)
     history = [gradient_trainer_test.numpy_weights(step, clip) for step in range(1, 5)]
     values = tensors(tmp_path / "run", 4)
     assert_holds(values, history[-1])
@@ -47,7 +50,7 @@ def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy
 
 def test_a_keras_trainer_on_two_workers_has_the_weights_and_metrics_of_fit(nursery, tmp_path):
     steps = keras_trainer_test.EPOCHS * 4
-    arguments = ["--config.script=cnn", "--config.shuffle=False", f"--train_steps={steps}", "--eval_interval=4"]
+    arguments = ["--config.script=cnn", "--config.shuffle=False", f"--train_steps={steps}", "--eval_interval=4", ENGINE]
     run(nursery, "keras_scripts", tmp_path / "run", *arguments)
     weights, history = keras_trainer_test.fitted("cnn", keras3)
     assert_holds(tensors(tmp_path / "run", steps), weights)
