@@ -20,11 +20,11 @@ MLP = [
     *("trainers.image_classification", "--config.model=mlp", "--train_steps=60", "--eval_interval=20"),
     *("--steps_per_loop=10", "--checkpoint_interval=15"),
 ]
-FEW = ["--train_steps=20", "--loop=eager"]
-RIGHT = ["unreliable", *FEW, "--eval_interval=20", "--checkpoint_interval=15"]
+FEW = ["--train_steps=10", "--loop=eager"]
+RIGHT = ["unreliable", *FEW, "--eval_interval=10", "--checkpoint_interval=6"]
 CASES = {
     "resume": (["resume", "--kills=1"], MLP),
-    "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step", "--train_steps=100", "--loop=eager"]),
+    "step": (["resume", "--kills=1"], ["unreliable", "--config.fault=step", "--train_steps=60", "--loop=eager"]),
     "data": (["resume", "--kills=1"], ["unreliable", "--config.fault=data"]),
     "unseeded": (["resume", "--baseline=2"], ["unreliable", "--config.fault=unseeded", *FEW]),
     "crash": (["resume"], ["unreliable", "--config.fault=crash"]),
@@ -96,7 +96,7 @@ def test_two_uninterrupted_runs_that_differ(results):
     result = results["unseeded"]
     assert result.returncode == 1, result.stderr
     assert "two uninterrupted runs differ already" in result.stdout
-    assert "step 20 train examples_checksum" in result.stdout and "uninterrupted runs differ too" in result.stdout
+    assert "step 10 train examples_checksum" in result.stdout and "uninterrupted runs differ too" in result.stdout
 
 
 def test_a_command_that_fails_is_code_2_with_its_last_line(results):
@@ -139,12 +139,12 @@ def test_records_twice_and_tensors_of_another_checkpoint_are_differences(results
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
     (other / "metrics.jsonl").write_text("".join([*lines[:-1], lines[0]]))
     found = [where for where, _, _ in compare(whole, other).differences]
-    assert found[:2] == ["step 1 train: records", "step 20 eval: records"]
-    for path in other.glob("checkpoints/ckpt-20*"):
+    assert found[:2] == ["step 1 train: records", "step 10 eval: records"]
+    for path in other.glob("checkpoints/ckpt-10*"):
         path.unlink()
     (other / "checkpoints" / "checkpoint").unlink()
     found = {where: texts for where, *texts in compare(whole, other).differences}
-    assert found["tensor global_step"] == ["20", "15"]
+    assert found["tensor global_step"] == ["10", "6"]
     one, two = found["tensor optimizer/_trainable_variables/1"]
     assert one.startswith("[0] ") and re.search(r", \d+ of 3 elements differ$", two)
 

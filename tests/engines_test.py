@@ -120,7 +120,7 @@ def possible(params):
 
 @pytest.mark.few(1)
 @pytest.mark.pairs(possible=possible)
-@pytest.mark.parametrize("loop", ["auto", "xla", *more(["eager"])])
+@pytest.mark.parametrize("loop", ["xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("kind", ["mlp", "normalized", *more(["cnn"])])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):
     steps = 40 if loop == "eager" else 200

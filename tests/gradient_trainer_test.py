@@ -694,7 +694,7 @@ print("parts", trainer.micro_batches, "moved", moved)
 """
 
 
-@pytest.mark.parametrize("megabytes, expected", [(330, [2]), *more([(120, [4, 8]), (1500, [1])])])
+@pytest.mark.parametrize("megabytes, expected", [(180, [2]), *more([(120, [4, 8]), (1500, [1])])])
 def test_auto_takes_the_first_number_of_parts_that_fits_into_memory(megabytes, expected, tmp_path):
     """TensorFlow's own limit for the CPU's memory stands for a GPU's; one activation has 205 MB."""
     program = tmp_path / "program.py"

@@ -293,7 +293,6 @@ def test_rollback_goes_to_a_good_checkpoint_and_past_the_bad_data(where, place, 
     assert (back["step"], back["to"]) == (bad, 5) and "finite" in back["reason"]
 
 
-@pytest.mark.any_engine
 def test_the_budget_of_rollbacks_is_kept_in_the_state(tmp_path):
     guards = looplib.Guards(non_finite="rollback", rollbacks=2)
     bad = dict(guards=guards, model_dir=tmp_path, bad_steps=(7, 20, 33))
