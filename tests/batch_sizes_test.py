@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 
@@ -56,7 +56,7 @@ SMALL = lambda n: ids(960).repeat().batch(n - 1)
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("found", ["larger", "smaller"])
-@pytest.mark.parametrize("name", ["default", "one_device", "mirrored_x2"])
+@pytest.mark.parametrize("name", ["default", "mirrored_x2", *more(["one_device"])])
 @pytest.mark.parametrize("distribute", ["auto", "tf"])
 def test_on_every_strategy(distribute, name, found):
     make = LARGE if found == "larger" else SMALL

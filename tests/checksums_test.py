@@ -6,7 +6,7 @@ import json
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, repetitions
 
 import looplib
 from looplib.loop.example_checksum import examples_checksum, hash_of_each
@@ -107,9 +107,9 @@ def test_one_number_on_any_strategy_engine_and_across_a_resume(monkeypatch, tmp_
     monkeypatch.setenv("LOOPLIB_EXAMPLE_CHECKSUMS", "1")
     whole = [record["examples_checksum"] for record in run("default", tmp_path / "whole", 20)]
     assert len(set(whole)) == 2 and all(0 < number < 80 * 2**24 for number in whole)
-    others = [run("mirrored_x2", tmp_path / "2", 20), run("mirrored_x4", tmp_path / "4", 20)]
+    others = [run(name, tmp_path / name, 20) for name in repetitions(["mirrored_x2"], ["mirrored_x2", "mirrored_x4"])]
     others.append(run("default", tmp_path / "eager", 20, "eager"))
-    run("default", tmp_path / "stopped", 15)
+    run("default", tmp_path / "stopped", 15, "eager")
     others.append(run("mirrored_x2", tmp_path / "stopped", 20))
     for records in others:
         assert [record["examples_checksum"] for record in records] == whole

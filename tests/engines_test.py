@@ -14,7 +14,7 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.loop import auto, chunks, engines
+from looplib.loop import auto, choices, chunks, engines
 from looplib.loop.auto import Plan
 from looplib.loop.chunks import XlaProgram
 
@@ -54,17 +54,23 @@ class Images(looplib.Trainer):
 
 
 class Quick(looplib.Trainer):
-    """One weight, for tests of the choice among engines: most of what a trial costs is tracing and compiling."""
+    """One weight, where the model does not matter: most of what a trial costs is tracing and compiling."""
 
     def __init__(self):
         self.weight = tf.Variable(0.0)
+        self.losses = []
 
     def dataset(self, context):
         return context.indices(50).map(lambda i: tf.gather(IMAGES, i))
 
     def step_fn(self, inputs):
-        self.weight.assign_add(self.global_mean(tf.reduce_mean(inputs, [1, 2, 3]) - self.weight))
-        return {"loss": tf.reduce_sum(inputs, [1, 2, 3])}
+        errors = tf.reduce_mean(inputs, [1, 2, 3]) - self.weight
+        self.weight.assign_add(0.1 * self.global_mean(errors))
+        return {"loss": tf.square(errors)}
+
+    def loop_end(self, metrics):
+        self.losses.append(metrics["loss"])
+        return metrics
 
 
 class Resident(Images):
@@ -112,9 +118,9 @@ def possible(params):
     return params["loop"] != "eager" or params["kind"] == "mlp"  # conformance_test has the eager loop
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.pairs(possible=possible)
-@pytest.mark.parametrize("loop", ["xla", "auto", "eager"])
+@pytest.mark.parametrize("loop", ["xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("kind", ["mlp", "normalized", *more(["cnn"])])
 def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, fast_trials):
     steps = 40 if loop == "eager" else 200
@@ -216,11 +222,11 @@ def test_an_evaluation_is_exact_whatever_is_left_at_the_end(loop, examples, fast
         assert set(controller.engines) == {"eval"}
 
 
-class Ending(Images):
+class Ending(Quick):
     """Data that ends after 32 steps."""
 
     def dataset(self, context):
-        data = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).repeat(5)
+        data = tf.data.Dataset.from_tensor_slices(IMAGES).repeat(5)
         return data.batch(context.per_replica_batch_size)
 
 
@@ -245,6 +251,7 @@ class Noisy(Images):
         return super().step_fn((x + tf.random.stateless_normal(tf.shape(x), self.step_seed()), y))
 
 
+@pytest.mark.repetition  # below is one that also reads many batches at once
 def test_an_interrupted_run_of_chunks_resumes_bit_by_bit(tmp_path):
     whole = Noisy()
     settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
@@ -281,7 +288,11 @@ def fixed(x, y):
     return tf.ensure_shape(x, [8, 8, 8, 1]), y
 
 
-@pytest.mark.parametrize("make", [Shuffled, *more([Resident, Kept])])
+class NoisyShuffled(Shuffled, Noisy):
+    """Shuffled data, trained on with random numbers."""
+
+
+@pytest.mark.parametrize("make", [NoisyShuffled, *more([Shuffled, Resident, Kept])])
 def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(make, tmp_path):
     whole = make()
     settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
@@ -296,7 +307,8 @@ def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(ma
     for trained in (whole, resumed):
         for a, b in zip(weights, trained.model.get_weights(), strict=True):
             np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(whole.losses[:3], graph_losses(make, 30), rtol=2e-4)
+    if make is not NoisyShuffled:
+        np.testing.assert_allclose(whole.losses[:3], graph_losses(make, 30), rtol=2e-4)
 
 
 @pytest.mark.parametrize("loop", ["xla", *more(["auto"])])
@@ -339,28 +351,33 @@ def test_a_second_run_starts_with_what_the_first_one_chose_as_long_as_it_holds(t
     good = json.loads(kept.read_text())
     assert good == {"loop": "graph", "chunk": 4, "seconds_per_step": {"graph": 3e-3, "graph x4": 2e-3}}
     assert measurements() == 2 < of_a_trial
-    otherwise_fast = json.dumps(good | {"seconds_per_step": {"graph": 1.0}})
-    for text in ("[", json.dumps(good | {"chunk": 10**9}), otherwise_fast):
-        kept.write_text(text)
-        assert measurements() == of_a_trial and json.loads(kept.read_text()) == good
-    os.utime(kept, (0, time.time() - 31 * 86_400))
-    assert measurements() == of_a_trial
+    kept.write_text(json.dumps(good | {"chunk": 10**9}))
+    assert measurements() == of_a_trial and json.loads(kept.read_text()) == good
     assert measurements(steps_per_loop=20) == of_a_trial  # another program
     assert len(list(tmp_path.glob("engines/*"))) == 2
+    find = lambda: choices.find(kept.stem, 3e-3)
+    assert (find().loop, find().chunk) == ("graph", 4)
+    os.utime(kept, (0, time.time() - 31 * 86_400))
+    assert find() is None
+    for text in ("[", json.dumps(good | {"seconds_per_step": {"graph": 1.0}})):  # damaged; otherwise fast
+        kept.write_text(text)
+        assert find() is None
 
 
 @pytest.mark.parametrize(
     "milliseconds, expected",
     [
         ((5.0, 4.0, 3.0, 6.0), "xla x10"),
-        ((3.0, 2.95, 4.0, 2.98), "graph"),
-        *more([((3.0, 2.5, 4.0, 4.0), "graph x4")]),
+        ((3.0, 2.95), "graph"),
+        *more([((3.0, 2.95, 4.0, 2.98), "graph"), ((3.0, 2.5, 4.0, 4.0), "graph x4")]),
     ],
 )
 def test_the_fastest_candidate_wins_and_graph_stays_where_none_is_faster_by_3_percent(
     milliseconds, expected, fast_trials, monkeypatch
 ):
     plans = dict(zip([Plan(), Plan("graph", 4), Plan("xla", 10), Plan("xla", 1)], milliseconds))
+    if len(plans) == 2:  # without XLA, which takes seconds to compile
+        monkeypatch.setattr(auto.AutoLoop, "_candidates", lambda self, seconds: iter([Plan("graph", 4)]))
 
     def measured(self, loop):
         yield loop, loop.round_size
@@ -374,51 +391,49 @@ def test_the_fastest_candidate_wins_and_graph_stays_where_none_is_faster_by_3_pe
 
 
 def test_a_short_training_is_not_worth_a_trial():
-    assert train("auto", 100)[0].engines == {}
+    assert train("auto", 100, Quick())[0].engines == {}
 
 
-class Strings(Images):
+class Strings(Quick):
     """A step that XLA cannot take."""
 
     def step_fn(self, inputs):
-        text = tf.strings.as_string(inputs[1])
+        text = tf.strings.as_string(inputs[:, 0, 0, 0])
         return {**super().step_fn(inputs), "length": tf.strings.length(text)}
 
 
 def test_a_candidate_that_cannot_be_compiled_is_left_out(fast_trials):
-    assert set(train("auto", 200, Strings())[0].engines["train"]["seconds_per_step"]) == {"graph", "graph x4"}
+    assert set(train("auto", 1000, Strings())[0].engines["train"]["seconds_per_step"]) == {"graph", "graph x4"}
 
 
-class Growing(Images):
+class Growing(Quick):
     """A step in whose place XLA would compute something else; its mean of three copies changes nothing."""
 
     def step_fn(self, inputs):
         rows = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
         for i in tf.range(3):
-            rows = rows.write(i, inputs[0])
-        return super().step_fn((tf.reduce_mean(rows.stack(), axis=0), inputs[1]))
+            rows = rows.write(i, inputs)
+        return super().step_fn(tf.reduce_mean(rows.stack(), axis=0))
 
 
-class Padded(Images):
+class Padded(Quick):
     """Batches with a dimension that changes, over which the mean of copies is taken, which changes nothing."""
 
     def dataset(self, context):
         def widen(i):
-            return tf.repeat(tf.gather(IMAGES, i)[:, None], tf.cast(i[0] % 3 + 1, tf.int32), axis=1), tf.gather(
-                LABELS, i
-            )
+            return tf.repeat(tf.gather(IMAGES, i)[:, None], tf.cast(i[0] % 3 + 1, tf.int32), axis=1)
 
         return context.indices(50).map(widen)
 
     def step_fn(self, inputs):
-        return super().step_fn((tf.reduce_mean(inputs[0], axis=1), inputs[1]))
+        return super().step_fn(tf.reduce_mean(inputs, axis=1))
 
 
 @pytest.mark.parametrize("kind, message", [(Growing, "give it its size"), (Padded, "only tensors with a static shape")])
 def test_what_xla_would_do_wrongly_is_left_out(kind, message, fast_trials):
-    controller, trainer = train("auto", 200, kind())
+    controller, trainer = train("auto", 1000, kind())
     assert set(controller.engines["train"]["seconds_per_step"]) == {"graph", "graph x4"}
-    np.testing.assert_allclose(trainer.losses, graph_losses(), rtol=2e-4)
+    np.testing.assert_allclose(trainer.losses, graph_losses(Quick, 1000), rtol=2e-4)
     with pytest.raises(looplib.UsageError, match=message):
         train("xla", 10, kind())
 
@@ -533,11 +548,11 @@ def test_the_longest_chunk_can_be_traced(monkeypatch):
     np.testing.assert_allclose(trainer.losses, expected, rtol=2e-4)
 
 
-class Changing(Images):
+class Changing(Quick):
     """Batches of no static size, and of another size now and then, where a chunk cannot be one program."""
 
     def dataset(self, context):
-        parts = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).batch(8)  # 8, 8, 8, 8, 8, 8, 2
+        parts = tf.data.Dataset.from_tensor_slices(IMAGES).batch(8)  # 8, 8, 8, 8, 8, 8, 2
         return parts.repeat()
 
 

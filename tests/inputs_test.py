@@ -40,7 +40,7 @@ def test_every_epoch_is_another_permutation():
     assert len({tuple(epoch) for epoch in order}) == 40
 
 
-@pytest.mark.parametrize("workers, replicas", [(1, 2), (1, 4), (2, 2), (2, 4), (4, 8)])
+@pytest.mark.parametrize("workers, replicas", [(1, 4), (2, 4), *more([(1, 2), (2, 2), (4, 8)])])
 def test_the_order_does_not_depend_on_replicas_or_workers(workers, replicas):
     np.testing.assert_array_equal(global_order(37, 12, workers, replicas), global_order(37, 12))
 
@@ -48,8 +48,7 @@ def test_the_order_does_not_depend_on_replicas_or_workers(workers, replicas):
 @pytest.mark.parametrize("workers, replicas", [(1, 1), (2, 4)])
 def test_the_order_is_entered_at_any_step(workers, replicas):
     late = global_order(37, 4, workers, replicas, start_step=1000)
-    np.testing.assert_array_equal(late[0], global_order(37, 1001)[1000])
-    np.testing.assert_array_equal(late[3], global_order(37, 1004)[1003])
+    np.testing.assert_array_equal(late, global_order(37, 1004)[1000:])
 
 
 def test_the_seed_decides_the_order():
@@ -82,7 +81,7 @@ def test_the_orders_of_epochs_are_independent(n):
     assert np.sqrt((correlations**2).mean() * n) < 1.6
 
 
-@pytest.mark.parametrize("workers, replicas", [(1, 1), (1, 4), (2, 4), (4, 4)])
+@pytest.mark.parametrize("workers, replicas", [(1, 1), (2, 4), *more([(1, 4), (4, 4)])])
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 65])
 def test_evaluation_ids_come_once_each(n, workers, replicas):
     ids = []
@@ -110,10 +109,11 @@ def test_seeds_come_with_the_same_ids_and_do_not_depend_on_replicas(training):
 
 
 def test_seeds_of_training_differ_by_epoch_place_and_run():
-    ids, seeds = pairs(37, 300)
-    assert len(set(seeds)) == len(seeds) == 2400
-    np.testing.assert_array_equal(pairs(37, 10, start_step=290)[1], seeds[-80:])
-    others = np.concatenate([pairs(37, 300, seed=seed)[1] for seed in (-1, 0, 2, 2**63 - 1)])
+    steps = repetitions(60, 300)
+    ids, seeds = pairs(37, steps)
+    assert len(set(seeds)) == len(seeds) == 8 * steps
+    np.testing.assert_array_equal(pairs(37, 10, start_step=steps - 10)[1], seeds[-80:])
+    others = np.concatenate([pairs(37, steps, seed=seed)[1] for seed in (-1, 0, 2, 2**63 - 1)])
     assert not set(others) & set(seeds)
 
 

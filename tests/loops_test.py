@@ -32,7 +32,7 @@ def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_pa
     settings = dict(
         model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep=(looplib.KeepLast(2),))
     )
-    warm_up, window = repetitions((120, 25), (500, 200))
+    warm_up, window = repetitions((80, 15), (500, 200))
     with toy.controller(strategy, trainer, evaluator, **settings) as controller:
         controller.train_and_evaluate(warm_up, 5)
         memory = []
@@ -74,6 +74,7 @@ def test_the_graph_loop_equals_a_plain_loop_over_tf_function():
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_step_of_many_ops_trains_like_one_of_few(ends, monkeypatch):
     weights = []
@@ -95,8 +96,8 @@ def test_a_loop_of_many_steps_is_one_call():
     trainer, _ = toy.build(make_strategy("default"))
     calls = []
     trainer.loop_end = lambda metrics: calls.append(1) or {}
-    with toy.controller(None, trainer, steps_per_loop=500) as controller:
-        controller.train(2000)
+    with toy.controller(None, trainer, steps_per_loop=100) as controller:
+        controller.train(400)
     assert len(calls) == 4
 
 

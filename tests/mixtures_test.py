@@ -65,13 +65,10 @@ def once(plan, workers=1, replicas=1):
 def test_a_plan_does_not_depend_on_replicas_or_workers_and_is_entered_at_any_step(name):
     plan, steps = PLANS[name](), repetitions(20, 100)
     whole = read(plan, steps, seeds=True)
-    for workers, replicas in repetitions([(2, 2)], [(2, 2), (1, 4)]):
-        for part, expected in zip(read(plan, steps, workers, replicas, seeds=True), whole, strict=True):
-            np.testing.assert_array_equal(part, expected)
-    for part, expected in zip(
-        read(plan, 10, repetitions(1, 2), 4, seeds=True, start_step=steps - 10), whole, strict=True
-    ):
-        np.testing.assert_array_equal(part, expected[-10:])
+    for workers, replicas, first in repetitions([(2, 4, 10)], [(2, 2, 0), (1, 4, 0), (2, 4, 90)]):
+        found = read(plan, steps - first, workers, replicas, seeds=True, start_step=first)
+        for part, expected in zip(found, whole, strict=True):
+            np.testing.assert_array_equal(part, expected[first:])
     assert not np.array_equal(read(plan, steps, seed=4)[0], whole[0])
     seeds = whole[-1].reshape(-1, 2)
     assert len({tuple(seed) for seed in seeds}) == len(seeds) == steps * BATCH
@@ -90,7 +87,7 @@ SHARES = [
 @pytest.mark.parametrize("weights", [SHARES[1], SHARES[-1], *more([SHARES[0], *SHARES[2:-1]])], ids=str)
 def test_every_prefix_of_a_mixture_has_of_each_source_its_share(weights):
     order = looplib.Mixture(dict.fromkeys(weights, 1000), weights)
-    sources = read(order, repetitions(1500, 5000))[1].ravel()
+    sources = read(order, repetitions(500, 5000))[1].ravel()
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     shares = np.array(list(weights.values())) / sum(weights.values())
     expected = np.arange(1, len(sources) + 1)[:, None] * shares
@@ -171,17 +168,18 @@ def first_fit(lengths, row_length):
 
 @pytest.mark.parametrize("row_length", [32, *more([64]), 39, 1])
 def test_each_epoch_of_packed_rows_has_each_token_once_in_rows_that_are_full(row_length):
-    order = looplib.Packed(LENGTHS, row_length)
+    lengths = LENGTHS[: None if row_length > 1 else repetitions(60, None)]  # each of their tokens is a row
+    order = looplib.Packed(lengths, row_length)
     steps = -(-3 * order.size // BATCH)
     rows = [part.reshape(-1, row_length)[: 3 * order.size] for part in read(order, steps)]
-    expected = sorted((document, place) for document, length in enumerate(LENGTHS) for place in range(length))
+    expected = sorted((document, place) for document, length in enumerate(lengths) for place in range(length))
     epochs = [[part[epoch * order.size : (epoch + 1) * order.size] for part in rows] for epoch in range(3)]
     for epoch in epochs:
-        assert sorted(check_rows(epoch, LENGTHS, row_length)) == expected
+        assert sorted(check_rows(epoch, lengths, row_length)) == expected
     neighbours = [{frozenset(set(row)) for row in epoch[0]} for epoch in epochs]
     assert row_length < 32 or len(neighbours[0] & neighbours[1]) < 0.6 * order.size  # other documents share a row
-    pieces = [min(row_length, length - start) for length in LENGTHS for start in range(0, length, row_length)]
-    assert order.tokens == LENGTHS.sum()
+    pieces = [min(row_length, length - start) for length in lengths for start in range(0, length, row_length)]
+    assert order.tokens == lengths.sum()
     assert -(-order.tokens // row_length) <= order.size <= first_fit(pieces, row_length)
 
 
@@ -302,17 +300,20 @@ def unequal(folder):
     (folder / "a.txt").write_text("one\ntwo\n")
     plain = [{"x": np.ones(2, np.float32)}] * 4
     of_one = "{x: float32 [2]}"
-    return [
-        (plain, [{"x": np.ones(2, np.int64)}] * 4, of_one, "{x: int64 [2]}"),
+    again = [
         (plain, [{"x": np.ones([2, 1], np.float32)}] * 4, of_one, "{x: float32 [2, 1]}"),
-        (plain, [{"x": np.ones(3, np.float32)}] * 4, of_one, "{x: float32 [3]}"),
-        (plain, [{"y": np.ones(2, np.float32)}] * 4, of_one, "{y: float32 [2]}"),
         (plain, [(np.ones(2, np.float32),)] * 4, of_one, "(float32 [2])"),
         (f"{folder}/a.txt", plain, "string []", of_one),
         (f"{folder}/x.parquet", f"{folder}/wide.parquet", "{x: float64 []}", "{wide: int64 []}"),
+        (plain, [{"x": np.zeros(2, np.float32)}] * 3, None, None),
+    ]
+    return [
+        (plain, [{"x": np.ones(2, np.int64)}] * 4, of_one, "{x: int64 [2]}"),
+        (plain, [{"x": np.ones(3, np.float32)}] * 4, of_one, "{x: float32 [3]}"),
+        (plain, [{"y": np.ones(2, np.float32)}] * 4, of_one, "{y: float32 [2]}"),
         (f"{folder}/a.txt", f"{folder}/x.parquet", "string []", "{x: float64 []}"),
         (f"{folder}/a.txt", [b"in", b"memory"], None, None),
-        (plain, [{"x": np.zeros(2, np.float32)}] * 3, None, None),
+        *repetitions([], again),
     ]
 
 
@@ -345,11 +346,12 @@ STEPS = ["--train_steps=20", "--checkpoint_interval=5", "--mode=train", "--confi
 @pytest.mark.parametrize("data, keras", [("mixture", "keras"), *more(
     [("packed", "tf_keras"), ("buckets", "keras"), ("mixture", "tf_keras"), ("packed", "keras"), ("buckets", "tf_keras")])])  # fmt: skip
 def test_a_killed_run_and_one_on_two_workers_see_the_same_examples(data, keras, nursery, tmp_path):
+    """The workers with --all: what each of them reads is tried above, and runs on workers in record_runs_test."""
     flags = [*STEPS, "--config.noisy=False", f"--config.data={data}", f"--config.keras={keras}"]
     start = functools.partial(nursery.life, tmp_path / "killed", *flags, "--config.slow_step=0.02", "--loop=eager")
     lives = [
         nursery.life(tmp_path / "whole", *flags, "--loop=eager"),
-        *nursery.workers(2, tmp_path / "workers", *flags),
+        *repetitions(list, lambda: nursery.workers(2, tmp_path / "workers", *flags))(),
     ]
     killed = start()
     while not killed.ended(0.01) and not list((tmp_path / "killed").glob("checkpoints/ckpt-1*.commit")):
@@ -362,9 +364,9 @@ def test_a_killed_run_and_one_on_two_workers_see_the_same_examples(data, keras, 
     assert result.differences == [] and result.examples
     checksums = [
         [record["examples_checksum"] for record in read_jsonl(str(folder / "metrics.jsonl")) if record["split"] == "train"]
-        for folder in (tmp_path / "whole", tmp_path / "workers")
+        for folder in (tmp_path / "whole", *repetitions([], [tmp_path / "workers"]))
     ]  # fmt: skip
-    assert checksums[0] == checksums[1] and len(set(checksums[0])) == 4
+    assert all(found == checksums[0] for found in checksums) and len(set(checksums[0])) == 4
 
 
 @pytest.fixture(scope="module")
