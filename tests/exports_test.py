@@ -147,11 +147,8 @@ CASES = {
     "KerasTrainer, Keras 3, two replicas": (keras_trainer, "keras", "mirrored_x2"),
 }
 REPEATED = {
-    "image classification, cnn": (
-        images,
-        "cnn",
-        "default",
-    ),  # the test of the command below exports an image classifier
+    # The test of the command below exports an image classifier.
+    "image classification, cnn": (images, "cnn", "default"),
     "KerasTrainer, tf_keras": (keras_trainer, "tf_keras", "default"),
     "image classification, tpu_guide": (images, "tpu_guide", "default"),
     "image classification, cnn, two replicas": (images, "cnn", "mirrored_x2"),

@@ -107,7 +107,7 @@ def too_late(folder, case, python=sys.executable, imports="import looplib"):
     return result.stdout.splitlines(), result.stderr
 
 
-# All of these start the devices; these are other ways to do so.
+# Other ways to start the devices than the first ones, which run with --all.
 EARLY_ALIKE = ["variable", "generator", "random", "optimizer", "metric", "strategy"]
 
 
