@@ -353,13 +353,13 @@ def case(make):
         for folder, stop in zip(folders, STOPS):
             first = stream(lambda folder=folder: make(folder))
             iterator = first.iterate()
-            before = read(iterator, stop)
+            start = read(iterator, stop)
             position = first.position(iterator)
             if position is not None:
                 with contextlib.suppress(iterator_state.BetweenEpochsError):  # it has read on since
                     stages |= iterator_state.save(iterator, first.dataset)[1]
-            whole = whole or before + read(iterator, READ - stop)  # the first one goes on
-            assert before == whole[:stop]
+            whole = whole or start + read(iterator, READ - stop)  # the first one goes on
+            assert start == whole[:stop]
             del iterator, first
             again = stream(lambda folder=folder: make(folder), stop)
             rests.append(read(again.iterate(position), READ - stop))
