@@ -37,7 +37,7 @@ def base(tmp_path_factory):
     """The run directory of a model of digits 0 to 4."""
     folder = tmp_path_factory.mktemp("base")
     config = image_classification.Config(model="wide_mlp", classes="0-4")
-    train(image_classification, config, folder, 150)
+    train(image_classification, config, folder, 120)
     return str(folder)
 
 
@@ -47,7 +47,7 @@ def tuned(base, tmp_path_factory):
     results = {}
     for tune in ("all", "last", "lora"):
         folder = tmp_path_factory.mktemp(tune)
-        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=200), folder, 200)
+        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=150), folder, 150)
         results[tune] = folder, trainer, metrics
     return results
 
