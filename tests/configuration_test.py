@@ -10,7 +10,7 @@ from nested import Colour, Config, Model
 from looplib import UsageError, config
 from looplib.report import run_json
 
-SMALL = ("--train_steps=20", "--eval_interval=20", "--steps_per_loop=10")
+SMALL = ("--train_steps=2", "--eval_interval=2", "--steps_per_loop=2", "--loop=eager")
 EVERYTHING = """
 rate: 1e-3
 shuffle: true
@@ -154,7 +154,7 @@ def test_the_run_directory_has_the_configuration_which_can_be_given_back(nursery
     assert (values["model"], values["learning_rate"], values["decay_steps"]) == ("mlp", 0.002, 7)
     configs = [json.loads((folder / "run.json").read_text())["config"] for folder in (one, other)]
     assert configs[0] == configs[1] == values
-    evaluation = [binary, f"--model_dir={one}", "--mode=eval"]
+    evaluation = [binary, f"--model_dir={one}", "--mode=eval", "--loop=eager"]
     other = nursery.life_of(*evaluation, "--experiment=mlp", "--config.decay_steps=7")
     assert other.code() == 0
     assert "settings differ from those of the training: config.learning_rate=0.001 (the training has 0.002);" in (

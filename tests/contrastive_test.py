@@ -49,13 +49,14 @@ def test_the_loss_is_that_of_a_plain_loop_over_all_views():
 
 
 def test_1_2_and_4_replicas_train_the_same_weights_on_one_global_batch():
+    loop = repetitions("eager", "graph")  # tracing is most of what it costs
     several = repetitions(["mirrored_x2"], ["mirrored_x2", "mirrored_x4"])
     weights, losses = {}, {}
     for name in ("default", *several):
         history = []
         action = lambda event, history=history: event.split == "train" and history.append(event.metrics["loss"])
-        trainer, controller = build(SMALL, make_strategy(name), steps_per_loop=1, actions=[action])
-        controller.train(6)
+        trainer, controller = build(SMALL, make_strategy(name), steps_per_loop=1, actions=[action], loop=loop)
+        controller.train(4)
         weights[name], losses[name] = [v.numpy() for v in trainer.model.trainable_variables], history
     assert losses["default"][-1] < losses["default"][0]
     for name in several:
@@ -106,9 +107,9 @@ def test_the_probe_is_ridge_regression():
 def test_features_learned_without_labels_classify_digits(tmp_path):
     (x, y), (test_x, test_y) = image_data.digits_arrays()
     pixels = contrastive.ridge_accuracy(x.reshape(-1, 64)[:100], y[:100], test_x.reshape(-1, 64), test_y, 0.01)
-    config = dataclasses.replace(Config(), width=128, decay_steps=150)
+    config = dataclasses.replace(Config(), width=128, decay_steps=100)
     _, controller = build(config, make_strategy("default"), global_batch_size=128, model_dir=tmp_path / "run")
-    metrics = controller.train_and_evaluate(150, 150)["eval"]
+    metrics = controller.train_and_evaluate(100, 100)["eval"]
     assert metrics["examples"] == 1797
     assert metrics["accuracy"] > 0.95 and metrics["accuracy_100_labels"] > pixels + 0.05
     picture = tf.io.decode_png((tmp_path / "run" / "features.png").read_bytes())

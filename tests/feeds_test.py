@@ -333,9 +333,10 @@ def test_tf_distribute_hands_out_the_same_batches(strategy, caplog):
     assert "resumes after step 7 by skipping" in caplog.text
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("n, training, steps", [(37, True, 5), (37, False, 5), (33, False, 5), (32, True, 4)])
-def test_tf_distribute_hands_out_the_last_batches_alike(strategy, n, training, steps):
+@pytest.mark.parametrize("name", ["mirrored_x2", *more(["default", "one_device", "mirrored_x4"])])
+def test_tf_distribute_hands_out_the_last_batches_alike(name, n, training, steps):
+    strategy = make_strategy(name)
     if (n, strategy.num_replicas_in_sync) == (37, 4) and training:
         steps = 4  # the last step would have had no example for one of the four
     make = lambda context: tf.data.Dataset.range(n).batch(context.per_replica_batch_size)
@@ -350,6 +351,7 @@ def ending(context):
     return tf.data.Dataset.range(32).batch(context.per_replica_batch_size)
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("name, make", [
     ("mirrored_x2", shuffled),
     *more([("mirrored_x2", ending), ("default", shuffled), ("one_device", ending), ("mirrored_x4", shuffled)]),
@@ -386,6 +388,7 @@ class Unseeded(toy.Regression):
         return data.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("stops", [(7, 12, 20), *more([((3, 20),)])])  # an epoch has 4.6 steps
 def test_shuffles_without_a_seed_resume_in_later_epochs_where_the_run_is_seeded(stops, tmp_path):
     def order(folder, *stops):
@@ -424,7 +427,7 @@ def between_epochs(context, files=None):
     return tf.data.Dataset.range(37).shuffle(37, seed=context.seed).batch(context.per_replica_batch_size).repeat()
 
 
-@pytest.mark.parametrize("steps", [*more([1, 2, 3, 8, 9]), 4, 5, 6, 7])  # an epoch has 5
+@pytest.mark.parametrize("steps", [*more([1, 2, 3, 6, 8, 9]), 4, 5, 7])  # an epoch has 5
 def test_a_position_between_epochs_is_saved_only_if_the_next_epochs_keep_their_order(steps):
     whole = stream(make_strategy("default"), between_epochs)
     iterator = whole.iterate()

@@ -35,7 +35,7 @@ def classifier(tmp_path_factory):
     with looplib.Controller(
         trainer=trainer, global_batch_size=64, model_dir=folder, checkpoints=policy, writers=[], loop="graph"
     ) as controller:
-        controller.train(300)
+        controller.train(200)
     return str(folder)
 
 
@@ -164,15 +164,15 @@ def test_a_resumed_run_is_exact_and_two_replicas_train_like_one(experiment, clas
     loop = repetitions("eager", "graph")  # tracing is most of what it costs
 
     def train(strategy, steps, **settings):
-        settings = dict(evaluator=None, steps_per_loop=2, loop=loop, **settings)
+        settings = dict(evaluator=None, steps_per_loop=1, loop=loop, **settings)
         controller, trainer, _ = control(experiment, config, strategy, **settings)
         with controller:
             controller.train(steps)
         return [average.numpy() for average in trainer.averages.values]
 
-    expected = train("default", 4)
-    train("default", 2, model_dir=tmp_path)
-    resumed, on_two = train("default", 4, model_dir=tmp_path), train("mirrored_x2", 4)
+    expected = train("default", 2)
+    train("default", 1, model_dir=tmp_path)
+    resumed, on_two = train("default", 2, model_dir=tmp_path), train("mirrored_x2", 2)
     for average, again, other in zip(expected, resumed, on_two, strict=True):
         np.testing.assert_array_equal(average, again)
         np.testing.assert_allclose(average, other, rtol=1e-3, atol=1e-5)

@@ -29,6 +29,7 @@ def run(config, strategy, steps, **settings):
         pytest.param("resnet18", "mirrored_x2", marks=[needs_models, pytest.mark.repetition]),
     ],
 )
+@pytest.mark.any_engine
 def test_every_model_trains_and_evaluates(model, name):
     controller, metrics = run(dataclasses.replace(Config(), model=model), make_strategy(name), 3)
     assert metrics["examples"] == 360 and np.isfinite(metrics["loss"]) and controller.global_step == 3
@@ -43,10 +44,11 @@ def test_the_models_are_what_they_are_called():
 
 
 def test_the_default_learns_the_digits():
-    _, metrics = run(Config(decay_steps=500), make_strategy("default"), 500, global_batch_size=64)
-    assert metrics["accuracy"] >= 0.97
+    _, metrics = run(Config(decay_steps=250), make_strategy("default"), 250, global_batch_size=64)
+    assert metrics["accuracy"] >= 0.96
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_optimizers_follow_their_schedule(optimizer):
     config = dataclasses.replace(Config(), model="mlp", optimizer=optimizer, learning_rate=0.02, decay_steps=10)
@@ -76,6 +78,7 @@ def test_an_image_too_small_for_a_model_is_a_sentence():
         image_models.build("tpu_guide", (4, 8, 1), 10)
 
 
+@pytest.mark.any_engine
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
 def test_float16_gets_loss_scaling(family):
     keras = pytest.importorskip(family)

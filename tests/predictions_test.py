@@ -16,6 +16,7 @@ from faults import faulty
 
 import looplib
 
+LOOP = repetitions("eager", "graph")  # where a test names none: tracing is most of what a small prediction costs
 WORDS = [b"", b"digit", "Gl\u00fcck".encode()]
 
 
@@ -90,7 +91,7 @@ def read(folder):
     return [json.loads(line) for path in pieces(folder) for line in path.read_text().splitlines()]
 
 
-def predict(strategy, folder, build=Predicts, batch=8, loop="graph", weights=None, **settings):
+def predict(strategy, folder, build=Predicts, batch=8, loop=LOOP, weights=None, **settings):
     """Predicts with the toy regression; returns the folder of the pieces."""
     with strategy.scope():
         model = toy.Regression().model
@@ -297,7 +298,7 @@ WRONG = {
 def test_outputs_that_cannot_be_written_are_sentences(case, tmp_path):
     outputs, words = WRONG[case]
     with pytest.raises(looplib.UsageError) as raised:
-        predict(make_strategy("default"), tmp_path, lambda model: Wrong(model, outputs))
+        predict(make_strategy("default"), tmp_path, lambda model: Wrong(model, outputs), loop="graph")
     assert words in str(raised.value)
 
 
@@ -321,7 +322,10 @@ def test_what_cannot_be_predicted_is_a_sentence(tmp_path):
 def trained(nursery, tmp_path_factory):
     """A run of a binary, and its predictions without a kill."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    for arguments in (["--mode=train", "--train_steps=8"], ["--mode=predict", "--predictions_piece=10"]):
+    for arguments in (
+        ["--mode=train", "--train_steps=8", "--loop=eager"],
+        ["--mode=predict", "--predictions_piece=10"],
+    ):
         life = nursery.life(folder, "--config.state_mb=0.01", *arguments)
         assert life.code() == 0, life.output()
     return folder
@@ -340,7 +344,9 @@ def check_binary(folder, trained):
 
 def test_a_binary_that_is_killed_at_any_moment_writes_what_one_writes_that_is_not(nursery, trained, tmp_path):
     check_binary(trained / "predictions" / "eval", trained)
-    arguments = ["--config.state_mb=0.01", "--mode=predict", "--predictions_piece=10", "--config.slow_evaluation=0.3"]
+    arguments = [
+        "--config.state_mb=0.01", "--mode=predict", "--predictions_piece=10", "--config.slow_evaluation=0.3", "--loop=eager",
+    ]  # fmt: skip
     moments, kept, kills = random.Random(3), {}, 0
     for attempt in itertools.count():
         devices = [f"--num_virtual_devices={(1, 2, 4)[attempt % 3]}"]

@@ -11,7 +11,7 @@ import struct
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import more
+from conftest import more, repetitions
 
 import looplib
 from looplib.data import refused
@@ -89,7 +89,7 @@ def test_the_order_is_the_same_for_any_number_of_replicas_and_workers(files, blo
     epochs = np.concatenate(expected)[: 2 * TOTAL].reshape(2, TOTAL)
     assert [sorted(epoch) for epoch in epochs.tolist()] == 2 * [list(range(TOTAL))]
     assert list(epochs[0]) != list(epochs[1])
-    for replicas, workers in ((2, 1), (4, 2), (4, 4)):
+    for replicas, workers in repetitions(((4, 2),), ((2, 1), (4, 2), (4, 4))):
         pipelines = [
             numbers(context(20, replicas, worker, workers).records(files, block=block), steps * replicas // workers)
             for worker in range(workers)
@@ -97,6 +97,7 @@ def test_the_order_is_the_same_for_any_number_of_replicas_and_workers(files, blo
         assert in_step_order(pipelines, replicas, steps) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("block", [1, 7])
 def test_any_position_is_entered_with_the_same_seeds(files, block):
     pairs = list(context().records(files, block=block, seeds=True).take(25).as_numpy_iterator())
@@ -161,8 +162,8 @@ def test_each_worker_reads_its_own_part(tmp_path):
     for block in (1, 16):
         before = read_by_the_kernel()
         dataset = context(100, 2, 1, 2).records(source, block=block)
-        assert sum(len(batch) for batch in dataset.take(1500)) == 75_000  # half of 15 epochs, and some read ahead
-        assert read_by_the_kernel() - before < 1.1 * 15 * size / 2
+        assert sum(len(batch) for batch in dataset.take(600)) == 30_000  # half of 6 epochs, and some read ahead
+        assert read_by_the_kernel() - before < 1.2 * 6 * size / 2
 
 
 def test_the_index_is_built_once_and_again_for_other_files(copy, monkeypatch):

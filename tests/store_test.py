@@ -52,7 +52,7 @@ def run_scored(folder, steps, *keep):
     return sorted(done.step for done in commits.committed(folder / "checkpoints"))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "keep, expected",
     [

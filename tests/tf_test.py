@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import make_strategy, more
+from conftest import make_strategy, more, repetitions
 
 from looplib import _tf, source_locations
 from looplib.data import iterator_state
@@ -307,7 +307,8 @@ USES = [
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path) -> None:
+def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, python: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", repetitions(python, sys.executable))  # where it has not started
     try:
         use(tmp_path)
     except Exception as error:

@@ -17,6 +17,8 @@ from looplib.extras.trackers import by_name
 from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
 
+pytestmark = pytest.mark.any_engine
+
 
 class _KilledError(Exception):
     pass
