@@ -11,6 +11,7 @@ is installed, and names what that version changed; all work with the versions of
 attributes of Keras.
 """
 
+import builtins
 import collections
 import dataclasses
 import gc
@@ -84,6 +85,28 @@ def started() -> bool:
 def stack_at_start() -> list[traceback.FrameSummary]:
     """Returns the stack that started TensorFlow's devices; [] if they have not started, or it is not known."""
     return _stack_at_start
+
+
+# The functions that AutoGraph converts.
+
+_builtins: tuple[object, ...] = ()
+
+
+def keep_builtins() -> None:
+    """Has AutoGraph take none but Python's built-in functions for these, which it does not convert.
+
+    It knows them by the addresses that they have when TensorFlow is imported. In a notebook, `input` is a method then
+    that lives as long as the cell; another method that comes to its address would run as it is, and fail at a
+    `tf.range`. What is built in now stays alive, so that nothing else gets an address of these.
+    """
+    global _builtins
+    try:
+        from tensorflow.python.autograph.pyct import inspect_utils
+    except ImportError:
+        return
+    if isinstance(getattr(inspect_utils, "_BUILTIN_FUNCTION_IDS", None), frozenset):
+        _builtins = tuple(vars(builtins).values())
+        inspect_utils._BUILTIN_FUNCTION_IDS = frozenset(map(id, _builtins))
 
 
 # The ops of a traced function.
@@ -563,3 +586,4 @@ def message_without_op(error: tf.errors.OpError) -> str:
 
 
 watch()
+keep_builtins()

@@ -4,8 +4,6 @@ import html
 import json
 import pathlib
 import re
-import shutil
-import warnings
 
 import nbclient
 import nbformat
@@ -19,26 +17,13 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("notebook")
 
 
-def execute(notebook, folder):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
-        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
-
-
 @pytest.fixture(scope="module")
 def outputs(folder):
     """The outputs of each cell of code."""
     notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", as_version=4)
-    try:
-        execute(notebook, folder)
-    except nbclient.exceptions.CellExecutionError as error:
-        # Seen in 2 of some 60 kernels, only beside other tests, and nowhere else: AutoGraph leaves a loop of a later
-        # controller as it is, and logs no reason.
-        if error.ename != "OperatorNotAllowedInGraphError":
-            raise
-        warnings.warn(f"AutoGraph left a loop as it is; the notebook runs once more: {error}", stacklevel=1)
-        shutil.rmtree(folder / "first_steps")
-        execute(notebook, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
     return [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
 
 

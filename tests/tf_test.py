@@ -61,6 +61,28 @@ def the_line_that_starts_the_devices(folder: pathlib.Path) -> None:
     assert run(f"import runpy; runpy.run_path({str(program)!r})").endswith(":4: x = tf.constant(1.0)  # here\n")
 
 
+class Counting:
+    def count(self, steps: tf.Tensor) -> tf.Tensor:
+        total = 0
+        for _ in tf.range(steps):
+            total += 1
+        return total
+
+
+def the_addresses_of_builtins_that_autograph_does_not_convert(folder: pathlib.Path) -> None:
+    from tensorflow.python.autograph.pyct import inspect_utils
+
+    counting = Counting()
+    at_old_address = counting.count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect_utils, "_BUILTIN_FUNCTION_IDS", frozenset([id(at_old_address)]))
+        with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):  # else there is nothing to mend any more
+            tf.function(at_old_address)(tf.constant(3))
+        _tf.keep_builtins()
+        assert tf.function(at_old_address)(tf.constant(3)) == 3
+        assert id(print) in inspect_utils._BUILTIN_FUNCTION_IDS
+
+
 @tf.function
 def branching(x: tf.Tensor) -> tf.Tensor:
     return tf.cond(x[0] > 0, lambda: tf.sin(x), lambda: tf.map_fn(tf.cos, x))
@@ -289,6 +311,7 @@ def the_loss_of_a_parameter_server(folder: pathlib.Path) -> None:
 
 USES = [
     the_line_that_starts_the_devices,
+    the_addresses_of_builtins_that_autograph_does_not_convert,
     the_graphs_of_called_functions,
     the_op_that_an_error_names,
     the_op_that_xla_has_no_kernel_for,
@@ -328,6 +351,8 @@ def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyP
     assert _tf.parse_profile(b"") is None
     monkeypatch.setitem(sys.modules, "tensorflow.python.eager", None)
     _tf.watch()
+    monkeypatch.setitem(sys.modules, "tensorflow.python.autograph.pyct", None)
+    _tf.keep_builtins()
     error = tf.errors.UnavailableError(None, None, "other words")
     assert _tf.lost_server(error) is None and _tf.lost_server(error, of_any_process=True) is not None
     assert not xla.lacks_a_kernel(error) and not xla.needs_a_constant(error)
