@@ -103,9 +103,10 @@ PAGES = {
 }
 
 
-# Run with --all: a TPU's page also runs with a stand-in for it, keras_trainer_test and foreign_test compare with what is migrated
-# from, and the tests of exports and predictions do what the page about them does.
-REPETITIONS = ("tpu_guide", "tpu_course", "tpu_strategy", *MIGRATIONS, "recipes", "after_training")
+# Run with --all: a TPU's page also runs with a stand-in for it, one migration shows what the others do, and the tests of exports
+# and predictions what the page about them does.
+REPETITIONS = ("tpu_guide", "tpu_course", "tpu_strategy", "from_orbit", "from_tf_distribute", "from_lightning",
+               "recipes", "after_training")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +275,6 @@ def test_the_orbit_guides_programs_run_in_the_adapter_and_ported(results):
     assert float(found["adapter"]) > 0.9 and float(found["ported"]) > 0.9
 
 
-@pytest.mark.repetition
 def test_the_keras_guides_programs_come_to_the_same_before_and_after(results):
     out = printed(results["from_keras"])
     before, after = (

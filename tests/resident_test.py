@@ -7,7 +7,7 @@ from conftest import make_strategy, more
 
 import looplib
 
-EXAMPLES, BATCH = 42, 8  # the last of six batches has two examples, so that two of four replicas get none
+EXAMPLES, BATCH = 44, 8  # the last of six batches has four examples, so that two of four replicas get none
 ROWS = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype(np.float32)
 
 CHANGES = {
@@ -16,6 +16,7 @@ CHANGES = {
     "another order": lambda data: data.map(lambda ids: ids[::-1] // 2),
     "shuffle": lambda data: data.unbatch().shuffle(EXAMPLES, seed=1).batch(3),
 }
+KEPT = np.arange(EXAMPLES) % 3 == 1
 
 
 class Rows(looplib.Evaluator):
@@ -84,3 +85,15 @@ def test_an_evaluation_continues_with_the_ids_behind_a_step(replicas, pipelines,
     assert found.keys() == wanted.keys()
     for place, part in wanted.items():
         np.testing.assert_array_equal(found[place], part)
+
+
+def test_the_ids_of_a_plan_get_their_own_rows():
+    class Kept(Rows):
+        def dataset(self, context):
+            super().dataset(context)
+            return context.indices(looplib.Kept(KEPT))
+
+    with looplib.Controller(evaluator=Kept(), global_batch_size=BATCH, writers=[]) as controller:
+        metrics = controller.evaluate()["eval"]
+    wanted = expected([np.flatnonzero(KEPT)])
+    assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)

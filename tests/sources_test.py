@@ -358,8 +358,10 @@ def case(make):
             if position is not None:
                 with contextlib.suppress(iterator_state.BetweenEpochsError):  # it has read on since
                     stages |= iterator_state.save(iterator, first.dataset)[1]
-            whole = whole or start + read(iterator, READ - stop)  # which has no stream of its own by default
-            assert start == whole[:stop]
+            if whole:
+                assert start == whole[:stop]
+            else:
+                whole = start + read(iterator, READ - stop)
             del iterator, first
             again = stream(lambda folder=folder: make(folder), stop)
             rests.append(read(again.iterate(position), READ - stop))

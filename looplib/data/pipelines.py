@@ -111,7 +111,7 @@ def distribute(
         positioned=context.positioned,
         skipped=0 if context.positioned else start_step * max(1, replicas // workers.count),
         arrays=context.arrays,
-        in_turn=pipelines.in_turn,
+        in_turn=pipelines.in_turn and devices.runs_on_host(strategy),
         sure=min(pipelines.sure),
         batch_size=batch_size,
         sized=pipelines.sized,
@@ -248,7 +248,7 @@ class _Pipelines:
                 "context.pipeline_index)"
             )
         training, replicas = context.training, context.replicas_per_pipeline
-        self.in_turn = not (training or self._whole) and dataset is context.ids
+        self.in_turn = context.in_turn and dataset is context.ids and not self._whole
         self.fixed = global_batches.have_size(dataset, context.per_replica_batch_size)
         if training and not self._task.batch_size_varies:
             self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)

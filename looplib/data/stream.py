@@ -39,7 +39,7 @@ class Stream:
       positioned: whether the pipeline starts at `start_step` by itself.
       skipped: batches that each pipeline otherwise leaves out to start there.
       arrays: structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself.
-      in_turn: whether the row numbers of a batch follow one another.
+      in_turn: whether the row numbers of a batch follow one another, and the rows are on CPUs.
       sure: number of steps, from the first on, that certainly have a batch of full size for each replica.
       batch_size: examples of a batch of full size.
       sized: whether batches need no check of their size: it is static, or it may vary.

@@ -85,6 +85,7 @@ class InputContext:
         self.arrays: Any = None
         self.examples: int | None = None
         self.ids: tf.data.Dataset | None = None  # what `indices` returned last, if an example has one
+        self.in_turn = False  # whether those of each batch follow one another
         self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.steps_per_epoch: float | None = None
         self.sources: list[sources.Source] = []
@@ -176,10 +177,12 @@ class InputContext:
 
         most = max(1, _CHUNK_IDS // (self.per_replica_batch_size * plan.width))
         chunks = self._positions(plan, whole_epochs, "indices", most)
-        if self.training or seeds or not isinstance(plan, Ids):  # else the positions are the ids
+        in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
+        if not in_turn:
             chunks = chunks.map(examples, **_PARALLEL)
         batches = chunks.unbatch()
         self.ids = batches if plan.width == 1 else None
+        self.in_turn = in_turn
         ends = whole_epochs and plan.size % self.global_batch_size
         drawn = isinstance(plan, Ids) and self.training and not seeds and not ends
         self.draw = functools.partial(self._draw, RecordOrder(plan.size, self.seed, shuffle)) if drawn else None

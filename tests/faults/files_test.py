@@ -336,7 +336,7 @@ def half_written():
 # Moments that are a matter of how much is written: another length is tried, or the next moment.
 ALIKE = (
     "the shard of a first save", "data's temporary file to 0%", "data's temporary file to 100%", "marker's new file to 0%",
-    "marker's new file to 100%",
+    "marker's new file to 50%",
 )  # fmt: skip
 MOMENTS = [(moment, number % 2 == 0) for number, moment in enumerate(half_written())]
 
