@@ -35,7 +35,7 @@ def classifier(tmp_path_factory):
     with looplib.Controller(
         trainer=trainer, global_batch_size=64, model_dir=folder, checkpoints=policy, writers=[], loop="graph"
     ) as controller:
-        controller.train(200)
+        controller.train(repetitions(200, 300))
     return str(folder)
 
 
