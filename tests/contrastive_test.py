@@ -107,9 +107,9 @@ def test_the_probe_is_ridge_regression():
 def test_features_learned_without_labels_classify_digits(tmp_path):
     (x, y), (test_x, test_y) = image_data.digits_arrays()
     pixels = contrastive.ridge_accuracy(x.reshape(-1, 64)[:100], y[:100], test_x.reshape(-1, 64), test_y, 0.01)
-    config = dataclasses.replace(Config(), width=128, decay_steps=100)
+    config = dataclasses.replace(Config(), width=128, decay_steps=150)
     _, controller = build(config, make_strategy("default"), global_batch_size=128, model_dir=tmp_path / "run")
-    metrics = controller.train_and_evaluate(100, 100)["eval"]
+    metrics = controller.train_and_evaluate(150, 150)["eval"]
     assert metrics["examples"] == 1797
     assert metrics["accuracy"] > 0.95 and metrics["accuracy_100_labels"] > pixels + 0.05
     picture = tf.io.decode_png((tmp_path / "run" / "features.png").read_bytes())

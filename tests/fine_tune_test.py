@@ -9,7 +9,7 @@ import subprocess
 import keras
 import numpy as np
 import pytest
-from conftest import make_strategy, repetitions
+from conftest import make_strategy
 
 import looplib
 from trainers import fine_tune, image_classification, image_data, pictures
@@ -18,14 +18,14 @@ from trainers.fine_tune import Config
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def train(module, config, model_dir, steps, strategy=None, loop="graph"):
+def train(module, config, model_dir, steps, strategy=None):
     keras.utils.set_random_seed(1)
     strategy = strategy or make_strategy("default")
     with strategy.scope():
         trainer, evaluator = module.build(config)
     controller = looplib.Controller(
-        trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=32, steps_per_loop=steps,
-        model_dir=model_dir, config=config, loop=loop,
+        trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=64, steps_per_loop=steps,
+        model_dir=model_dir, config=config, loop="graph",
     )  # fmt: skip
     metrics = controller.train_and_evaluate(steps, steps)["eval"]
     controller.close()
@@ -37,7 +37,7 @@ def base(tmp_path_factory):
     """The run directory of a model of digits 0 to 4."""
     folder = tmp_path_factory.mktemp("base")
     config = image_classification.Config(model="wide_mlp", classes="0-4")
-    train(image_classification, config, folder, 120)
+    train(image_classification, config, folder, 150)
     return str(folder)
 
 
@@ -47,7 +47,7 @@ def tuned(base, tmp_path_factory):
     results = {}
     for tune in ("all", "last", "lora"):
         folder = tmp_path_factory.mktemp(tune)
-        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=150), folder, 150)
+        trainer, metrics = train(fine_tune, Config(base=base, tune=tune, decay_steps=200), folder, 200)
         results[tune] = folder, trainer, metrics
     return results
 
@@ -123,11 +123,10 @@ def test_without_adapters_the_exported_model_is_the_tuned_one(tuned):
 
 def test_adapters_merge_in_convolutions_and_on_two_replicas(tmp_path):
     config = image_classification.Config(model="cnn", classes="0-4")
-    loop = repetitions("eager", "graph")  # tracing is most of what it costs
-    train(image_classification, config, tmp_path / "base", 3, loop=loop)
+    train(image_classification, config, tmp_path / "base", 3)
     strategy = make_strategy("mirrored_x2")
     config = Config(base=str(tmp_path / "base"), classes="5,7,9")
-    trainer, _ = train(fine_tune, config, tmp_path / "run", 3, strategy, loop)
+    trainer, _ = train(fine_tune, config, tmp_path / "run", 5, strategy)
     _, (images, _) = image_data.digits_arrays()
     exported = keras.saving.load_model(tmp_path / "run" / "model.keras")
     assert any(np.abs(v.numpy()).max() > 0 for v in trainer.model.variables if v.name == "lora_kernel_b")
@@ -160,7 +159,7 @@ def test_bad_settings_are_sentences(changes, message, base):
 
 
 def test_adapters_of_another_base_are_refused(tuned, tmp_path):
-    train(image_classification, image_classification.Config(model="mlp", classes="0-4"), tmp_path, 1, loop="eager")
+    train(image_classification, image_classification.Config(model="mlp", classes="0-4"), tmp_path, 1)
     with pytest.raises(looplib.UsageError, match="other shapes than adapters of"):
         fine_tune.load_adapted(str(tmp_path), str(tuned["lora"][0] / "adapters.npz"))
     with pytest.raises(looplib.UsageError, match="name the adapters.npz of a LoRA run"):

@@ -44,8 +44,8 @@ def test_the_models_are_what_they_are_called():
 
 
 def test_the_default_learns_the_digits():
-    _, metrics = run(Config(decay_steps=250), make_strategy("default"), 250, global_batch_size=64)
-    assert metrics["accuracy"] >= 0.96
+    _, metrics = run(Config(decay_steps=500), make_strategy("default"), 500, global_batch_size=64)
+    assert metrics["accuracy"] >= 0.97
 
 
 @pytest.mark.any_engine

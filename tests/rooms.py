@@ -6,7 +6,7 @@ import pathlib
 TESTS = {
     "checkpoint": ["checkpoints", "continue", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
-    "data": ["bottleneck", "device_copies", "feeds", "global_batches", "lengths", "sources"],
+    "data": ["bottleneck", "device_copies", "feeds", "global_batches", "lengths", "resident", "sources"],
     "extras": [
         "checks",
         "foreign",
