@@ -87,8 +87,8 @@ def test_a_file_stays_in_its_part_and_comes_once(files, tmp_path):
     key = lambda text: int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % 64
     assert documents.held_out and {key(text) for text in documents.held_out} == {0}
     assert 0 not in {key(text) for text in documents.train}
-    fewer = text_data.read_documents(files, 10_000)
-    assert sum(map(len, fewer.train + fewer.held_out)) in range(10_000, 10_100)
+    fewer = text_data.read_documents(files, 20_000)
+    assert sum(map(len, fewer.train + fewer.held_out)) in range(20_000, 20_100)
     assert set(fewer.train) <= set(documents.train) and set(fewer.held_out) <= set(documents.held_out)
     with pytest.raises(looplib.UsageError, match="has 0 different files"):
         text_data.read_documents(f"{tmp_path}/*", 1000)
@@ -156,11 +156,11 @@ def test_vocabularies_encode_and_decode(vocabularies):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["", "sentence", "word"])
 def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies, kind):
-    settings = config(files, vocabulary=vocabularies[kind], sequence_length=1024, text_bytes=10_000)
-    data = text_data.load(files, 10_000, vocabularies[kind], 1024)
+    settings = config(files, vocabulary=vocabularies[kind], sequence_length=1024, text_bytes=20_000)
+    data = text_data.load(files, 20_000, vocabularies[kind], 1024)
     model = decoder(data.vocabulary.size + 2)
     evaluator = language_model.LanguageModelEvaluator(model, data, settings)
-    texts = text_data.read_documents(files, 10_000).held_out
+    texts = text_data.read_documents(files, 20_000).held_out
     nats = 0.0
     for tokens in data.vocabulary.encode(texts):  # each is shorter than half a row, so it sees all of itself
         whole = np.concatenate([[data.start], tokens, [data.start + 1]])
