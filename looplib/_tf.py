@@ -93,11 +93,11 @@ _builtins: tuple[object, ...] = ()
 
 
 def keep_builtins() -> None:
-    """Has AutoGraph take none but Python's built-in functions for these, which it does not convert.
+    """Prevents AutoGraph from mistaking a method for a built-in function, which it does not convert.
 
-    It knows them by the addresses that they have when TensorFlow is imported. In a notebook, `input` is a method then
-    that lives as long as the cell; another method that comes to its address would run as it is, and fail at a
-    `tf.range`. What is built in now stays alive, so that nothing else gets an address of these.
+    AutoGraph knows built-in functions by their addresses at the import of TensorFlow. In a notebook, `input` is then a
+    method that lives as long as the cell. A method that later gets this address would not be converted, and fail at a
+    `tf.range`. This replaces the addresses by those of the objects that are built in now, and keeps these alive.
     """
     global _builtins
     try:

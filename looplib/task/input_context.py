@@ -177,12 +177,9 @@ class InputContext:
 
         most = max(1, _CHUNK_IDS // (self.per_replica_batch_size * plan.width))
         chunks = self._positions(plan, whole_epochs, "indices", most)
-        in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
-        if not in_turn:
-            chunks = chunks.map(examples, **_PARALLEL)
-        batches = chunks.unbatch()
+        self.in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
+        batches = (chunks if self.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
         self.ids = batches if plan.width == 1 else None
-        self.in_turn = in_turn
         ends = whole_epochs and plan.size % self.global_batch_size
         drawn = isinstance(plan, Ids) and self.training and not seeds and not ends
         self.draw = functools.partial(self._draw, RecordOrder(plan.size, self.seed, shuffle)) if drawn else None
