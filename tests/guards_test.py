@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
-from conftest import make_strategy
+from conftest import make_strategy, more
 
 import looplib
 from looplib.checkpoint import commits
@@ -160,6 +160,31 @@ def test_a_nan_that_a_relu_hides_from_the_loss_is_found_in_the_gradient(tmp_path
 
 
 @pytest.mark.any_engine
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bad", [[np.nan], [np.inf], [np.inf, -np.inf]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", *more(["float16", "bfloat16", "float64"])])
+@pytest.mark.parametrize(
+    "shape", [(128, 96), (9000,), (20, 30), (3, 3, 32, 64), (9000, 1), (0, 4), (96, 128, 0)], ids=str
+)
+def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape, dtype, bad, compiled):
+    gradient = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+    def measured(known):
+        @tf.function(jit_compile=compiled, input_signature=[tf.TensorSpec(shape if known else None, dtype)])
+        def measure(gradient):
+            step = lambda _: non_finite.note_gradients([gradient], None)
+            return [value for _, value in non_finite.run_watched(step, None)[1]]
+
+        return measure
+
+    for measure in [measured(True), *([] if compiled else [measured(False)])]:
+        assert np.isfinite(measure(tf.cast(gradient, dtype))).all()
+        if gradient.size:
+            gradient.ravel()[-len(bad) :] = bad
+            assert not np.isfinite(measure(tf.cast(gradient, dtype))).any()
+            gradient.ravel()[-len(bad) :] = 1
+
+
 def test_a_bad_update_in_the_last_step_before_a_save_is_not_saved(tmp_path):
     with pytest.raises(looplib.DivergenceError, match=r"after step 10, .*bias.* not finite"):
         run(make_strategy("default"), "weight", bad_steps=(10,), model_dir=tmp_path)

@@ -6,6 +6,7 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
+from looplib.data import pipelines
 
 EXAMPLES, BATCH = 44, 8  # the last of six batches has four examples, so that two of four replicas get none
 ROWS = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype(np.float32)
@@ -16,6 +17,7 @@ CHANGES = {
     "another order": lambda data: data.map(lambda ids: ids[::-1] // 2),
     "shuffle": lambda data: data.unbatch().shuffle(EXAMPLES, seed=1).batch(3),
 }
+SIZES = {"small": pipelines._SMALL, "large": 0}  # the bytes of a step up to which its rows are gathered ahead of it
 KEPT = np.arange(EXAMPLES) % 3 == 1
 
 
@@ -97,3 +99,39 @@ def test_the_ids_of_a_plan_get_their_own_rows():
         metrics = controller.evaluate()["eval"]
     wanted = expected([np.flatnonzero(KEPT)])
     assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
+
+
+class Order(looplib.Trainer):
+    """Weighs each number that it is given by its step, so that the sum shows the order."""
+
+    def __init__(self):
+        self.sum = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+    def dataset(self, context):
+        return context.resident({"number": np.arange(EXAMPLES)})
+
+    def step_fn(self, inputs):
+        weights = 1 + tf.range(tf.size(inputs["number"], tf.int64)) + 10 * self.global_step
+        self.sum.assign_add(tf.reduce_sum(weights * inputs["number"]))
+        return {"examples": looplib.total(tf.size(inputs["number"]))}
+
+
+@pytest.mark.parametrize("engine", ["xla", *more(["auto", "graph"])])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stop", [3, *more([7, 200, 401])])
+def test_a_training_continues_with_the_rows_behind_its_checkpoint(engine, size, stop, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipelines, "_SMALL", SIZES[size])
+    context = looplib.InputContext(
+        global_batch_size=BATCH, num_replicas=1, pipeline_index=0, num_pipelines=1, start_step=0, seed=5, training=True
+    )
+    steps = stop + 10
+    wanted = sum(
+        (ids * (1 + np.arange(BATCH) + 10 * step)).sum()
+        for step, ids in enumerate(context.indices(EXAMPLES).take(steps).as_numpy_iterator())
+    )
+    for end in (stop, steps):
+        trainer = Order()
+        settings = dict(global_batch_size=BATCH, steps_per_loop=7, seed=5, loop=engine, writers=[])
+        with looplib.Controller(trainer=trainer, model_dir=tmp_path, **settings) as controller:
+            controller.train(end)
+    assert trainer.sum.numpy() == wanted

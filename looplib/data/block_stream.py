@@ -14,7 +14,7 @@ from looplib.data.host_stream import HostStream
 # A batch is copied out of its element, which costs more than its `next` from about 64 KB on (W1, batches of 16 and 32).
 _LONGEST, _BYTES = 20, 2**16  # steps of an element, bytes of a step
 _AHEAD = 5  # elements of the longest kind that are read ahead
-IDS_BLOCK = 100  # ids are never slow
+_FEWEST_OF_IDS, _MOST_OF_IDS, _IDS = 100, 400, 2**14  # steps of an element of ids, which are never slow, and its ids
 
 
 class _Buffer:
@@ -187,18 +187,21 @@ class BlockStream(HostStream):
 
 @dataclasses.dataclass(kw_only=True)
 class KeyedStream(BlockStream):
-    """A `BlockStream` of ids, which an XLA program computes for many steps at a time.
+    """A `BlockStream` of ids, which an XLA program computes for many steps at a time, or of the rows that they number.
 
     Attributes:
       draw: returns ids from a number of batches of this pipeline on; see `InputContext.draw`.
+      rows: returns rows by their numbers; None leaves the ids.
     """
 
     draw: Callable[[tf.Tensor, int], tf.Tensor]
+    rows: Callable[[tf.Tensor], Any] | None = None
 
     def _in_blocks(self) -> tf.data.Dataset:
         count = self.block * self._local_replicas
         draw = tf.function(lambda first: self.draw(first, count), jit_compile=True, autograph=False)
-        return tf.data.Dataset.counter(self.start_step * self._local_replicas, count).map(lambda first: draw(first))
+        ids = tf.data.Dataset.counter(self.start_step * self._local_replicas, count).map(lambda first: draw(first))
+        return ids if self.rows is None else ids.map(self.rows)
 
 
 def block_of(spec: Any, replicas: int) -> int:
@@ -213,6 +216,15 @@ def block_of(spec: Any, replicas: int) -> int:
         return 1
     size = replicas * sum(math.prod(each.shape) * each.dtype.size for each in specs)
     return _LONGEST if size <= _BYTES else 1
+
+
+def block_of_ids(batch_size: int) -> int:
+    """Returns how many steps' ids to draw as one element: 16,384 ids, if those are 100 to 400 steps.
+
+    Args:
+      batch_size: ids of a step.
+    """
+    return max(_FEWEST_OF_IDS, min(_MOST_OF_IDS, _IDS // batch_size))
 
 
 def _joined(*elements: list[tf.Tensor]) -> list[tf.Tensor]:

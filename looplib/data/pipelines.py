@@ -1,6 +1,7 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from absl import logging
 from looplib import _tf
 from looplib.cluster.collectives import Workers
 from looplib.data import devices, doubts, global_batches, refused
-from looplib.data.block_stream import IDS_BLOCK, BlockStream, KeyedStream, block_of
+from looplib.data.block_stream import BlockStream, KeyedStream, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
 from looplib.data.lengths import Lengths
 from looplib.data.remote_stream import RemoteStream
@@ -25,6 +26,7 @@ from looplib.task.shares import KINDS
 from looplib.task.trainer import Trainer
 
 _ENDLESS = 2**62
+_SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
 
 
 def distribute(
@@ -92,13 +94,23 @@ def distribute(
         _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
     kind: Callable[..., Stream] = Stream
+    arrays = context.arrays
     if remote:
         kind = functools.partial(RemoteStream, make=pipelines.build_on_worker, by_number=by_number)
     elif on_host:
         on_cpus = devices.runs_on_host(strategy)
         kind = functools.partial(HostStream, devices=() if on_cpus else local)
-        if in_blocks and on_cpus and training and workers.count == 1:
-            kind = _in_blocks(dataset, context, replicas) or kind
+        block = block_of(dataset.element_spec, replicas)
+        if not (in_blocks and on_cpus and training and workers.count == 1) or block == 1:
+            pass
+        elif dataset is context.ids and context.draw is not None:
+            gather = None if arrays is None else _small_rows(arrays, global_batch_size)
+            ids = block_of_ids(global_batch_size)
+            kind = functools.partial(KeyedStream, block=ids, draw=context.draw, rows=gather)
+            if gather:
+                dataset, arrays = dataset.map(gather), None
+        else:
+            kind = functools.partial(BlockStream, block=block)
     return kind(
         strategy=strategy,
         dataset=dataset,
@@ -110,7 +122,7 @@ def distribute(
         start_step=start_step,
         positioned=context.positioned,
         skipped=0 if context.positioned else start_step * max(1, replicas // workers.count),
-        arrays=context.arrays,
+        arrays=arrays,
         in_turn=pipelines.in_turn and devices.runs_on_host(strategy),
         sure=min(pipelines.sure),
         batch_size=batch_size,
@@ -172,14 +184,19 @@ def _refuse_without_batches(
         )
 
 
-def _in_blocks(dataset: tf.data.Dataset, context: InputContext, replicas: int) -> Callable[..., Stream] | None:
-    """Returns what makes a stream that reads many batches at once; None if the batches are too large for it."""
-    block = block_of(dataset.element_spec, replicas)
-    if block == 1:
+def _small_rows(arrays: Any, batch_size: int) -> Callable[[tf.Tensor], Any] | None:
+    """Returns what gathers rows of resident arrays in a pipeline; None if a step has too many bytes of them for it.
+
+    In the program of a step, XLA of TensorFlow 2.20 divides the gather among threads. To wake one takes longer than to
+    copy a small batch (docs/speed.md).
+    """
+    tables = tf.nest.map_structure(tf.constant, arrays)
+    row = sum(math.prod(table.shape[1:]) * table.dtype.size for table in tf.nest.flatten(tables))
+    if batch_size * row > _SMALL:
         return None
-    if dataset is context.ids and context.draw is not None:
-        return functools.partial(KeyedStream, block=IDS_BLOCK, draw=context.draw)
-    return functools.partial(BlockStream, block=block)
+    return tf.autograph.experimental.do_not_convert(
+        lambda ids: tf.nest.map_structure(lambda table: tf.gather(table, ids), tables)
+    )
 
 
 def _makes_global_batches(task: Trainer | Evaluator) -> bool:

@@ -140,17 +140,17 @@ class Reducer(Accumulator):
         return contribution, (tf.constant(False), tf.nest.map_structure(empty, self.collects))
 
     @tf.autograph.experimental.do_not_convert
-    def _watch(self, outputs: Any, norms: list[tuple[str, tf.Tensor]], inputs: Any) -> Any:
+    def _watch(self, outputs: Any, measures: list[tuple[str, tf.Tensor]], inputs: Any) -> Any:
         """Adds to a contribution [1 (steps), the sum of all watched values, each of them]."""
         contribution, collected = self.packer.pack(outputs, inputs)
         losses = self.packer.losses()
-        self._watched = [slot.name for slot in losses] + [name for name, _ in norms]
+        self._watched = [slot.name for slot in losses] + [name for name, _ in measures]
         if not self._watched:
             watch = tf.constant([1.0, 0.0], tf.float64)
             return self._with_collected(tf.concat([contribution, watch], axis=0), collected)
         parts = [tf.gather(contribution, [slot.start for slot in losses])] if losses else []
-        if norms:
-            parts.append(tf.cast(tf.stack([norm for _, norm in norms]), tf.float64))
+        if measures:
+            parts.append(tf.cast(tf.stack([measure for _, measure in measures]), tf.float64))
         total_watched = tf.reduce_sum(tf.concat(parts, axis=0), keepdims=True)
         watch = [tf.ones([1], tf.float64), total_watched, *parts]
         return self._with_collected(tf.concat([contribution, *watch], axis=0), collected)
@@ -165,7 +165,7 @@ class Reducer(Accumulator):
         return self.collects.keys() != self.packer.media.keys()
 
     def gradient_norms(self, contribution: np.ndarray) -> dict[str, float]:
-        """Returns the norms of the gradients that one replica noted in a step, by the name of the variable.
+        """Returns the norms of the gradients that one replica noted in an eager step, by the name of the variable.
 
         Args:
           contribution: float64 `[n]`, what `run_step` returned there for this step.
