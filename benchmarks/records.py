@@ -11,18 +11,19 @@ import os
 
 import numpy as np
 
+_AT_LEAST_AS_FAST = {"orbit": 1.0, "keras": 1.0, "bare": 1.0}
 TARGETS = {  # of the ratio, at least; a framework's holds against each of its rows ("keras", "keras, XLA")
-    "W1": {"orbit": 1.5, "keras": 1.4, "bare": 1.4},
-    "W2": {"orbit": 1.4, "keras": 1.25, "bare": 1.3},
-    "W3": {"orbit": 1.03, "keras": 1.0, "bare": 1.0},
-    "W4": {"orbit": 1.2, "keras": 1.15, "bare": 1.2},
-    "W5": {"orbit": 1.0, "bare": 1.0},
-    "W6": {"orbit": 2.0, "keras": 1.5},
-    "W7-1": {"orbit": 3.0},
-    "W7-10": {"orbit": 1.4},
-    "W9": {"after 100 rounds": 0.98},
-    "W1, own input": {"orbit": 1.7, "jax": 0.95},
-    **{f"scaling, {count} workers": {"bare": 0.97} for count in (1, 2, 4)},
+    "W1": {"orbit": 1.5},
+    "W2": {"orbit": 2.6},
+    **{f"{name}{row}": _AT_LEAST_AS_FAST for name in ("W3", "W5", "W7-1", "W7-10") for row in ("", ", graph")},
+    "W4": {"orbit": 1.0, "keras": 1.2, "bare": 1.0},
+    "W6": {"orbit": 1.5, "keras": 1.0, "bare": 1.0},
+    "W9": {"after 100 rounds": 1.0},
+    "W1, own input": {"orbit": 1.7, "jax": 0.9},  # JAX's with TensorFlow 2.21
+    "W2, own input": {"one program": 0.9, "jax": 0.9},
+    **{f"{name}, graph": _AT_LEAST_AS_FAST for name in ("W4", "W6")},
+    **{f"{name}, graph": {"orbit": 1.0} for name in ("W1", "W2")},
+    **{f"scaling, {count} workers": {"bare": 1.0} for count in (1, 2, 4)},
     **{
         f"{name}, {what}": {"Model Garden's driver": 1.0}
         for name in ("resnet", "vision_transformer", "masked_lm", "text_classification")
@@ -33,10 +34,10 @@ TARGETS = {  # of the ratio, at least; a framework's holds against each of its r
     "K1": {"keras": 1.3},
     "K2": {"keras": 1.3},
     **{f"{name}, graph": {"keras": 1.0} for name in ("K1", "K2", "K3")},
-    **{f"choice, {name}": {"looplib": 0.97} for name in ("W1", "W2", "W3", "W4", "W5")},
-    **{f"W10, {name}": {"looplib": 0.98} for name in ("W1", "W2", "W3", "W4")},
-    **{f"{name}, graph": {"orbit": 1.0} for name in ("W1", "W2", "W3", "W4", "W5", "W6", "W7-1", "W7-10")},
+    **{f"choice, {name}": {"looplib": 1.0} for name in ("W1", "W2", "W3", "W4", "W5")},
+    **{f"W10, {name}": {"looplib": 1.0} for name in ("W1", "W2", "W3", "W4")},
 }
+_NOISE = 0.03  # by which the lower quartile of a ratio may be below its target
 
 
 def record(workload, against, ratios, **numbers):
@@ -49,11 +50,11 @@ def record(workload, against, ratios, **numbers):
       **numbers: what else is worth keeping.
 
     Returns:
-      dict; `target` and `met` are None where no target is set.
+      dict; `target` and `met` are None where no target is set. It is met if the lower quartile is at most 3% below it.
     """
     low, ratio, high = (round(float(value), 3) for value in np.quantile(ratios, [0.25, 0.5, 0.75]))
     target = TARGETS.get(workload, {}).get(against.split(",")[0])
-    met = None if target is None else ratio >= target
+    met = None if target is None else low >= (1 - _NOISE) * target
     found = {"workload": workload, "against": against, "ratio": ratio, "low": low, "high": high, "rounds": len(ratios)}
     return {**found, "target": target, "met": met, **numbers}
 

@@ -135,3 +135,33 @@ def test_a_training_continues_with_the_rows_behind_its_checkpoint(engine, size, 
         with looplib.Controller(trainer=trainer, model_dir=tmp_path, **settings) as controller:
             controller.train(end)
     assert trainer.sum.numpy() == wanted
+
+
+@pytest.mark.parametrize("engine", ["xla", *more(["graph"])])
+def test_rows_keep_the_structure_of_the_arrays(engine):
+    numbers, names = np.arange(EXAMPLES), np.array([f"{i}" for i in range(EXAMPLES)])
+    made = [
+        ([numbers, numbers + 1], {"row": ROWS}),
+        [numbers, ROWS],
+        {"a": {"b": numbers, "c": (numbers,)}},
+        ([ROWS, numbers],),
+        (numbers, names) if engine == "graph" else (numbers, numbers.astype(np.float64)),
+    ]
+    for arrays in made:
+        seen = []
+
+        class Seen(looplib.Trainer):
+            def dataset(self, context, arrays=arrays):
+                return context.resident(arrays)
+
+            def step_fn(self, inputs, seen=seen):
+                seen.append(tf.nest.map_structure(lambda leaf: leaf.dtype, inputs))
+                first = tf.nest.flatten(inputs)[0]
+                return {"first": looplib.total(tf.reduce_sum(tf.cast(first, tf.float32)))}
+
+        settings = dict(global_batch_size=BATCH, steps_per_loop=5, loop=engine, writers=[])
+        with looplib.Controller(trainer=Seen(), **settings) as controller:
+            controller.train(11)
+        assert seen[0] == tf.nest.map_structure(
+            lambda array: tf.as_dtype(array.dtype) if array.dtype.kind != "U" else tf.string, arrays
+        )

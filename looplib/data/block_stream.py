@@ -14,7 +14,9 @@ from looplib.data.host_stream import HostStream
 # A batch is copied out of its element, which costs more than its `next` from about 64 KB on (W1, batches of 16 and 32).
 _LONGEST, _BYTES = 20, 2**16  # steps of an element, bytes of a step
 _AHEAD = 5  # elements of the longest kind that are read ahead
-_FEWEST_OF_IDS, _MOST_OF_IDS, _IDS = 100, 400, 2**14  # steps of an element of ids, which are never slow, and its ids
+Rows = Callable[[tf.Tensor], Any]  # from their numbers
+_HUNDREDS = 4  # of steps, at most, in an element of ids, which are never slow
+_IDS = 2**14  # that such an element has at most, beyond a hundred steps
 
 
 class _Buffer:
@@ -189,13 +191,20 @@ class BlockStream(HostStream):
 class KeyedStream(BlockStream):
     """A `BlockStream` of ids, which an XLA program computes for many steps at a time, or of the rows that they number.
 
+    Of `dataset` only the specs are used, which are those of the rows.
+
     Attributes:
       draw: returns ids from a number of batches of this pipeline on; see `InputContext.draw`.
       rows: returns rows by their numbers; None leaves the ids.
     """
 
     draw: Callable[[tf.Tensor, int], tf.Tensor]
-    rows: Callable[[tf.Tensor], Any] | None = None
+    rows: Rows | None = None
+
+    def share(self, stream: "KeyedStream") -> None:
+        """See `Stream`; the rows stay those of the arrays that the first stream was made with."""
+        super().share(stream)
+        self.rows, self.dataset = stream.rows, stream.dataset
 
     def _in_blocks(self) -> tf.data.Dataset:
         count = self.block * self._local_replicas
@@ -219,12 +228,12 @@ def block_of(spec: Any, replicas: int) -> int:
 
 
 def block_of_ids(batch_size: int) -> int:
-    """Returns how many steps' ids to draw as one element: 16,384 ids, if those are 100 to 400 steps.
+    """Returns how many steps' ids to draw as one element: 100 to 400, as chunks of 100 then fit in without a rest.
 
     Args:
       batch_size: ids of a step.
     """
-    return max(_FEWEST_OF_IDS, min(_MOST_OF_IDS, _IDS // batch_size))
+    return 100 * max(1, min(_HUNDREDS, _IDS // (100 * batch_size)))
 
 
 def _joined(*elements: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -12,7 +12,7 @@ from absl import logging
 from looplib import _tf
 from looplib.cluster.collectives import Workers
 from looplib.data import devices, doubts, global_batches, refused
-from looplib.data.block_stream import BlockStream, KeyedStream, block_of, block_of_ids
+from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
 from looplib.data.lengths import Lengths
 from looplib.data.remote_stream import RemoteStream
@@ -100,16 +100,15 @@ def distribute(
     elif on_host:
         on_cpus = devices.runs_on_host(strategy)
         kind = functools.partial(HostStream, devices=() if on_cpus else local)
-        block = block_of(dataset.element_spec, replicas)
-        if not (in_blocks and on_cpus and training and workers.count == 1) or block == 1:
-            pass
-        elif dataset is context.ids and context.draw is not None:
-            gather = None if arrays is None else _small_rows(arrays, global_batch_size)
-            ids = block_of_ids(global_batch_size)
-            kind = functools.partial(KeyedStream, block=ids, draw=context.draw, rows=gather)
-            if gather:
-                dataset, arrays = dataset.map(gather), None
-        else:
+        in_blocks = in_blocks and on_cpus and training and workers.count == 1
+        block = block_of(dataset.element_spec, replicas) if in_blocks else 1
+        if block > 1 and dataset is context.ids and context.draw is not None:
+            rows = None
+            if arrays is not None and (gathered := _gathered(dataset, arrays, global_batch_size)):
+                (dataset, rows), arrays = gathered, None
+            block = block_of_ids(global_batch_size)
+            kind = functools.partial(KeyedStream, block=block, draw=context.draw, rows=rows)
+        elif block > 1:
             kind = functools.partial(BlockStream, block=block)
     return kind(
         strategy=strategy,
@@ -184,19 +183,33 @@ def _refuse_without_batches(
         )
 
 
-def _small_rows(arrays: Any, batch_size: int) -> Callable[[tf.Tensor], Any] | None:
-    """Returns what gathers rows of resident arrays in a pipeline; None if a step has too many bytes of them for it.
+def _gathered(dataset: tf.data.Dataset, arrays: Any, batch_size: int) -> tuple[tf.data.Dataset, Rows] | None:
+    """Returns the pipeline of the rows of resident arrays, and what gathers them; None if a step has to do that itself.
 
     In the program of a step, XLA of TensorFlow 2.20 divides the gather among threads. To wake one takes longer than to
     copy a small batch (docs/speed.md).
+
+    Args:
+      dataset: of ids.
+      arrays: the arrays.
+      batch_size: ids of a step.
     """
-    tables = tf.nest.map_structure(tf.constant, arrays)
-    row = sum(math.prod(table.shape[1:]) * table.dtype.size for table in tf.nest.flatten(tables))
-    if batch_size * row > _SMALL:
+    first = [tf.convert_to_tensor(array[:1]) for array in tf.nest.flatten(arrays)]
+    size = batch_size * sum(math.prod(row.shape) * row.dtype.size for row in first)
+    if size > _SMALL or tf.string in [row.dtype for row in first]:  # whose size is not known
         return None
-    return tf.autograph.experimental.do_not_convert(
-        lambda ids: tf.nest.map_structure(lambda table: tf.gather(table, ids), tables)
-    )
+    tables = tf.nest.map_structure(tf.constant, arrays)
+
+    @tf.autograph.experimental.do_not_convert
+    def gather(ids: tf.Tensor) -> Any:
+        return tf.nest.map_structure(lambda table: tf.gather(table, ids), tables)
+
+    try:
+        rows = dataset.map(gather)
+        tf.nest.assert_same_structure(rows.element_spec, arrays)
+    except (TypeError, ValueError):  # tf.data makes one tensor of a list
+        return None
+    return rows, gather
 
 
 def _makes_global_batches(task: Trainer | Evaluator) -> bool:

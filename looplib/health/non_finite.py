@@ -41,8 +41,8 @@ def run_watched(step_fn: Callable[[Any], Any], inputs: Any) -> tuple[Any, list[t
     Returns:
       `(outputs, measures)`: what `step_fn` returned, and a list of (name, scalar) of the gradients that are visible
       outside of the step; gradients inside of a condition or a function are not. The scalar, float64 for a gradient of
-      float64 and else float32, is finite only if all elements are. In a step that runs eagerly it is half the squared
-      norm.
+      float64 and else float32, is finite only if all elements are: half the squared norm, which overflows from 2e19
+      on, or the sum, of large matrices in a step that does not run eagerly.
     """
     _step.gradients = []
     try:
@@ -62,9 +62,9 @@ def _measures(noted: list[tuple[str, Any]]) -> list[tuple[str, tf.Tensor]]:
             continue
         if not tf.executing_eagerly() and gradient.graph is not tf.compat.v1.get_default_graph():
             continue
-        large = (gradient.shape.num_elements() or _LARGE) >= _LARGE and (gradient.shape.rank or 0) > 1
-        measure = _sum if large and gradient.shape[-1] and not tf.executing_eagerly() else _half_of_square
-        measures.append((name, measure(gradient)))
+        elements, shape = gradient.shape.num_elements(), gradient.shape
+        large = (elements is None or elements >= _LARGE) and (shape.rank or 0) > 1 and shape[-1]
+        measures.append((name, (_sum if large and not tf.executing_eagerly() else _half_of_square)(gradient)))
     return measures
 
 

@@ -348,9 +348,9 @@ class InputContext:
     def resident(self, arrays: Any, *, shuffle: bool = True, whole_epochs: bool = False) -> tf.data.Dataset:
         """Makes batches of rows of arrays that stay on the device, in the order of `indices`.
 
-        Only the ids travel; the rows are gathered in the step, where XLA makes the gather part of its program. For data
-        that fits in the memory of each device. Return the data set as it is: augmentation and the like belong into
-        `step_fn`.
+        Only the ids travel; the rows are gathered in the step, where XLA makes the gather part of its program. A
+        training on CPUs with `loop="xla"` or `"auto"` gathers small rows ahead of it. For data that fits in the memory
+        of each device. Return the data set as it is: augmentation and the like belong into `step_fn`.
 
             def dataset(self, context):
                 return context.resident((self.x, self.y))  # step_fn gets (x, y), each [b, ...]
