@@ -172,7 +172,7 @@ def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape,
         @tf.function(jit_compile=compiled, input_signature=[tf.TensorSpec(shape if known else None, dtype)])
         def measure(gradient):
             step = lambda _: non_finite.note_gradients([gradient], None)
-            return [value for _, value in non_finite.run_watched(step, None)[1]]
+            return non_finite.run_watched(step, None)[2]
 
         return measure
 
@@ -182,6 +182,25 @@ def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape,
             gradient.ravel()[-len(bad) :] = bad
             assert not np.isfinite(measure(tf.cast(gradient, dtype))).any()
             gradient.ravel()[-len(bad) :] = 1
+
+
+@pytest.mark.parametrize("bad", [3, 5, 6])
+def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
+    shapes = [(3,), (2, 2), (3,), (3,), (100, 90), (3,), (), (3,), (2, 2)]  # five alike, two alike, and others
+    gradients = [np.ones(shape, np.float32) for shape in shapes]
+    gradients[bad] = gradients[bad] * np.nan
+    variables = [tf.Variable(np.ones(shape, np.float32), name=f"v{number}") for number, shape in enumerate(shapes)]
+
+    @tf.function
+    def measure():
+        step = lambda _: non_finite.note_gradients([tf.constant(each) for each in gradients], variables)
+        names[:], measures = non_finite.run_watched(step, None)[1:]
+        return tf.concat(measures, axis=0)
+
+    names = []
+    found = measure().numpy()
+    assert len(names) == len(found) == len(shapes)
+    assert [name for name, value in zip(names, found) if not np.isfinite(value)] == [f"the gradient of v{bad}"]
 
 
 @pytest.mark.any_engine

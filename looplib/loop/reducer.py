@@ -103,7 +103,7 @@ class Reducer(Accumulator):
         """
         batch = batch_size(inputs)
         if self._guarded:
-            return self._watch(*non_finite.run_watched(step_fn, inputs), inputs)
+            return self._watch(inputs, *non_finite.run_watched(step_fn, inputs))
         if not may_be_empty or batch is None:
             return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
         return tf.cond(
@@ -140,17 +140,16 @@ class Reducer(Accumulator):
         return contribution, (tf.constant(False), tf.nest.map_structure(empty, self.collects))
 
     @tf.autograph.experimental.do_not_convert
-    def _watch(self, outputs: Any, measures: list[tuple[str, tf.Tensor]], inputs: Any) -> Any:
+    def _watch(self, inputs: Any, outputs: Any, names: list[str], measures: list[tf.Tensor]) -> Any:
         """Adds to a contribution [1 (steps), the sum of all watched values, each of them]."""
         contribution, collected = self.packer.pack(outputs, inputs)
         losses = self.packer.losses()
-        self._watched = [slot.name for slot in losses] + [name for name, _ in measures]
+        self._watched = [slot.name for slot in losses] + names
         if not self._watched:
             watch = tf.constant([1.0, 0.0], tf.float64)
             return self._with_collected(tf.concat([contribution, watch], axis=0), collected)
         parts = [tf.gather(contribution, [slot.start for slot in losses])] if losses else []
-        if measures:
-            parts.append(tf.cast(tf.stack([measure for _, measure in measures]), tf.float64))
+        parts += measures
         total_watched = tf.reduce_sum(tf.concat(parts, axis=0), keepdims=True)
         watch = [tf.ones([1], tf.float64), total_watched, *parts]
         return self._with_collected(tf.concat([contribution, *watch], axis=0), collected)
