@@ -186,8 +186,9 @@ def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape,
 
 @pytest.mark.parametrize("bad", [3, 5, 6])
 def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
-    shapes = [(3,), (2, 2), (3,), (3,), (100, 90), (3,), (), (3,), (2, 2)]  # five alike, two alike, and others
+    shapes = [(3,), (2, 2), (3,), (3,), (100, 90), (3,), (), (3,), (2, 2)]  # five of one shape, two of another
     gradients = [np.ones(shape, np.float32) for shape in shapes]
+    gradients[1] = gradients[1].astype(np.float64)
     gradients[bad] = gradients[bad] * np.nan
     variables = [tf.Variable(np.ones(shape, np.float32), name=f"v{number}") for number, shape in enumerate(shapes)]
 

@@ -72,7 +72,10 @@ def _measures(noted: list[tuple[str, Any]]) -> tuple[list[str], list[tf.Tensor]]
     others = [each for group in groups.values() if len(group) < _MANY for each in group]
     measures = [_sums([gradient for _, gradient in group]) for group in many]
     if others:
-        measures.append(tf.stack([tf.cast(_measure(gradient), tf.float64) for _, gradient in others]))
+        values = [_measure(gradient) for _, gradient in others]
+        if len({value.dtype for value in values}) > 1:
+            values = [tf.cast(value, tf.float64) for value in values]
+        measures.append(tf.cast(tf.stack(values), tf.float64))  # one op, not one for each
     return [name for group in [*many, others] for name, _ in group], measures
 
 
