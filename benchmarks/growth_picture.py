@@ -86,6 +86,8 @@ def draw(found: Points, labels: dict[str, str], path: str) -> None:
                 panel.plot(values, [getattr(points[value], field)[name] for value in values], style, label=name)
             panel.set_ylim(bottom=0)
         column[2].set_xscale("log")
+        column[2].minorticks_off()
+        column[2].set_xticks(values, [f"{value // 1000}k" if value >= 1000 else str(value) for value in values])
         column[2].set_xlabel(labels[axis])
     for panel, label in zip(panels[:, 0], ("steps/s, looplib / bare", "MB", "s to the first result")):
         panel.set_ylabel(label)
