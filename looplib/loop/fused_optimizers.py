@@ -2,7 +2,8 @@
 
 Keras writes an update as arithmetic on whole tensors, each of them read and written in each op. The kernels do the same
 arithmetic in one pass, which makes the step of a small dense network on two cores a fifth faster, and a ResNet's 5%
-(`python -m benchmarks --workloads=W1,W5`).
+(`python -m benchmarks --workloads=W1,W5`). Small variables gain as well, because each op costs about a microsecond
+(`python -m benchmarks.growth --point=variables=100`).
 """
 
 import functools
@@ -13,8 +14,9 @@ import tensorflow as tf
 
 from looplib import _keras
 
-# Elements below which Keras's ops, which then run without another thread's help, are faster than a kernel.
-_LEAST = 8192
+# Adam's kernel on CPUs divides a variable of more than some 300 elements among threads, which takes longer than Keras's
+# dozen ops, that run without another thread's help. Gradient descent without momentum is one op in Keras too.
+_FEW, _MANY = 256, 8192
 Kernel = Callable[[tf.Tensor], Any]
 _MODULES = ("keras.src.optimizers.", "tf_keras.src.optimizers.")
 
@@ -43,13 +45,20 @@ def _updating(optimizer: Any, find: Callable, plain: Callable) -> Callable:
     def update(gradient: Any, variable: Any, *learning_rate: Any) -> Any:
         kernel = None
         if isinstance(gradient, tf.Tensor) and gradient.dtype == variable.dtype == tf.float32:
-            if (variable.shape.num_elements() or 0) >= _LEAST:
+            if _gains(optimizer, variable.shape.num_elements() or 0):
                 kernel = _kernel(find, optimizer, variable, learning_rate)
         if kernel is None:
             return plain(gradient, variable, *learning_rate)
         return kernel(gradient)
 
     return update
+
+
+def _gains(optimizer: Any, elements: int) -> bool:
+    """Returns whether the kernel is faster than Keras's ops for a variable of so many elements."""
+    if type(optimizer).__name__ == "SGD":
+        return elements >= _MANY or bool(optimizer.momentum)
+    return not _FEW < elements < _MANY
 
 
 def _kernel(find: Callable, optimizer: Any, variable: Any, learning_rate: tuple) -> Kernel | None:

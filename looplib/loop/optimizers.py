@@ -40,14 +40,14 @@ class TrainingOptimizers:
 
     - On several replicas, an optimizer of Keras 3 is given the sum of the gradients, once, and clips it once.
     - Gradients are noted for the guards, as each replica computed them.
-    - Large variables are updated by fused kernels.
+    - Variables are updated by fused kernels where these are faster.
     - On parameter servers, steps are counted exactly.
 
     Args:
       trainer: the `Trainer` that holds the optimizers.
       strategy: `tf.distribute.Strategy` that runs its steps.
       noted: whether gradients are noted for `non_finite.run_watched`.
-      fuse: whether large variables are updated by fused kernels.
+      fuse: whether variables are updated by fused kernels where these are faster.
 
     Raises:
       UsageError: for an optimizer that cannot be right on this strategy.
