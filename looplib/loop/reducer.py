@@ -141,17 +141,12 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def _watch(self, inputs: Any, outputs: Any, names: list[str], measures: list[tf.Tensor]) -> Any:
-        """Adds to a contribution [1 (steps), the sum of all watched values, each of them]."""
+        """Adds to a contribution [1 (steps), each of the watched values]."""
         contribution, collected = self.packer.pack(outputs, inputs)
         losses = self.packer.losses()
         self._watched = [slot.name for slot in losses] + names
-        if not self._watched:
-            watch = tf.constant([1.0, 0.0], tf.float64)
-            return self._with_collected(tf.concat([contribution, watch], axis=0), collected)
         parts = [tf.gather(contribution, [slot.start for slot in losses])] if losses else []
-        parts += measures
-        total_watched = tf.reduce_sum(tf.concat(parts, axis=0), keepdims=True)
-        watch = [tf.ones([1], tf.float64), total_watched, *parts]
+        watch = [tf.ones([1], tf.float64), *parts, *measures]
         return self._with_collected(tf.concat([contribution, *watch], axis=0), collected)
 
     def divided(self, outputs: Any) -> tuple[Any, Any]:
@@ -169,7 +164,7 @@ class Reducer(Accumulator):
         Args:
           contribution: float64 `[n]`, what `run_step` returned there for this step.
         """
-        halves = dict(zip(self._watched, contribution[self.packer.size + 2 :]))  # of the squares
+        halves = dict(zip(self._watched, contribution[self.packer.size + 1 :]))  # of the squares
         prefix = non_finite.GRADIENT_OF
         return {
             name.removeprefix(prefix): float(np.sqrt(2 * half))
@@ -186,7 +181,7 @@ class Reducer(Accumulator):
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self.packer.keras.items():
             _keras.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
-        size = self.packer.size + (2 + len(self._watched) if self._guarded else 0)
+        size = self.packer.size + (1 + len(self._watched) if self._guarded else 0)
         self._totals = self._make_totals(size)
         replaced = self.packer.replaced()
         self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
@@ -209,10 +204,23 @@ class Reducer(Accumulator):
         self._strategy.run(self._add_local, args=(contributions,))
 
     def _add_local(self, contribution: tf.Tensor) -> None:
-        if self._watched or self._replaced is not None:
+        if self._replaced is not None:
             self._totals.assign(self.joined(self._totals.read_value(), contribution))
-        else:
-            self._totals.assign_add(contribution)
+            return
+        if self._watched:
+            # The totals are read before the step's gradients are known. After them, each op that waits for another one
+            # makes the step longer, and this is one op less than `joined`.
+            counts = tf.cast(self.finite_in(self._totals.read_value()), tf.float64)
+            contribution = tf.math.multiply_no_nan(contribution, counts)
+        self._totals.assign_add(contribution)
+
+    @tf.autograph.experimental.do_not_convert
+    def finite_in(self, totals: tf.Tensor) -> tf.Tensor:
+        """Returns whether the watched values are finite in totals of a replica, float64 `[n]`: boolean scalar."""
+        return tf.math.is_finite(self._sum_of_watched(totals))
+
+    def _sum_of_watched(self, totals: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(totals[self.packer.size + 1 :])
 
     @tf.autograph.experimental.do_not_convert
     def totals(self) -> Any:
@@ -235,22 +243,19 @@ class Reducer(Accumulator):
         kept = totals if self._replaced is None else tf.where(self._replaced, tf.zeros_like(contribution), totals)
         if not self._watched:
             return kept + contribution
-        return tf.where(tf.math.is_finite(totals[self.packer.size + 1]), kept + contribution, totals)
+        return tf.where(self.finite_in(totals), kept + contribution, totals)
 
     @tf.autograph.experimental.do_not_convert
     def finite(self) -> tf.Tensor:
         """Returns whether all watched values were finite on all replicas so far: boolean scalar; across replicas."""
-        if not self._watched:
-            return tf.constant(True)
-        local = self._strategy.run(lambda: self._totals.read_value()[self.packer.size + 1])
-        return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
+        return self.all_finite(self.totals())
 
     @tf.autograph.experimental.do_not_convert
     def all_finite(self, contributions: Any) -> tf.Tensor:
         """Returns whether all values that are watched are finite on all replicas, a boolean scalar; across replicas."""
         if not self._watched:
             return tf.constant(True)
-        local = self._strategy.run(lambda part: part[self.packer.size + 1], args=(contributions,))
+        local = self._strategy.run(self._sum_of_watched, args=(contributions,))
         return tf.math.is_finite(self._strategy.reduce(tf.distribute.ReduceOp.SUM, local, axis=None))
 
     @tf.autograph.experimental.do_not_convert
@@ -270,7 +275,7 @@ class Reducer(Accumulator):
         found = []
         for totals in self._of_all_replicas():
             watch = totals[self.packer.size :]
-            names = [name for name, value in zip(self._watched, watch[2:]) if not np.isfinite(value)]
+            names = [name for name, value in zip(self._watched, watch[1:]) if not np.isfinite(value)]
             if names:
                 found.append((int(watch[0]), names))
         steps = min(steps for steps, _ in found)

@@ -20,18 +20,13 @@ class RemoteReducer(Reducer):
         """Returns the totals of no step, float64 `[n]`; on a worker."""
         return tf.zeros(self._totals.shape, tf.float64)
 
-    @tf.autograph.experimental.do_not_convert
-    def finite_in(self, totals: tf.Tensor) -> tf.Tensor:
-        """Returns whether all watched values are finite in some totals: boolean scalar; on a worker."""
-        return tf.math.is_finite(totals[self.packer.size + 1]) if self._watched else tf.constant(True)
-
     def add(self, contributions: tf.Tensor) -> None:
         """Adds the contribution of a call, float64 `[n]`."""
         self._totals.assign(self.joined(self._totals.read_value(), contributions))
 
     def finite(self) -> bool:
         """Returns whether all watched values were finite so far."""
-        return not self._watched or bool(np.isfinite(self._totals.numpy()[self.packer.size + 1]))
+        return bool(self.finite_in(self._totals.read_value()))
 
     def read(self) -> tuple[np.ndarray, Metrics]:
         """See `Reducer`."""
