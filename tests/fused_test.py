@@ -6,13 +6,14 @@ import itertools
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 from conftest import make_strategy, more
 
 from looplib.loop import fused_optimizers
 from looplib.loop.optimizers import TrainingOptimizers
 
-# Of the model's variables, which have 10,000, 100, 300 and 3 elements, Adam's kernel updates all except that of 300, and
-# the kernel of gradient descent only the largest.
+# Of the model's variables, which have 10,000, 100, 300 and 3 elements, Adam's kernel updates the first and the last, and
+# the kernel of gradient descent without momentum only the first.
 OPTIMIZERS = {
     "adam": ("Adam", dict(learning_rate=0.01, beta_1=0.8)),
     "adam with clipping and average": ("Adam", dict(learning_rate=0.01, global_clipnorm=0.1, use_ema=True)),
@@ -83,12 +84,12 @@ def test_a_fused_update_equals_the_plain_one(optimizer, name, keras):
     plain, ops = train(keras, make_optimizer, name, fuse=False)
     fast, fused_ops = train(keras, make_optimizer, name, fuse=True)
     expected = {
-        "Adam": {"ResourceApplyAdam": 3},
-        "AdamW": {"ResourceApplyAdam": 3},
+        "Adam": {"ResourceApplyAdam": 2},
+        "AdamW": {"ResourceApplyAdam": 2},
         "SGD": {"ResourceApplyKerasMomentum": 4} if "momentum" in arguments else {"ResourceApplyGradientDescent": 1},
     }
     if keras.__name__ == "tf_keras" and optimizer == "sgd":  # it has a slot of momentum in any case
-        expected["SGD"] = {"ResourceApplyKerasMomentum": 1}
+        expected["SGD"] = {"ResourceApplyKerasMomentum": 4}
     assert not ops and fused_ops == expected[kind]
     assert all(np.isfinite(value).all() for value in fast)
     for a, b in zip(plain, fast, strict=True):
@@ -131,3 +132,53 @@ def test_slots_are_among_the_variables_of_a_step(optimizer, keras):
         counts.append(len(step.get_concrete_function().variables))
         optimizers.close()
     assert counts[0] == counts[1]
+
+
+def test_an_adaptive_epsilon_is_left_to_keras():
+    def make_optimizer():
+        return tf_keras.optimizers.Adam(adaptive_epsilon=True)
+
+    assert not train(tf_keras, make_optimizer, "default", fuse=True, steps=1)[1]
+
+
+@pytest.mark.parametrize("elements", [0, 1, 48, 49, 64, 100, 256, 272, 8192])
+def test_adam_is_fused_where_its_kernel_keeps_to_one_thread_or_gains_by_several(elements, keras):
+    """And it computes the same for a variable of any number of elements, also of none."""
+    values = []
+    for fuse in (False, True):
+        holder, variable = Holder(), tf.Variable(tf.ones([elements]))
+        holder.optimizer = keras.optimizers.Adam(0.1)
+        holder.optimizer.build([variable])
+        optimizers = TrainingOptimizers(holder, tf.distribute.get_strategy(), noted=False, fuse=fuse)
+        step = tf.function(lambda: holder.optimizer.apply_gradients([(tf.sin(variable), variable)]))
+        step(), step()
+        values.append(variable.numpy())
+        optimizers.close()
+    np.testing.assert_allclose(*values, rtol=1e-5)
+    nodes = step.get_concrete_function().graph.as_graph_def().node
+    assert any(node.op == "ResourceApplyAdam" for node in nodes) == (elements in (1, 48, 64, 256, 8192))
+
+
+@pytest.mark.parametrize("momentum", [tf.Variable(0.9), tf.constant(0.9, tf.float64)], ids=["a variable", "float64"])
+def test_momentum_may_be_what_keras_casts(momentum):
+    values = []
+    for fuse in (False, True):
+        holder, variable = Holder(), tf.Variable(tf.ones([5]))
+        holder.optimizer = tf_keras.optimizers.SGD(0.1, momentum=momentum)
+        holder.optimizer.build([variable])
+        optimizers = TrainingOptimizers(holder, tf.distribute.get_strategy(), noted=False, fuse=fuse)
+        step = tf.function(lambda: holder.optimizer.apply_gradients([(tf.sin(variable), variable)]))
+        step(), step()
+        values.append(variable.numpy())
+        optimizers.close()
+    np.testing.assert_allclose(*values, rtol=1e-5)
+
+
+def test_a_gradient_that_broadcasts_is_left_to_keras(keras):
+    holder, variable = Holder(), tf.Variable(tf.ones([5]))
+    holder.optimizer = keras.optimizers.Adam(0.1)
+    holder.optimizer.build([variable])
+    optimizers = TrainingOptimizers(holder, tf.distribute.get_strategy(), noted=False)
+    tf.function(lambda: holder.optimizer.apply_gradients([(tf.constant(1.0), variable)]))()
+    optimizers.close()
+    np.testing.assert_allclose(variable, np.full([5], 0.9), rtol=1e-5)

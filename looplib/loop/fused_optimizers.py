@@ -14,9 +14,10 @@ import tensorflow as tf
 
 from looplib import _keras
 
-# Adam's kernel on CPUs divides a variable of more than some 300 elements among threads, which takes longer than Keras's
-# dozen ops, that run without another thread's help. Gradient descent without momentum is one op in Keras too.
-_FEW, _MANY = 256, 8192
+# On CPUs, Adam's kernel divides a variable among threads too early (its estimate of the cost grows with the square of the
+# elements), which takes three times as long as Keras's dozen ops. It does so from some 400 elements on, or from some 60 if
+# their number is not a multiple of what a vector instruction takes.
+_FEW, _FEW_VECTORS, _VECTOR, _MANY = 48, 256, 16, 8192
 Kernel = Callable[[tf.Tensor], Any]
 _MODULES = ("keras.src.optimizers.", "tf_keras.src.optimizers.")
 
@@ -24,8 +25,8 @@ _MODULES = ("keras.src.optimizers.", "tf_keras.src.optimizers.")
 def update_step(optimizer: Any) -> Callable[[Callable], Callable] | None:
     """Finds the fused update of a Keras optimizer: of Adam, AdamW and SGD of both families.
 
-    There is none for their subclasses, AMSGrad, sparse gradients and other types than float32. Clipping, decay,
-    averages, schedules and the names of all variables are unchanged.
+    There is none for their subclasses, AMSGrad, an adaptive epsilon, sparse gradients and other types than float32.
+    Clipping, decay, averages, schedules and the names of all variables are unchanged.
 
     Args:
       optimizer: the optimizer.
@@ -34,7 +35,9 @@ def update_step(optimizer: Any) -> Callable[[Callable], Callable] | None:
       A function that makes the method `update_step` from the one that the optimizer has, or None.
     """
     find = {"Adam": _adam, "AdamW": _adam, "SGD": _sgd}.get(type(optimizer).__name__)
-    if not find or not type(optimizer).__module__.startswith(_MODULES) or getattr(optimizer, "amsgrad", False):
+    if not find or not type(optimizer).__module__.startswith(_MODULES):
+        return None
+    if getattr(optimizer, "amsgrad", False) or getattr(optimizer, "adaptive_epsilon", False):
         return None
     if getattr(optimizer, "update_step", None) is None:  # tf_keras.optimizers.legacy has fused kernels itself
         return None
@@ -45,7 +48,7 @@ def _updating(optimizer: Any, find: Callable, plain: Callable) -> Callable:
     def update(gradient: Any, variable: Any, *learning_rate: Any) -> Any:
         kernel = None
         if isinstance(gradient, tf.Tensor) and gradient.dtype == variable.dtype == tf.float32:
-            if _gains(optimizer, variable.shape.num_elements() or 0):
+            if gradient.shape.is_compatible_with(variable.shape):  # Keras's ops broadcast, the kernels do not
                 kernel = _kernel(find, optimizer, variable, learning_rate)
         if kernel is None:
             return plain(gradient, variable, *learning_rate)
@@ -55,16 +58,21 @@ def _updating(optimizer: Any, find: Callable, plain: Callable) -> Callable:
 
 
 def _gains(optimizer: Any, elements: int) -> bool:
-    """Returns whether the kernel is faster than Keras's ops for a variable of so many elements."""
+    """Returns whether the kernel is faster on CPUs than Keras's ops, for a variable of so many elements."""
     if type(optimizer).__name__ == "SGD":
-        return elements >= _MANY or bool(optimizer.momentum)
-    return not _FEW < elements < _MANY
+        # Without momentum, Keras 3 needs two ops. tf_keras has the slot of momentum in any case.
+        return elements >= _MANY or _keras.family(optimizer) != "keras" or bool(optimizer.momentum)
+    few = elements <= _FEW or (elements <= _FEW_VECTORS and elements % _VECTOR == 0)
+    return few or elements >= _MANY
 
 
 def _kernel(find: Callable, optimizer: Any, variable: Any, learning_rate: tuple) -> Kernel | None:
-    """Finds the function of the gradient that updates the variable; None if Keras keeps its slots in another way."""
+    """Finds the function of the gradient that updates the variable; None if Keras's ops are to do it."""
+    elements = tf.TensorShape(variable.shape).num_elements()
     rate = learning_rate[0] if learning_rate else optimizer.learning_rate
     try:
+        if not elements or not _gains(optimizer, elements):
+            return None
         return find(optimizer, _handle(variable), variable, tf.cast(rate, tf.float32))
     except (AttributeError, KeyError, IndexError, TypeError):  # the slots are in attributes that are not public
         return None
@@ -87,9 +95,10 @@ def _adam(optimizer: Any, handle: tf.Tensor, variable: Any, rate: tf.Tensor) -> 
 
 
 def _sgd(optimizer: Any, handle: tf.Tensor, variable: Any, rate: tf.Tensor) -> Kernel:
-    if not optimizer.momentum and _keras.family(optimizer) == "keras":  # tf_keras has the slot in any case
+    if _keras.family(optimizer) == "keras" and not optimizer.momentum:
         return lambda gradient: tf.raw_ops.ResourceApplyGradientDescent(var=handle, alpha=rate, delta=gradient)
-    arguments = dict(var=handle, lr=rate, momentum=optimizer.momentum, use_nesterov=optimizer.nesterov)
+    momentum = tf.cast(optimizer.momentum, tf.float32)
+    arguments = dict(var=handle, lr=rate, momentum=momentum, use_nesterov=optimizer.nesterov)
     accum = _slot(optimizer, optimizer.momentums, variable)
     return lambda gradient: tf.raw_ops.ResourceApplyKerasMomentum(accum=accum, grad=gradient, **arguments)
 
@@ -102,5 +111,5 @@ def _slot(optimizer: Any, slots: list, variable: Any) -> tf.Tensor:
 
 def _handle(variable: Any) -> tf.Tensor:
     variable = _keras.tf_variable(variable)
-    variable.read_value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
+    variable.value()  # unused, but the trace then counts the variable as one of the step's; a handle is not enough
     return variable.handle

@@ -208,8 +208,8 @@ class Reducer(Accumulator):
             self._totals.assign(self.joined(self._totals.read_value(), contribution))
             return
         if self._watched:
-            # The totals are read before the step's gradients are known. After them, each op that waits for another one
-            # makes the step longer, and this is one op less than `joined`.
+            # In a graph the totals are read before the step's gradients are known. Each op that waits for the gradients
+            # makes the step longer: here two do, in `joined` three.
             counts = tf.cast(self.finite_in(self._totals.read_value()), tf.float64)
             contribution = tf.math.multiply_no_nan(contribution, counts)
         self._totals.assign_add(contribution)
@@ -248,7 +248,7 @@ class Reducer(Accumulator):
     @tf.autograph.experimental.do_not_convert
     def finite(self) -> tf.Tensor:
         """Returns whether all watched values were finite on all replicas so far: boolean scalar; across replicas."""
-        return self.all_finite(self.totals())
+        return self.all_finite(self.totals()) if self._watched else tf.constant(True)
 
     @tf.autograph.experimental.do_not_convert
     def all_finite(self, contributions: Any) -> tf.Tensor:

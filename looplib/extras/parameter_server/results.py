@@ -26,7 +26,7 @@ class RemoteReducer(Reducer):
 
     def finite(self) -> bool:
         """Returns whether all watched values were finite so far."""
-        return bool(self.finite_in(self._totals.read_value()))
+        return not self._watched or bool(self.finite_in(self._totals.read_value()))
 
     def read(self) -> tuple[np.ndarray, Metrics]:
         """See `Reducer`."""
