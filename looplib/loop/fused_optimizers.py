@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from looplib import _keras
 
-# On CPUs, Adam's kernel divides a variable among threads too early, because its estimate of the cost grows with the square
-# of the elements; this takes three times as long as Keras's dozen ops. It does so from some 400 elements on, or from
+# On CPUs, Adam's kernel divides a variable among threads too early: its estimate of the cost grows with the square
+# of the elements. This takes three times as long as Keras's dozen ops. It does so from some 400 elements on, or from
 # some 60 if their number is not a multiple of what a vector instruction takes.
 _FEW, _FEW_VECTORS, _VECTOR, _MANY = 48, 256, 16, 8192
 Kernel = Callable[[tf.Tensor], Any]
