@@ -39,7 +39,6 @@ def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_pa
         for step in range(warm_up, warm_up + 5 * window + 1, window):
             controller.train_and_evaluate(step, 5)
             trainer.order.clear()
-            ctypes.CDLL(None).malloc_trim(0)  # what earlier tests of this process have freed comes and goes
             memory.append(resident_bytes() / 2**20)
         assert controller.global_step == warm_up + 5 * window
         assert (controller.loops["train"].traces, controller.loops["eval"].traces) == (1, 1)
