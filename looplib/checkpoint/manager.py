@@ -18,6 +18,7 @@ from looplib.checkpoint.marker import Measured
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.snapshot import Snapshots, host_device
 from looplib.checkpoint.warm_start import describe_differences, take_what_fits
+from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.errors import UsageError, gist
 from looplib.task.record import RunRecord
@@ -138,6 +139,7 @@ class Checkpoints:
 
         self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
         self._thread.start()
+        peers.current.let_end(self._thread)
 
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""

@@ -20,6 +20,7 @@ from looplib.cluster.environment import Cluster
 from looplib.errors import EXIT_FAILED, EXIT_PREEMPTED
 
 _DRAIN = 2.0  # seconds that the last messages have to arrive
+_SAVE = 20.0  # seconds that a save under way has to end; all processes have to exit within a minute of the failure
 _AGAIN = "run the same command on all workers to resume from the newest checkpoint"
 
 
@@ -79,6 +80,7 @@ class Peers:
         self._ending = ""  # how this process ends: "last words" or "goodbye"
         self._done = threading.Event()  # the others have noted it, or none is left
         self._named = threading.Event()  # another worker has failed, and this process is about to exit
+        self._save: threading.Thread | None = None
         self._orders: collections.deque[Callable[[], None]] = collections.deque()  # for the thread to call
 
     @property
@@ -99,6 +101,13 @@ class Peers:
         os.register_at_fork(after_in_child=self._close)  # a child's copy would keep the connections of the dead open
         self._thread = threading.Thread(target=self._watch, name="looplib-peers", daemon=True)
         self._thread.start()
+
+    def let_end(self, save: threading.Thread) -> None:
+        """Lets an exit for the failure of another worker wait until a save is written, for up to 20 seconds.
+
+        The thread must need no other worker.
+        """
+        self._save = save
 
     def first_cause(self, seconds: float) -> None:
         """Waits for the news that another worker failed first; if it comes, this process exits here with that cause.
@@ -256,6 +265,8 @@ class Peers:
         error = "" if cause.code == EXIT_PREEMPTED else "error: "
         name = f"worker {cause.index} ({self.cluster.workers[cause.index]}){role}"
         console.last_line(f"looplib: {error}{name} {cause.what}")
+        if self._save:
+            self._save.join(_SAVE)
         os._exit(cause.code)
 
     def _close(self) -> None:
