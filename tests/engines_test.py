@@ -14,7 +14,7 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import pipelines
+from looplib.data import distribution
 from looplib.loop import auto, choices, chunks, engines
 from looplib.loop.auto import Plan
 from looplib.loop.chunks import XlaProgram
@@ -135,7 +135,7 @@ def test_the_losses_of_200_steps_are_those_of_the_graph_loop(loop, kind, keras, 
 @pytest.mark.parametrize("loop, ahead", [("xla", True), ("xla", False), *more([("graph", True), ("auto", True)])])
 def test_resident_data_trains_as_data_that_travels_does(loop, ahead, fast_trials, monkeypatch):
     if not ahead:  # as large rows are: gathered in the step
-        monkeypatch.setattr(pipelines, "_SMALL", 0)
+        monkeypatch.setattr(distribution, "_SMALL", 0)
     _, trainer = train(loop, 60, Resident())
     np.testing.assert_allclose(trainer.losses, graph_losses()[:6], rtol=2e-4)
 

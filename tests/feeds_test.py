@@ -12,7 +12,7 @@ import toy
 from conftest import make_strategy, more
 
 import looplib
-from looplib.data import iterator_state, pipelines
+from looplib.data import distribution, iterator_state
 from looplib.data.stream import Stream
 from looplib.loop import task_loop
 from looplib.loop.base import Request, Specification
@@ -84,7 +84,7 @@ def stream(strategy, make, start_step=0, training=True, how="auto"):
         {"dataset": lambda self, context: make(context), "batch_size_varies": False, "batches": "per_replica"},
     )()
     settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step, how=how)
-    return pipelines.distribute(strategy, task, **settings)
+    return distribution.distribute(strategy, task, **settings)
 
 
 def plain(value):

@@ -22,7 +22,7 @@ from conftest import more, repetitions
 from tensorflow.python.data.experimental.ops import global_shuffle_op  # behind tf.data's option of that name
 
 from looplib import _tf
-from looplib.data import iterator_state, pipelines
+from looplib.data import distribution, iterator_state
 
 Data, X = tf.data.Dataset, tf.data.experimental
 READ, STOPS = repetitions(24, 34), repetitions((8,), (1, 8, 21))
@@ -312,7 +312,7 @@ def stream(make, start_step=0):
     tf.random.set_seed(0)  # as runtime.setup does in each process
     task = types.SimpleNamespace(dataset=lambda context: make(), batches="per_replica", batch_size_varies=True)
     settings = dict(global_batch_size=2, seed=3, training=True, start_step=start_step)
-    return pipelines.distribute(tf.distribute.get_strategy(), task, **settings)
+    return distribution.distribute(tf.distribute.get_strategy(), task, **settings)
 
 
 def read(iterator, count):

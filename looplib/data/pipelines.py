@@ -1,8 +1,5 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
-import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,214 +8,28 @@ from absl import logging
 
 from looplib import _tf
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, doubts, global_batches, refused
-from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
-from looplib.data.host_stream import HostStream
-from looplib.data.lengths import Lengths
-from looplib.data.remote_stream import RemoteStream
-from looplib.data.stream import Stream
+from looplib.data import doubts, global_batches
 from looplib.errors import UsageError
-from looplib.records.damage import LeftOut
-from looplib.records.fingerprint import fingerprint
 from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext, per_replica_batch_size
+from looplib.task.input_context import InputContext
 from looplib.task.shares import KINDS
 from looplib.task.trainer import Trainer
 
 _ENDLESS = 2**62
-_SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
 
 
-def distribute(
-    strategy: tf.distribute.Strategy,
-    task: Trainer | Evaluator,
-    *,
-    global_batch_size: int,
-    seed: int,
-    training: bool,
-    start_step: int = 0,
-    overfit_batch: bool = False,
-    bad_records: LeftOut | None = None,
-    how: str = "auto",
-    in_blocks: bool = False,
-) -> Stream:
-    """Builds `task.dataset` for every input pipeline of a strategy.
-
-    Args:
-      strategy: the strategy of the replicas.
-      task: the trainer or evaluator.
-      global_batch_size: examples of a step over all replicas.
-      seed: the run's seed.
-      training: whether this is training data.
-      start_step: global batches that the run has consumed.
-      overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
-      bad_records: the damaged records that the run has left out, and how many it may; None for none.
-      how: one of `devices.DISTRIBUTES`.
-      in_blocks: whether batches of a training that are small are read many at once, see `BlockStream`.
+def makes_global_batches(task: Trainer | Evaluator) -> bool:
+    """Returns whether a task makes global batches.
 
     Raises:
-      UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
+      UsageError: if its `batches` is of no kind.
     """
-    replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
-    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    local = devices.local_devices(strategy) if how == "auto" else None
-    on_host = remote or local is not None
-    settings = dict(
-        global_batch_size=global_batch_size,
-        num_replicas=replicas,
-        seed=seed,
-        training=training,
-        of_global_batches=_makes_global_batches(task),
-        bad_records=bad_records,
-    )
-    batch_size = per_replica_batch_size(global_batch_size, replicas)
-    whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own
-    pipelines = _Pipelines(task, settings, start_step, workers, on_host, whole, overfit_batch)
-
-    def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
-        if remote:  # each worker builds its own; the coordinator looks at one
-            return pipelines.build(tf.distribute.InputContext())
-        distributed = strategy.distribute_datasets_from_function(pipelines.build)
-        # The default strategy hands back the pipeline itself. Of the others, CPUs and GPUs read the one pipeline that
-        # the call has built for this process by a plain iterator: see `HostStream`.
-        return pipelines.newest if on_host else distributed
-
-    dataset = make()
-    context = pipelines.contexts[0]
-    cardinalities, shares = pipelines.of_all_workers()
-    by_number = context.positioned and cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
-    if remote:
-        _refuse_on_parameter_servers(pipelines.who, context, by_number)
-    lengths = Lengths(shares, 1 if whole else max(1, replicas // workers.count)) if training and not remote else None
-    if start_step == 0:
-        _refuse_without_batches(pipelines, training, cardinalities, lengths)
-    infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    kind: Callable[..., Stream] = Stream
-    arrays = context.arrays
-    if remote:
-        kind = functools.partial(RemoteStream, make=pipelines.build_on_worker, by_number=by_number)
-    elif on_host:
-        on_cpus = devices.runs_on_host(strategy)
-        kind = functools.partial(HostStream, devices=() if on_cpus else local)
-        in_blocks = in_blocks and on_cpus and training and workers.count == 1
-        block = block_of(dataset.element_spec, replicas) if in_blocks else 1
-        if block > 1 and dataset is context.ids and context.draw is not None:
-            rows = None
-            if arrays is not None and (gathered := _gathered(dataset, arrays, global_batch_size)):
-                (dataset, rows), arrays = gathered, None
-            block = block_of_ids(global_batch_size)
-            kind = functools.partial(KeyedStream, block=block, draw=context.draw, rows=rows)
-        elif block > 1:
-            kind = functools.partial(BlockStream, block=block)
-    return kind(
-        strategy=strategy,
-        dataset=dataset,
-        renew=make if training else None,
-        who=pipelines.who,
-        infinite=infinite,
-        unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
-        may_be_empty=not training and not infinite and replicas > 1 and not whole,
-        start_step=start_step,
-        positioned=context.positioned,
-        skipped=0 if context.positioned else start_step * max(1, replicas // workers.count),
-        arrays=arrays,
-        in_turn=pipelines.in_turn and devices.runs_on_host(strategy),
-        sure=min(pipelines.sure),
-        batch_size=batch_size,
-        sized=pipelines.sized,
-        steps_per_epoch=context.steps_per_epoch,
-        examples=context.examples,
-        fingerprint=fingerprint(context.sources) if training else {},
-        ids=context.ids,
-        reads=lambda: pipelines.contexts[-1].reads,
-        refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
-        lengths=lengths,
-    )
-
-
-def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
-    """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves.
-
-    Args:
-      who: the class name of the task.
-      context: of its pipeline.
-      by_number: whether the pipeline makes a batch for each position.
-    """
-    if context.by_python:
-        raise UsageError(
-            f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
-            "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
-            "strategy"
-        )
-    if context.training and context.made and not by_number:
-        raise UsageError(
-            f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
-            "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "
-            "one batch of ids, as map does"
-        )
-
-
-def _refuse_without_batches(
-    pipelines: "_Pipelines", training: bool, cardinalities: list[int], lengths: Lengths | None
-) -> None:
-    """Raises `UsageError` where a run begins with data that has not a batch for each replica.
-
-    Args:
-      pipelines: the pipelines of this process.
-      training: whether this is training data.
-      cardinalities: of the pipelines of all workers, in batches.
-      lengths: of the shares of a training; None for others.
-    """
-    if not any(cardinalities):
-        raise UsageError(
-            f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
-            f"or not one for each of {pipelines.replicas} replicas; check where the data is read from, and that "
-            "drop_remainder does not drop the only batch"
-        )
-    if lengths is not None and lengths.steps == 0:
-        raise UsageError(
-            f"the training data has no batch for the first step of all workers: the shares of {pipelines.who}.dataset "
-            f"have {', '.join(map(str, lengths.batches))} batches, in the order of the workers; divide the data "
-            "evenly, such as by dataset.shard before batch, or repeat() it"
-        )
-
-
-def _gathered(dataset: tf.data.Dataset, arrays: Any, batch_size: int) -> tuple[tf.data.Dataset, Rows] | None:
-    """Returns the pipeline of the rows of resident arrays, and what gathers them; None if a step has to do that itself.
-
-    In the program of a step, XLA of TensorFlow 2.20 divides the gather among threads. To wake one takes longer than to
-    copy a small batch (docs/speed.md).
-
-    Args:
-      dataset: of ids.
-      arrays: the arrays.
-      batch_size: ids of a step.
-    """
-    first = [tf.convert_to_tensor(array[:1]) for array in tf.nest.flatten(arrays)]
-    size = batch_size * sum(math.prod(row.shape) * row.dtype.size for row in first)
-    if size > _SMALL or tf.string in [row.dtype for row in first]:  # whose size is not known
-        return None
-    tables = tf.nest.map_structure(tf.constant, arrays)
-
-    @tf.autograph.experimental.do_not_convert
-    def gather(ids: tf.Tensor) -> Any:
-        return tf.nest.map_structure(lambda table: tf.gather(table, ids), tables)
-
-    try:
-        rows = dataset.map(gather)
-        tf.nest.assert_same_structure(rows.element_spec, arrays)
-    except (TypeError, ValueError):  # tf.data makes one tensor of a list
-        return None
-    return rows, gather
-
-
-def _makes_global_batches(task: Trainer | Evaluator) -> bool:
     if task.batches not in KINDS:
         raise UsageError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
     return task.batches == "global"
 
 
-class _Pipelines:
+class Pipelines:
     """Builds the pipelines of one task, and notes the properties of each.
 
     Args:

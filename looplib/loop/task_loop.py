@@ -15,7 +15,7 @@ from absl import logging
 
 from looplib import _tf, runtime, source_locations
 from looplib.cluster.collectives import Workers
-from looplib.data import bottleneck, pipelines
+from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
@@ -90,7 +90,7 @@ class TaskLoop(TrainingLoop):
 
     def _distribute(self) -> Stream:
         spec = self._spec
-        return pipelines.distribute(
+        return distribution.distribute(
             spec.strategy,
             spec.task,
             global_batch_size=spec.global_batch_size,

@@ -48,7 +48,7 @@ _CONVERTED = {
     "looplib.data.stream": "counted_from_0",
     "looplib.data.host_stream.HostStream": "next _to_replicas _placed",
     "looplib.data.iterator_state": "*_pack.python_function",
-    "looplib.data.pipelines._Pipelines": "build_on_worker",
+    "looplib.data.pipelines.Pipelines": "build_on_worker",
     "looplib.task.gradient_trainer.GradientTrainer": "step_fn _backward",
     "looplib.task.gradient_checks": "losses_and_metrics joined",
     "looplib.task.input_context.InputContext": "indices _positions _endless _in_order",
