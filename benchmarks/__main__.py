@@ -39,6 +39,7 @@ _ROUNDS = flags.DEFINE_integer(
 )
 _SECONDS = flags.DEFINE_float("seconds", None, "Length of a contestant's turn in W1 to W7.")
 _WARM_UP = flags.DEFINE_float("warm_up", None, "Seconds that each contestant of W1 to W7 runs before its turns count.")
+_COPIES = flags.DEFINE_integer("copies", None, "Copies of each contestant of W1 to W7, whose speeds are averaged.")
 _OUTPUT = flags.DEFINE_string("output", "build/bench.json", "The file for the ratios; the picture lies beside it.")
 
 
@@ -58,7 +59,7 @@ def main(argv):
         if _ROUNDS.value and name not in ("W9", "choice"):
             command.append(f"--rounds={_ROUNDS.value}")
         if "benchmarks.speed" in command:
-            given = {"seconds": _SECONDS.value, "warm_up": _WARM_UP.value}
+            given = {"seconds": _SECONDS.value, "warm_up": _WARM_UP.value, "copies": _COPIES.value}
             command += [f"--{flag}={value}" for flag, value in given.items() if value is not None]
         if subprocess.run(command, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}).returncode:
             failed.append(name)

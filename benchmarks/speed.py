@@ -21,6 +21,10 @@ _WORKLOAD = flags.DEFINE_enum("workload", "W1", list(WORKLOADS), "The workload t
 _ROUNDS = flags.DEFINE_integer("rounds", 11, "Turns of each contestant that count.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 0.7, "Length of a turn, rounded to whole loops.", lower_bound=0)
 _WARM_UP = flags.DEFINE_float("warm_up", 3, "Seconds that each contestant runs before its turns count.", lower_bound=0)
+_COPIES = flags.DEFINE_integer(
+    "copies", 1, "Copies of each contestant, whose speeds are averaged: two in one process differ by up to a tenth.",
+    lower_bound=1,
+)  # fmt: skip
 _OUTPUT = flags.DEFINE_string("output", "build/bench.json", "The file to add the ratios to.")
 
 
@@ -69,7 +73,7 @@ def check_same(workload, checked):
                 )
 
 
-def measure(workload, rounds, seconds, warm_up):
+def measure(workload, rounds, seconds, warm_up, copies=1):
     """Runs a workload.
 
     Args:
@@ -77,17 +81,22 @@ def measure(workload, rounds, seconds, warm_up):
       rounds: turns that count.
       seconds: about how long a turn is.
       warm_up: about how long each contestant runs before.
+      copies: of each contestant.
 
     Returns:
-      dict from contestant to float array `[rounds]`, steps (or evaluations) per second.
+      dict from contestant to float array `[rounds]`, steps (or evaluations) per second, the mean of its copies.
 
     Raises:
       RuntimeError: if the contestants do not compute the same.
     """
     arrays = tuple(tf.constant(array) for array in workload.arrays())
-    timed, checked = build(workload, arrays)
-    check_same(workload, checked)
-    for name, contestant in timed.items():
+    timed, names = {}, []
+    for copy in range(copies):
+        made, checked = build(workload, arrays)
+        check_same(workload, checked)
+        names = list(made)
+        timed.update({(name, copy): contestant for name, contestant in made.items()})
+    for (name, _), contestant in timed.items():
         for choice in contestant.settle().values():
             times = ", ".join(f"{plan} {1e6 * value:.0f}" for plan, value in choice["seconds_per_step"].items())
             print(f"{name} selected {choice['loop']}, {choice['chunk']} steps a round (microseconds per step: {times})")
@@ -97,7 +106,8 @@ def measure(workload, rounds, seconds, warm_up):
         for name, contestant in timed.items():
             spent, _ = contestant.run(amounts[name])
             amounts[name] = least * max(1, round(length * amounts[name] / spent / least))
-    return take_turns(timed, amounts, least, rounds)
+    speeds = take_turns(timed, amounts, least, rounds)
+    return {name: np.mean([speeds[name, copy] for copy in range(copies)], axis=0) for name in names}
 
 
 def compare(name, speeds):
@@ -123,8 +133,9 @@ def main(argv):
     del argv
     logging.set_verbosity(logging.WARNING)  # Orbit logs every loop
     workload = WORKLOADS[_WORKLOAD.value]
-    speeds = measure(workload, _ROUNDS.value, _SECONDS.value, _WARM_UP.value)
-    print(f"\n{_WORKLOAD.value} {workload.title}; looplib's engine is {contestants.ENGINE}; {_ROUNDS.value} rounds")
+    speeds = measure(workload, _ROUNDS.value, _SECONDS.value, _WARM_UP.value, _COPIES.value)
+    copies = f", copies: {_COPIES.value}" if _COPIES.value > 1 else ""
+    print(f"\n{_WORKLOAD.value} {workload.title}; engine: {contestants.ENGINE}; rounds: {_ROUNDS.value}{copies}")
     print(f"{'':<22}{'steps/s' if workload.loop else 'evaluations/s':>13}{'(quartiles)':>20}")
     for name, values in speeds.items():
         low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
