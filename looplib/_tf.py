@@ -375,6 +375,14 @@ def is_of_the_input(error: BaseException) -> bool:
     return bool(_OF_THE_INPUT.search(str(error)))
 
 
+_NOT_IN_XLA = re.compile(r"\(No registered '(\w+)' OpKernel for XLA_")
+
+
+def lacking_in_xla(error: BaseException) -> list[str]:
+    """Returns the types of the ops for which XLA refused a function, as far as TensorFlow's message says; else []."""
+    return sorted(set(_NOT_IN_XLA.findall(str(error))))
+
+
 def is_late_variable(error: BaseException) -> bool:
     """Returns whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
     return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.21)

@@ -107,6 +107,44 @@ def test_micro_batches_of_ragged_tokens_on_replicas_equal_numpy(strategy, keras,
     assert metrics["tokens"] == 2 * MASK.sum()  # of the last two steps
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("loop", ["graph", "xla", "eager"])
+@pytest.mark.parametrize(
+    "name, count", [("default", 4), ("one_device", 1), ("mirrored_x2", 4), ("mirrored_x2", 1), ("default", 1)]
+)
+def test_gradients_compiled_by_xla_equal_numpy(name, count, loop):
+    strategy = make_strategy(name)
+    if not possible({"loop": loop, "strategy": name}):
+        pytest.skip("one XLA program runs on one device")
+    trainer = made(strategy, micro_batches=count, jit_compile=True, regularizer=0.01)
+    metrics = train(trainer, 4, strategy, loop=loop)
+    assert_weights(trainer, numpy_weights(4, regularizer=0.01))
+    assert metrics["tokens"] == 2 * MASK.sum()
+
+
+class Strings(Tagger):
+    """A loss with an op that XLA lacks."""
+
+    def loss_fn(self, inputs):
+        losses = super().loss_fn(inputs)[0].value
+        return losses + 0 * tf.strings.to_number(tf.strings.as_string(losses))
+
+
+def test_jit_compile_says_what_xla_lacks():
+    train(Strings(), 1, loop="graph")
+    with pytest.raises(
+        UsageError, match="what Strings.loss_fn computes with jit_compile.*AsString.*leave out jit_comp"
+    ):
+        train(Strings(jit_compile=True), 1, loop="graph")
+
+
+def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
+    trainer = Tagger(blow_up_at=3, jit_compile=True, loss_scale=None)
+    trainer.optimizer.learning_rate = 1e30
+    with pytest.raises(looplib.DivergenceError, match="gradient of .*dense/kernel"):
+        train(trainer, 8, model_dir=tmp_path, loop="graph")
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("weighted, count", [(True, 1), (True, 4), (False, 1), (False, 4)])
 def test_losses_of_the_models_layers_count_once(weighted, count):

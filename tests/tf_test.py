@@ -182,6 +182,12 @@ def the_error_of_a_variable_that_is_made_too_late(folder: pathlib.Path) -> None:
     assert not _tf.is_late_variable(ValueError("another"))
 
 
+def ops_that_xla_lacks(folder: pathlib.Path) -> None:
+    function = tf.function(lambda x: tf.strings.to_number(tf.strings.as_string(x)), jit_compile=True)
+    assert "AsString" in _tf.lacking_in_xla(error_of(function, tf.zeros([2])))
+    assert not _tf.lacking_in_xla(ValueError("another"))
+
+
 def the_op_at_the_end_of_a_message(folder: pathlib.Path) -> None:
     data = tf.data.Dataset.range(3).map(lambda i: tf.numpy_function(lambda j: np.int64(j), [i], tf.int64))
     variant = tf.nest.flatten(iter(data), expand_composites=True)[0]
@@ -320,6 +326,7 @@ USES = [
     xlas_plan_of_memory,
     the_difference_between_an_error_of_the_data_and_of_the_step,
     the_error_of_a_variable_that_is_made_too_late,
+    ops_that_xla_lacks,
     the_op_at_the_end_of_a_message,
     the_users_frames_in_a_message,
     the_stages_and_keys_in_the_state_of_an_iterator,

@@ -71,7 +71,8 @@ def why_not(step: Step) -> str | None:
     if not on_cpus or not isinstance(step.stream, HostStream):
         return (
             f"the strategy has {replicas} replicas, and XLA compiles several only on the CPUs of one process, with "
-            'distribute="auto" (on TPUs graph is compiled by XLA in any case)'
+            'distribute="auto" (elsewhere, GradientTrainer(jit_compile=True) lets it compile the gradients of each '
+            "replica; on TPUs graph is compiled by XLA in any case)"
         )
     if any(op.startswith("Collective") for op in step.op_counts):
         return (

@@ -166,6 +166,11 @@ class TaskLoop(TrainingLoop):
                 self._end_data()  # it has moved past examples that were not trained on
                 if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
                     raise DataError(found.sentence) from error
+                if ops := _tf.lacking_in_xla(error):
+                    raise UsageError(
+                        f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
+                        f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
+                    ) from error
                 self._name_the_record(error)
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise

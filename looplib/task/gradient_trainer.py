@@ -81,6 +81,9 @@ class GradientTrainer(Trainer):
         `parts.rematerialize`.
       no_decay: regular expressions; the optimizer's weight decay leaves out variables whose names match, such as
         ("bias", "gamma", "beta").
+      jit_compile: bool, whether XLA compiles the loss and its gradients, a micro-batch at a time. The sum over replicas
+        and the update stay outside, so that it works on any number of replicas and workers, and with `loop="graph"`.
+        Batches need static shapes; gradients are dense. `loop="eager"` computes op by op all the same.
       report: metrics to add, each the last step's: "learning_rate", "gradient_norm" (before clipping), "weight_norm"
         (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
 
@@ -126,12 +129,14 @@ class GradientTrainer(Trainer):
         freeze: Sequence[str] | str = (),
         rematerialize: Sequence[str] | str = (),
         no_decay: Sequence[str] | str = (),
+        jit_compile: bool = False,
         report: Sequence[str] = (),
     ) -> None:
         self.model, self.optimizer = model, optimizer
         auto = micro_batches == "auto"
         self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
         self._gradient_clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
+        self._gradients_compiled = jit_compile
         self._gradient_report = checks.checked_reports(report)
         checks.check_model(model)
         trained = parts.freeze(model, freeze)
@@ -166,10 +171,7 @@ class GradientTrainer(Trainer):
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
         if self.micro_batches is None:
             self.micro_batches = splitting.fitting(self._probe, inputs)
-        if self.micro_batches == 1:
-            backward = self._backward(inputs)
-        else:
-            backward = self._accumulated(inputs)
+        backward = self._computed(inputs)
         return checks.joined(type(self).__name__, backward.metrics, self._update(backward))
 
     @property
@@ -183,6 +185,10 @@ class GradientTrainer(Trainer):
         return dataclasses.replace(super().export(), averages=self.averages)
 
     # The gradient of a batch on one replica.
+
+    def _computed(self, inputs: Any) -> _Backward:
+        whole = self.micro_batches == 1 and not self._gradients_compiled
+        return self._backward(inputs) if whole else self._accumulated(inputs)
 
     def _backward(self, inputs: Any) -> _Backward:
         with tf.GradientTape(persistent=True) as tape:
@@ -226,13 +232,13 @@ class GradientTrainer(Trainer):
         """Computes the gradients in `count` parts, for `fitting`."""
         self.micro_batches = count
         try:
-            backward = self._backward(inputs) if count == 1 else self._accumulated(inputs)
+            backward = self._computed(inputs)
         finally:
             self.micro_batches = None
         return _flattened(backward, self._gradient_plan.trained)
 
     def _accumulated(self, inputs: Any) -> _Backward:
-        """Computes micro-batch after micro-batch; its gradients are dense."""
+        """Computes micro-batch after micro-batch, compiled or not; its gradients are dense."""
         metric_sums, structure = splitting.MetricSums(), {}
 
         def compute(part: Any) -> list[tf.Tensor]:
@@ -243,7 +249,7 @@ class GradientTrainer(Trainer):
             )  # fmt: skip
             return _flattened(backward, self._gradient_plan.trained) + metric_sums.pack(backward.metrics, part)
 
-        sums = splitting.summed(compute, inputs, self.micro_batches)
+        sums = splitting.summed(compute, inputs, self.micro_batches, self._gradients_compiled)
         count = len(self._gradient_plan.trained)
         data = [None if no else gradient for no, gradient in zip(structure["missing"], sums)]
         sums = sums[count:]

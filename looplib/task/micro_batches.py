@@ -15,7 +15,9 @@ from looplib.task.reductions import Reduction
 
 
 @tf.autograph.experimental.do_not_convert
-def summed(compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int) -> list[tf.Tensor]:
+def summed(
+    compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int, jit_compile: bool = False
+) -> list[tf.Tensor]:
     """Returns the sums of what a function returns for each part of a batch.
 
     Parts are computed in a loop on the device, so that the graph and the memory are those of one part. A batch whose
@@ -24,7 +26,8 @@ def summed(compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int) -
     Args:
       compute: function of a part of the batch, with the structure of `inputs`; returns tensors of static shapes.
       inputs: the batch; tensors have the batch as their first dimension, scalars are passed to each part.
-      count: number of parts, at least 2.
+      count: number of parts.
+      jit_compile: whether XLA compiles the function, unless it runs eagerly.
 
     Returns:
       The sum of each tensor over the parts.
@@ -32,14 +35,17 @@ def summed(compute: Callable[[Any], list[tf.Tensor]], inputs: Any, count: int) -
     Raises:
       UsageError: if a known batch size is no multiple of `count`, or the step is run eagerly with such a batch.
     """
-    part = _divided(inputs, count)
+    part = (lambda _: inputs) if count == 1 else _divided(inputs, count)
     if tf.executing_eagerly():
         sums = compute(part(tf.constant(0)))
         for number in range(1, count):
             sums = [total + value for total, value in zip(sums, compute(part(tf.constant(number))))]
         return sums
     # Traced once, which tells the shapes of the sums, and called in the loop.
-    traced = tf.function(lambda number: compute(part(number))).get_concrete_function(tf.TensorSpec([], tf.int32))
+    function = tf.function(lambda number: compute(part(number)), jit_compile=jit_compile)
+    traced = function.get_concrete_function(tf.TensorSpec([], tf.int32))
+    if count == 1:
+        return tf.nest.flatten(traced(tf.constant(0)))
     zeros = [tf.zeros(output.shape, output.dtype) for output in tf.nest.flatten(traced.structured_outputs)]
 
     def add(number: tf.Tensor, sums: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -179,8 +185,8 @@ class MetricSums:
                 continue
             if isinstance(value, Media):
                 raise UsageError(
-                    f"the metric {name!r} is a looplib.{value.kind}, which is not computed in parts; show it in an "
-                    "evaluator, or train with micro_batches=1"
+                    f"the metric {name!r} is a looplib.{value.kind}, which is not computed in parts, nor by "
+                    "jit_compile; show it in an evaluator, or train with micro_batches=1 and without jit_compile"
                 )
             if not isinstance(value, Reduction):
                 check_per_example(f"the metric {name!r}", value, inputs)

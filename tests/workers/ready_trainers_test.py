@@ -4,6 +4,7 @@ import gradient_trainer_test
 import keras as keras3
 import keras_trainer_test
 import numpy as np
+import pytest
 import tensorflow as tf
 from conftest import repetitions
 from workers import ready_trainers
@@ -36,8 +37,9 @@ def clip(gradients, _):
     return [gradient * min(1, ready_trainers.OPTIONS["clip_global_norm"] / norm) for gradient in gradients]
 
 
-def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy(nursery, tmp_path):
-    run(nursery, "ready_trainers", tmp_path / "run", "--mode=train", ENGINE)
+@pytest.mark.parametrize("arguments", [[ENGINE], ["--config.jit_compile", "--loop=graph"]], ids=["plain", "compiled"])
+def test_a_gradient_trainer_on_two_workers_has_the_weights_and_averages_of_numpy(arguments, nursery, tmp_path):
+    run(nursery, "ready_trainers", tmp_path / "run", "--mode=train", *arguments)
     history = [gradient_trainer_test.numpy_weights(step, clip) for step in range(1, 5)]
     values = tensors(tmp_path / "run", 4)
     assert_holds(values, history[-1])
