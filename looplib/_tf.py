@@ -383,6 +383,17 @@ def lacking_in_xla(error: BaseException) -> list[str]:
     return sorted(set(_NOT_IN_XLA.findall(str(error))))
 
 
+def growing_array(graph: tf.compat.v1.GraphDef) -> str | None:
+    """Returns the name of an op that makes a `tf.TensorArray` grow, in a graph or its functions; None for none.
+
+    XLA leaves such an array at its size, without an error.
+    """
+    for node in [*graph.node, *(node for function in graph.library.function for node in function.node_def)]:
+        if node.op == "TensorListResize" or node.attr["resize_if_index_out_of_bounds"].b:
+            return node.name
+    return None
+
+
 def is_late_variable(error: BaseException) -> bool:
     """Returns whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
     return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.21)

@@ -138,6 +138,45 @@ def test_jit_compile_says_what_xla_lacks():
         train(Strings(jit_compile=True), 1, loop="graph")
 
 
+class Masked(Tagger):
+    """Means of as many values as the data says, and strings in the batch that no loss uses."""
+
+    def dataset(self, context):
+        return super().dataset(context).map(lambda x, y, mask: (x, y, mask, tf.as_string(y)))
+
+    def loss_fn(self, inputs):
+        losses = super().loss_fn(inputs[:3])[0].value
+        real = tf.boolean_mask(losses, inputs[2] > 0)
+        return looplib.mean(real), {"mean": looplib.mean(real), "real": looplib.total(tf.size(real))}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_values_of_a_size_that_the_data_decides_count_once_in_xla(count):
+    trainers = [Masked(micro_batches=count, jit_compile=compiled) for compiled in (False, True)]
+    plain, compiled = [train(trainer, 2, loop="graph") for trainer in trainers]
+    assert plain["real"] == compiled["real"] == 2 * MASK.sum()
+    np.testing.assert_allclose([compiled["loss"], compiled["mean"]], [plain["loss"], plain["mean"]], rtol=1e-5)
+    for trainer in trainers:
+        assert_weights(trainer, numpy_weights(2))
+
+
+class Growing(Tagger):
+    """XLA would leave the array at its first size."""
+
+    def loss_fn(self, inputs):
+        losses = super().loss_fn(inputs)[0].value
+        rows = tf.TensorArray(tf.float32, size=0, dynamic_size=True)
+        for i in tf.range(3):
+            rows = rows.write(i, losses)
+        return tf.reduce_mean(rows.stack(), axis=[0, 2])
+
+
+def test_an_array_that_xla_would_not_let_grow_is_refused():
+    train(Growing(), 1, loop="graph")
+    with pytest.raises(UsageError, match="makes a tf.TensorArray grow, which XLA does not; give it its size"):
+        train(Growing(jit_compile=True), 1, loop="graph")
+
+
 def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
     trainer = Tagger(blow_up_at=3, jit_compile=True, loss_scale=None)
     trainer.optimizer.learning_rate = 1e30
@@ -591,6 +630,11 @@ class Scalar(Tagger):
     [
         (lambda: Scalar(), "loss_fn returned a float32 tensor of shape .*; expected one loss per example"),
         (lambda: Tagger(micro_batches=5), "micro_batches=5 does not divide the per-replica batch of 32 examples"),
+        (lambda: Tagger(jit_compile="False"), "jit_compile is 'False'; expected True or False"),
+        (
+            lambda: Returns(lambda losses: (losses, {"a": 1.0}), micro_batches=2),
+            "the metric 'a' is a scalar without a reduction",
+        ),
         (lambda: Tagger(micro_batches=0), "micro_batches is 0; expected a whole number of at least 1"),
         (lambda: Tagger(freeze="encoder"), "freeze has 'encoder', which matches no variable .*dense/kernel"),
         (lambda: Tagger(freeze=""), "matches all variables"),

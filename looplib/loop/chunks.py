@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib import _tf
 from looplib.loop import one_program
 from looplib.loop.base import Iterator
 from looplib.loop.one_program import OneProgram
@@ -158,10 +159,8 @@ def why_not_xla(step: Step) -> str | None:
     for spec in tf.nest.flatten(step.stream.full_spec):
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
             return f"a batch has {spec}; only tensors with a static shape (except for the batch size) can be stacked"
-    has_lists = any(op.startswith("TensorList") for op in step.op_counts)
-    for node in step.ops if has_lists else ():
-        if node.op == "TensorListResize" or node.attr["resize_if_index_out_of_bounds"].b:
-            return f"{node.name} makes a tf.TensorArray grow, which XLA does not; give it its size"
+    if array := _tf.growing_array(step.function.graph.as_graph_def()):
+        return f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size"
     if any(spec.dtype == tf.string for spec in tf.nest.flatten(step.reducer.collects)):
         return "looplib.text shows strings, which XLA does not have; give it token ids with decode=<function>"
     return None

@@ -83,7 +83,8 @@ class GradientTrainer(Trainer):
         ("bias", "gamma", "beta").
       jit_compile: bool, whether XLA compiles the loss and its gradients, a micro-batch at a time. The sum over replicas
         and the update stay outside, so that it works on any number of replicas and workers, and with `loop="graph"`.
-        Batches need static shapes; gradients are dense. `loop="eager"` computes op by op all the same.
+        Each new shape of a batch is compiled once, gradients are dense, and XLA leaves out assertions. `loop="eager"`
+        computes op by op all the same.
       report: metrics to add, each the last step's: "learning_rate", "gradient_norm" (before clipping), "weight_norm"
         (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
 
@@ -136,6 +137,8 @@ class GradientTrainer(Trainer):
         auto = micro_batches == "auto"
         self.micro_batches = None if auto else whole_number("micro_batches", micro_batches)
         self._gradient_clipping = gradient_math.Clipping(clip_value, clip_norm, clip_global_norm, clip_adaptive)
+        if not isinstance(jit_compile, bool):
+            raise UsageError(f"jit_compile is {jit_compile!r}; expected True or False")
         self._gradients_compiled = jit_compile
         self._gradient_report = checks.checked_reports(report)
         checks.check_model(model)

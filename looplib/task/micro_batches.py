@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
+from looplib import _keras, _tf
 from looplib.errors import UsageError
 from looplib.task import reductions
 from looplib.task.media import Media
@@ -41,11 +41,11 @@ def summed(
         for number in range(1, count):
             sums = [total + value for total, value in zip(sums, compute(part(tf.constant(number))))]
         return sums
-    # Traced once, which tells the shapes of the sums, and called in the loop.
-    function = tf.function(lambda number: compute(part(number)), jit_compile=jit_compile)
-    traced = function.get_concrete_function(tf.TensorSpec([], tf.int32))
     if count == 1:
-        return tf.nest.flatten(traced(tf.constant(0)))
+        return _call(compute, inputs, jit_compile)
+    # Traced once, which tells the shapes of the sums, and called in the loop.
+    traced = tf.function(lambda number: _call(compute, part(number), jit_compile))
+    traced = traced.get_concrete_function(tf.TensorSpec([], tf.int32))
     zeros = [tf.zeros(output.shape, output.dtype) for output in tf.nest.flatten(traced.structured_outputs)]
 
     def add(number: tf.Tensor, sums: list[tf.Tensor]) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -54,6 +54,18 @@ def summed(
 
     _, sums = tf.while_loop(lambda number, _: number < count, add, (tf.constant(0), zeros), parallel_iterations=1)
     return list(sums)
+
+
+def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: bool) -> list[tf.Tensor]:
+    """Calls a function; in XLA with those tensors of the part that it uses, which may not be strings."""
+    if not jit_compile:
+        return compute(part)
+    compiled = tf.function(lambda: compute(part), jit_compile=True).get_concrete_function()
+    if array := _tf.growing_array(compiled.graph.as_graph_def()):
+        raise UsageError(
+            f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size, or leave out jit_compile"
+        )
+    return tf.nest.flatten(compiled())
 
 
 @tf.autograph.experimental.do_not_convert
@@ -189,6 +201,11 @@ class MetricSums:
                     "jit_compile; show it in an evaluator, or train with micro_batches=1 and without jit_compile"
                 )
             if not isinstance(value, Reduction):
+                if not tf.convert_to_tensor(value).shape.rank:
+                    raise UsageError(
+                        f"the metric {name!r} is a scalar without a reduction; return one value per example, or "
+                        "looplib.mean(value, weight=<examples>), looplib.total(value) or looplib.last(value)"
+                    )
                 check_per_example(f"the metric {name!r}", value, inputs)
                 value = reductions.mean(value)
             if value.kind == "each":
@@ -196,8 +213,10 @@ class MetricSums:
             self._slots.append((name, value.kind, value.value.dtype))
             data = tf.cast(value.value, tf.float64)
             if value.kind == "mean":
-                weight = tf.ones_like(data) if value.weight is None else tf.cast(value.weight, tf.float64)
-                data, weight = reductions.weighted_sum(data, weight)
+                if value.weight is None:  # not by a sum of ones: XLA would count those beyond a masked value's end
+                    data, weight = tf.reduce_sum(data), tf.cast(tf.size(data), tf.float64)
+                else:
+                    data, weight = reductions.weighted_sum(data, tf.cast(value.weight, tf.float64))
                 parts.append(weight)
             parts.append(data)
         return parts
