@@ -163,7 +163,8 @@ def test_a_value_that_is_not_finite_on_one_worker_halts_all_at_the_same_step(nur
     assert codes(processes, time.monotonic() + 60) == [1, 1]
     for process in processes:
         (cause,) = causes(process)
-        assert "at step 10, the gradient of" in cause, cause  # relu(NaN) is 0, and the loss finite
+        # Where relu(NaN) is 0, which depends on the processor, the loss is finite.
+        assert re.search("at step 10, (loss, )?the gradient of", cause), cause
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step == 8
 
 
