@@ -383,12 +383,19 @@ def lacking_in_xla(error: BaseException) -> list[str]:
     return sorted(set(_NOT_IN_XLA.findall(str(error))))
 
 
+def nodes_in(graph: tf.compat.v1.GraphDef) -> Iterator[tf.compat.v1.NodeDef]:
+    """Yields the nodes of a graph and of its functions."""
+    yield from graph.node
+    for function in graph.library.function:
+        yield from function.node_def
+
+
 def growing_array(graph: tf.compat.v1.GraphDef) -> str | None:
     """Returns the name of an op that makes a `tf.TensorArray` grow, in a graph or its functions; None for none.
 
     XLA leaves such an array at its size, without an error.
     """
-    for node in [*graph.node, *(node for function in graph.library.function for node in function.node_def)]:
+    for node in nodes_in(graph):
         if node.op == "TensorListResize" or node.attr["resize_if_index_out_of_bounds"].b:
             return node.name
     return None

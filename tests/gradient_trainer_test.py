@@ -177,6 +177,15 @@ def test_an_array_that_xla_would_not_let_grow_is_refused():
         train(Growing(jit_compile=True), 1, loop="graph")
 
 
+@pytest.mark.parametrize("keras", [tf_keras, keras3])
+def test_random_numbers_that_xla_does_not_repeat_are_said(keras, caplog):
+    trainer = Tagger(keras, jit_compile=True)
+    trainer.model.add(keras.layers.Dropout(0.1))
+    trainer.model.build((None, TOKENS, FEATURES))
+    train(trainer, 1, loop="graph")
+    assert ("so no run repeats another one" in caplog.text) == (keras is tf_keras)
+
+
 def test_guards_name_the_gradient_of_a_compiled_loss(tmp_path):
     trainer = Tagger(blow_up_at=3, jit_compile=True, loss_scale=None)
     trainer.optimizer.learning_rate = 1e30

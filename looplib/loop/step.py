@@ -84,8 +84,7 @@ class Step:
     @property
     def ops(self) -> list[tf.compat.v1.NodeDef]:
         """The `NodeDef` of each op in the step, which takes 0.2 s for a model of 1,000 variables."""
-        graph = self._step.graph.as_graph_def()
-        return [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+        return list(_tf.nodes_in(self._step.graph.as_graph_def()))
 
     @functools.cached_property
     def op_counts(self) -> dict[str, int]:

@@ -61,7 +61,14 @@ def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: boo
     if not jit_compile:
         return compute(part)
     compiled = tf.function(lambda: compute(part), jit_compile=True).get_concrete_function()
-    if array := _tf.growing_array(compiled.graph.as_graph_def()):
+    graph = compiled.graph.as_graph_def()
+    if random := sorted({node.op for node in _tf.nodes_in(graph)} & _tf.RANDOM_OPS):
+        logging.warning(
+            "jit_compile: XLA draws other random numbers for %s in each process, so no run repeats another one; use "
+            "layers of Keras 3, or tf.random.stateless_* with Trainer.step_seed",
+            ", ".join(random),
+        )
+    if array := _tf.growing_array(graph):
         raise UsageError(
             f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size, or leave out jit_compile"
         )
