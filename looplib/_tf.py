@@ -19,7 +19,7 @@ import logging as python_logging
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _collects = gc.isenabled()
@@ -390,12 +390,12 @@ def nodes_in(graph: tf.compat.v1.GraphDef) -> Iterator[tf.compat.v1.NodeDef]:
         yield from function.node_def
 
 
-def growing_array(graph: tf.compat.v1.GraphDef) -> str | None:
-    """Returns the name of an op that makes a `tf.TensorArray` grow, in a graph or its functions; None for none.
+def growing_array(nodes: Iterable[tf.compat.v1.NodeDef]) -> str | None:
+    """Returns the name of an op that makes a `tf.TensorArray` grow; None for none.
 
     XLA leaves such an array at its size, without an error.
     """
-    for node in nodes_in(graph):
+    for node in nodes:
         if node.op == "TensorListResize" or node.attr["resize_if_index_out_of_bounds"].b:
             return node.name
     return None

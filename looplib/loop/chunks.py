@@ -159,7 +159,8 @@ def why_not_xla(step: Step) -> str | None:
     for spec in tf.nest.flatten(step.stream.full_spec):
         if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
             return f"a batch has {spec}; only tensors with a static shape (except for the batch size) can be stacked"
-    if array := _tf.growing_array(step.function.graph.as_graph_def()):
+    has_lists = any(op.startswith("TensorList") for op in step.op_counts)
+    if array := _tf.growing_array(step.ops if has_lists else ()):
         return f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size"
     if any(spec.dtype == tf.string for spec in tf.nest.flatten(step.reducer.collects)):
         return "looplib.text shows strings, which XLA does not have; give it token ids with decode=<function>"

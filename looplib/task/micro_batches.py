@@ -61,14 +61,14 @@ def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: boo
     if not jit_compile:
         return compute(part)
     compiled = tf.function(lambda: compute(part), jit_compile=True).get_concrete_function()
-    graph = compiled.graph.as_graph_def()
-    if random := sorted({node.op for node in _tf.nodes_in(graph)} & _tf.RANDOM_OPS):
+    nodes = list(_tf.nodes_in(compiled.graph.as_graph_def()))
+    if random := sorted({node.op for node in nodes} & _tf.RANDOM_OPS):
         logging.warning(
             "jit_compile: XLA draws other random numbers for %s in each process, so no run repeats another one; use "
             "layers of Keras 3, or tf.random.stateless_* with Trainer.step_seed",
             ", ".join(random),
         )
-    if array := _tf.growing_array(graph):
+    if array := _tf.growing_array(nodes):
         raise UsageError(
             f"{array} makes a tf.TensorArray grow, which XLA does not; give it its size, or leave out jit_compile"
         )
@@ -208,7 +208,7 @@ class MetricSums:
                     "jit_compile; show it in an evaluator, or train with micro_batches=1 and without jit_compile"
                 )
             if not isinstance(value, Reduction):
-                if not tf.convert_to_tensor(value).shape.rank:
+                if tf.convert_to_tensor(value).shape.rank == 0:
                     raise UsageError(
                         f"the metric {name!r} is a scalar without a reduction; return one value per example, or "
                         "looplib.mean(value, weight=<examples>), looplib.total(value) or looplib.last(value)"
