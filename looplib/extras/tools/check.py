@@ -10,13 +10,13 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.tools import preflight
 from looplib.extras.tools.children import temporary_folder
-from looplib.extras.tools.compare import Comparison, compare
+from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
 from looplib.loop import example_checksum
 from looplib.task import perturbation
@@ -154,6 +154,8 @@ def replicas(
         run_to_the_end(commands[name], place, timeout)
     first, *others = runs
     rounding = _rounding(commands[first], runs[first], folder, rtol, atol, timeout)
+    if moved := decided_by_rounding(rounding):
+        say(f"rounding alone moves the final weights by {moved:.0%}, so only the steps are compared, not the weights")
     for name in others:
         comparison = compare(runs[first], runs[name], rtol, atol, rounding)
         for split, (relative, where, one, other) in comparison.largest.items():
@@ -173,23 +175,15 @@ def _shown(name: str) -> str:
 
 def _rounding(
     command: Sequence[str], reference: str, folder: str, rtol: float, atol: float, timeout: float
-) -> dict[str, float]:
-    """Measures how rounding grows: the `gaps` between a run and others whose weights differ in their last bit."""
-    gaps = []
+) -> list[Comparison]:
+    """Measures how rounding grows: compares a run with others whose weights differ in their last bit."""
+    found = []
     for seed in range(1, _NUDGES + 1):
         nudged = os.path.join(folder, f"last_bit_{seed}")
         environment = {example_checksum.VARIABLE: "1", perturbation.VARIABLE: str(seed)}
         run_to_the_end(command, nudged, timeout, environment)
-        gaps.append(compare(reference, nudged, rtol, atol).gaps)
-    return merged(gaps)
-
-
-def merged(gaps: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Returns the largest of several runs' `Comparison.gaps`, by where they are."""
-    largest: dict[str, float] = {}
-    for found in gaps:
-        largest |= {where: max(gap, largest.get(where, 0.0)) for where, gap in found.items()}
-    return largest
+        found.append(compare(reference, nudged, rtol, atol))
+    return found
 
 
 def fits(

@@ -5,8 +5,9 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ _NOT_COMPARED = (
     "input_state/.ATTRIBUTES/py_state",  # depends on how full a pipeline's buffers were
 )
 _TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step is off by thousands of times
+_DECIDED = 0.01  # where rounding has moved the weights that far, runs lie apart by any factor
 _TIMES = re.compile("second|time|clock|restart|share_of_peak")
 _SPEED = re.compile("per_second$|share_of_peak$")
 
@@ -41,6 +43,7 @@ class Comparison:
       examples: whether the training records of both have checksums of the examples.
       differences: (where, value in the first, value in the second) for each, as texts.
       gaps: the largest absolute difference of each number, or of each tensor's elements, by where it is.
+      tensor_gaps: that of each floating-point tensor, relative to its largest element, by where it is.
       largest: (relative difference, where, the two values as texts) by split, or "final checkpoint".
     """
 
@@ -51,16 +54,20 @@ class Comparison:
     differences: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     largest: dict[str, tuple[float, str, str, str]] = dataclasses.field(default_factory=dict)
     gaps: dict[str, float] = dataclasses.field(default_factory=dict)
+    tensor_gaps: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def add(self, split: str, where: str, one: Any, other: Any, rtol: float, atol: float) -> None:
-        """Compares one value of each."""
-        same, relative, gap, texts = _compare(one, other, rtol, atol)
+    def add(
+        self, split: str, where: str, one: Any, other: Any, rtol: float, atol: float, slack: float = 0.0
+    ) -> float | None:
+        """Compares one value of each; returns the relative difference if they have one."""
+        same, relative, gap, texts = _compare(one, other, rtol, atol, slack)
         if gap is not None:
             self.gaps[where] = gap
         if not same:
             self.differences.append((where, *texts))
         if split and relative is not None and (split not in self.largest or relative >= self.largest[split][0]):
             self.largest[split] = relative, where, *texts
+        return relative
 
 
 def compare(
@@ -68,7 +75,7 @@ def compare(
     second: str | os.PathLike[str],
     rtol: float = 0.0,
     atol: float = 0.0,
-    rounding: dict[str, float] | None = None,
+    rounding: Sequence[Comparison] = (),
 ) -> Comparison:
     """Compares the metrics, the final metrics and the last checkpoints of two run directories.
 
@@ -77,8 +84,9 @@ def compare(
       second: the other.
       rtol: relative tolerance of metrics and floating point tensors; with 0 for both, all is compared bit by bit.
       atol: absolute tolerance of metrics and floating point tensors.
-      rounding: `gaps` between the first and runs that differ from it by rounding alone; a number of the second may be
-        off by 20 times as much, and one that counts examples, such as an accuracy, by four of them.
+      rounding: comparisons of the first with runs that differ from it by rounding alone. A number of the second may be
+        off by 20 times as much, and one that counts examples, such as an accuracy, by four of them. Floating-point
+        tensors may be off by anything if `decided_by_rounding`.
 
     Returns:
       The `Comparison`.
@@ -89,10 +97,10 @@ def compare(
     result = Comparison()
     replicas_differ = bool(rtol or atol)
     ones, others = _numbers(first, replicas_differ), _numbers(second, replicas_differ)
-    slack = {} if rounding is None else _slack(first, ones, rounding)
+    slack = _slack(first, ones, rounding) if rounding else {}
     for split, where in [*ones, *(key for key in others if key not in ones)]:
         exact = where.endswith((example_checksum.METRIC, "records"))
-        tolerances = (0, 0) if exact else (rtol, atol + slack.get(where, 0.0))
+        tolerances = (0, 0) if exact else (rtol, atol, slack.get(where, 0.0))
         result.add(split, where, ones.get((split, where)), others.get((split, where)), *tolerances)
     result.records = sum(value for (_, where), value in ones.items() if where.endswith(": records"))
     result.examples = all(any(where.endswith(example_checksum.METRIC) for _, where in run) for run in (ones, others))
@@ -129,19 +137,34 @@ def compare_tensors(
         whole = np.asarray(one).dtype.kind in "iub"  # counters and seeds
         name = key.replace("/.ATTRIBUTES/VARIABLE_VALUE", "")
         where = f"tensor {name}"
-        tolerances = (0, 0) if whole else (rtol, atol + slack.get(where, 0.0))
-        result.add("final checkpoint", where, one, other, *tolerances)
+        tolerances = (0, 0) if whole else (rtol, atol, slack.get(where, 0.0))
+        relative = result.add("final checkpoint", where, one, other, *tolerances)
+        if relative is not None:
+            result.tensor_gaps[where] = relative
         if one is not None:
             result.tensors += 1
             result.bytes += np.asarray(one).nbytes
     return result
 
 
+def decided_by_rounding(rounding: Sequence[Comparison]) -> float:
+    """Returns by how much rounding alone moves half of the tensors, relative to their size, or 0 if by less than 1%.
+
+    From there on differences no longer grow in proportion, so those of a few runs do not bound that of another.
+    """
+    moved = max((float(np.median(list(run.tensor_gaps.values()) or 0.0)) for run in rounding), default=0.0)
+    return moved if moved > _DECIDED else 0.0
+
+
 def _slack(
-    folder: str | os.PathLike[str], numbers: dict[tuple[str, str], Any], rounding: dict[str, float]
+    folder: str | os.PathLike[str], numbers: dict[tuple[str, str], Any], rounding: Sequence[Comparison]
 ) -> dict[str, float]:
     """Returns the absolute difference allowed for each number in addition to the tolerances, by location."""
-    slack = {where: _TIMES_ROUNDING * gap for where, gap in rounding.items()}
+    slack: dict[str, float] = {}
+    for run in rounding:
+        slack |= {where: max(_TIMES_ROUNDING * gap, slack.get(where, 0.0)) for where, gap in run.gaps.items()}
+    if decided_by_rounding(rounding):  # a NaN is no rounding
+        slack |= {where: sys.float_info.max for run in rounding for where in run.tensor_gaps}
     counting = _counting(folder)
     so_far: dict[tuple[str, str], float] = {}  # where rounding is small once, it may grow again
     for split, where in numbers:
@@ -231,7 +254,7 @@ def final_checkpoint(folder: str | os.PathLike[str]) -> str:
 
 
 def _compare(
-    one: Any, other: Any, rtol: float, atol: float
+    one: Any, other: Any, rtol: float, atol: float, slack: float
 ) -> tuple[bool, float | None, float | None, tuple[str, str]]:
     """Compares JSON values, arrays or None.
 
@@ -251,7 +274,7 @@ def _compare(
         with np.errstate(invalid="ignore"):
             gap = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0, np.abs(x - y))
         gap = np.where(np.isnan(gap), np.inf, gap)
-        wrong = ~(gap <= atol + rtol * np.abs(x))
+        wrong = ~(gap <= atol + slack + rtol * np.abs(x))
         # Relative to the tensor's largest element, because elements near 0 may differ by many times themselves.
         most = float(gap.max(initial=0))
         relative = float(most / max(np.nanmax(np.abs(x), initial=0), atol))
