@@ -4,7 +4,8 @@ Along each axis one property of a small training grows: the batch, the model's p
 the metrics, the steps of a loop, the replicas. Each point is a process of its own, which builds looplib's controller
 (`loop="graph"`) and a `tf.range` loop around `strategy.run` of the same model, data and metrics, checks that both come
 to the same loss, and gives them turns. Of each loop are kept its steps per second, the memory that the process has
-gained by it, and the seconds from its building to its first result. Workers are in `benchmarks.scaling`, and the stall
+gained by it, and the seconds from its building to its first result: what is built first may gain more memory, so the
+second of two copies is built in the other order. Workers are in `benchmarks.scaling`, and the stall
 for a checkpoint in `benchmarks.checkpoint_stall --megabytes`.
 """
 
@@ -54,6 +55,9 @@ AXES = {  # field -> (values, the axis's label)
 _AXES = flags.DEFINE_list("axes", list(AXES), "The axes to measure.")
 _POINT = flags.DEFINE_string("point", None, "Measures one point in this process: FIELD=VALUE[,FIELD=VALUE...].")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Turns of each loop that count.", lower_bound=1)
+_COPIES = flags.DEFINE_integer(
+    "copies", 1, "Copies of each loop, whose figures are averaged: two in one process differ by up to a tenth."
+)
 _SECONDS = flags.DEFINE_float("seconds", 0.5, "Length of a turn, rounded to whole loops.")
 _OUTPUT = flags.DEFINE_string("output", "build/growth.json", "The file to add the points to; the picture is beside it.")
 
@@ -161,25 +165,30 @@ def measure(setting: Setting) -> growth_picture.Point:
     for make in makers.values():
         make(Setting(replicas=replicas), strategy)(1)  # what TensorFlow does once in a process
     loops, first, megabytes, start = {}, {}, {}, {}
-    for name, make in makers.items():
-        before, started = _resident(), time.perf_counter()
-        loops[name] = make(setting, strategy)
-        first[name] = loops[name](1)
-        start[name], megabytes[name] = time.perf_counter() - started, _resident() - before
-    if not abs(first["looplib"] - first["bare"]) < 1e-2 * abs(first["bare"]):
+    for copy in range(_COPIES.value):
+        for name in sorted(makers, reverse=copy % 2 == 0):
+            before, started, key = _resident(), time.perf_counter(), (name, copy)
+            loops[key] = makers[name](setting, strategy)
+            first[key] = loops[key](1)
+            start[key], megabytes[key] = time.perf_counter() - started, _resident() - before
+    if not np.ptp(list(first.values())) < 1e-2 * min(map(abs, first.values())):
         raise RuntimeError(f"the loops do not compute the same: {first}")
-    counts, speeds = dict.fromkeys(loops, 1), {name: [] for name in loops}
+    counts, speeds = dict.fromkeys(loops, 1), {key: [] for key in loops}
     for _ in range(3):  # each time it is better known how many loops a turn is
-        for name, run in loops.items():
+        for key, run in loops.items():
             started = time.perf_counter()
-            run(counts[name])
-            counts[name] = max(1, round(counts[name] * _SECONDS.value / (time.perf_counter() - started)))
+            run(counts[key])
+            counts[key] = max(1, round(counts[key] * _SECONDS.value / (time.perf_counter() - started)))
     for turn in range(_ROUNDS.value):
-        for name in sorted(loops, reverse=bool(turn % 2)):
+        for key in sorted(loops, reverse=bool(turn % 2)):
             started = time.perf_counter()
-            loops[name](counts[name])
-            speeds[name].append(counts[name] * setting.steps_per_loop / (time.perf_counter() - started))
-    ratios = np.quantile(np.array(speeds["looplib"]) / speeds["bare"], [0.25, 0.5, 0.75])
+            loops[key](counts[key])
+            speeds[key].append(counts[key] * setting.steps_per_loop / (time.perf_counter() - started))
+    speeds, megabytes, start = (
+        {name: np.mean([values[name, copy] for copy in range(_COPIES.value)], axis=0) for name in makers}
+        for values in (speeds, megabytes, start)
+    )
+    ratios = np.quantile(speeds["looplib"] / speeds["bare"], [0.25, 0.5, 0.75])
     steps = {name: float(np.median(values)) for name, values in speeds.items()}
     return growth_picture.Point(steps, ratios.round(3).tolist(), megabytes, start)
 
@@ -200,7 +209,7 @@ def main(argv):
         found[axis] = {}
         for value in AXES[axis][0]:
             command = [sys.executable, "-m", "benchmarks.growth", f"--point={axis}={value}"]
-            command += [f"--rounds={_ROUNDS.value}", f"--seconds={_SECONDS.value}"]
+            command += [f"--rounds={_ROUNDS.value}", f"--seconds={_SECONDS.value}", f"--copies={_COPIES.value}"]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             found[axis][value] = point = growth_picture.Point(**json.loads(done.stdout.splitlines()[-1]))
             print(f"{f'{axis} {value}':<22}{point.row()}", flush=True)
