@@ -34,6 +34,9 @@ def test_many_loops_and_evaluations_trace_once_and_keep_memory_flat(name, tmp_pa
         model_dir=tmp_path, writers=None, checkpoints=looplib.CheckpointPolicy(100, keep=(looplib.KeepLast(2),))
     )
     warm_up, window = repetitions((80, 15), (500, 200))
+    # A thread's arena keeps the 8 MB that the writer of a checkpoint frees; with malloc's M_MMAP_THRESHOLD they are not
+    # in it.
+    ctypes.CDLL(None).mallopt(-3, 2**20)
     with toy.controller(strategy, trainer, evaluator, **settings) as controller:
         controller.train_and_evaluate(warm_up, 5)
         memory = []
