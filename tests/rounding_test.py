@@ -1,12 +1,14 @@
 """`check replicas` tells rounding that grows from a step that depends on how the examples are divided."""
 
 import concurrent.futures
+import json
 
 import divided
+import numpy as np
 import pytest
 from conftest import repetitions
 
-from looplib.extras.tools.compare import compare, decided_by_rounding
+from looplib.extras.tools.compare import compare, decided_by_rounding, first_moved_by_rounding
 from looplib.task import perturbation
 
 RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
@@ -51,3 +53,22 @@ def test_right_trainers_are_equal_and_wrong_ones_different_early_and_late(case, 
         differences = compare(first, other, 1e-4, 1e-5, rounding).differences
         assert bool(differences) != CASES[case], differences[:5]
     assert case in [("wild", 200), ("wild_sum", 200)] or not decided_by_rounding(rounding)
+
+
+@pytest.mark.parametrize("case", [pytest.param(("wild", 200), id="wild")])
+def test_weights_that_rounding_moves_are_not_called_equal_and_the_step_from_which_it_hides_faults_is_known(
+    case, folders
+):
+    first, nudged, other = (folders[case, name] for name in FEW)
+    rounding = [compare(first, nudged, 1e-4, 1e-5)]
+    compared = compare(first, other, 1e-4, 1e-5, rounding)
+    assert compared.weights != bool(decided_by_rounding(rounding))
+    assert ("final checkpoint" in compared.largest) == compared.weights
+    records = [
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (first, nudged)
+    ]
+    trained = [[record for record in run if record["split"] == "train"] for run in records]
+    ours, theirs = (np.array([[record["loss"], record["accuracy"]] for record in run]) for run in trained)
+    apart = (np.abs(ours - theirs) > 0.01 * np.abs(ours)).any(axis=1)
+    steps = [record["step"] for record in trained[0]]
+    assert first_moved_by_rounding(rounding) == next((step for step, far in zip(steps, apart) if far), None)

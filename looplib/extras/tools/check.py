@@ -16,7 +16,7 @@ from typing import Any
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.tools import preflight
 from looplib.extras.tools.children import temporary_folder
-from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding
+from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
 from looplib.loop import example_checksum
 from looplib.task import perturbation
@@ -156,6 +156,11 @@ def replicas(
     rounding = _rounding(commands[first], runs[first], folder, rtol, atol, timeout)
     if moved := decided_by_rounding(rounding):
         say(f"rounding alone moves the final weights by {moved:.0%}, so only the steps are compared, not the weights")
+        if step := first_moved_by_rounding(rounding):
+            say(
+                f"from step {step} on it changes a training metric by more than 1%, so a fault that begins later may "
+                "not be found; use fewer steps or a smaller learning rate"
+            )
     for name in others:
         comparison = compare(runs[first], runs[name], rtol, atol, rounding)
         for split, (relative, where, one, other) in comparison.largest.items():
@@ -261,9 +266,10 @@ def _verdict(comparison: Comparison, hint: str, one: str, other: str, folder: st
     """
     c = comparison
     examples = "with" if c.examples else "without (no tensor of its data could be hashed)"
+    tensors = f"{c.tensors} tensors" if c.weights else f"names and shapes of {c.tensors} tensors"
     what = (
-        f"{c.records} records of metrics.jsonl ({examples} the examples trained on), {c.tensors} tensors of the final "
-        f"checkpoint ({c.bytes:,} bytes), and run.json"
+        f"{c.records} records of metrics.jsonl ({examples} the examples trained on), {tensors} of the final checkpoint "
+        f"({c.bytes:,} bytes), and run.json"
     )
     if not c.differences:
         say(f"EQUAL, {one} and {other}: {what}")

@@ -28,6 +28,8 @@ _NOT_COMPARED = (
 )
 _TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step is off by thousands of times
 _DECIDED = 0.01  # where rounding has moved the weights that far, runs lie apart by any factor
+_TENSOR = "tensor "
+_TRAINED = re.compile(r"step (\d+) train ")
 _TIMES = re.compile("second|time|clock|restart|share_of_peak")
 _SPEED = re.compile("per_second$|share_of_peak$")
 
@@ -43,7 +45,8 @@ class Comparison:
       examples: whether the training records of both have checksums of the examples.
       differences: (where, value in the first, value in the second) for each, as texts.
       gaps: the largest absolute difference of each number, or of each tensor's elements, by where it is.
-      tensor_gaps: that of each floating-point tensor, relative to its largest element, by where it is.
+      relative_gaps: that relative to the first's number, or to the tensor's largest element, by where it is.
+      weights: whether the elements of floating-point tensors were compared.
       largest: (relative difference, where, the two values as texts) by split, or "final checkpoint".
     """
 
@@ -54,20 +57,24 @@ class Comparison:
     differences: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     largest: dict[str, tuple[float, str, str, str]] = dataclasses.field(default_factory=dict)
     gaps: dict[str, float] = dataclasses.field(default_factory=dict)
-    tensor_gaps: dict[str, float] = dataclasses.field(default_factory=dict)
+    relative_gaps: dict[str, float] = dataclasses.field(default_factory=dict)
+    weights: bool = True
 
-    def add(
-        self, split: str, where: str, one: Any, other: Any, rtol: float, atol: float, slack: float = 0.0
-    ) -> float | None:
-        """Compares one value of each; returns the relative difference if they have one."""
+    def add(self, split: str, where: str, one: Any, other: Any, rtol: float, atol: float, slack: float = 0.0) -> None:
+        """Compares one value of each."""
         same, relative, gap, texts = _compare(one, other, rtol, atol, slack)
         if gap is not None:
             self.gaps[where] = gap
+        if relative is not None:
+            self.relative_gaps[where] = relative
         if not same:
             self.differences.append((where, *texts))
         if split and relative is not None and (split not in self.largest or relative >= self.largest[split][0]):
             self.largest[split] = relative, where, *texts
-        return relative
+
+    def tensors_apart(self) -> dict[str, float]:
+        """Returns those of `relative_gaps` that are of floating-point tensors."""
+        return {where: gap for where, gap in self.relative_gaps.items() if where.startswith(_TENSOR)}
 
 
 def compare(
@@ -105,6 +112,9 @@ def compare(
     result.records = sum(value for (_, where), value in ones.items() if where.endswith(": records"))
     result.examples = all(any(where.endswith(example_checksum.METRIC) for _, where in run) for run in (ones, others))
     compare_tensors(final_checkpoint(first), final_checkpoint(second), rtol, atol, slack, result)
+    if decided_by_rounding(rounding):
+        result.weights = False
+        result.largest.pop("final checkpoint", None)
     return result
 
 
@@ -136,11 +146,9 @@ def compare_tensors(
         one, other = (reader.get_tensor(key) if key in own else None for reader, own in zip(readers, keys))
         whole = np.asarray(one).dtype.kind in "iub"  # counters and seeds
         name = key.replace("/.ATTRIBUTES/VARIABLE_VALUE", "")
-        where = f"tensor {name}"
+        where = f"{_TENSOR}{name}"
         tolerances = (0, 0) if whole else (rtol, atol, slack.get(where, 0.0))
-        relative = result.add("final checkpoint", where, one, other, *tolerances)
-        if relative is not None:
-            result.tensor_gaps[where] = relative
+        result.add("final checkpoint", where, one, other, *tolerances)
         if one is not None:
             result.tensors += 1
             result.bytes += np.asarray(one).nbytes
@@ -152,8 +160,14 @@ def decided_by_rounding(rounding: Sequence[Comparison]) -> float:
 
     From there on differences no longer grow in proportion, so those of a few runs do not bound that of another.
     """
-    moved = max((float(np.median(list(run.tensor_gaps.values()) or 0.0)) for run in rounding), default=0.0)
+    moved = max((float(np.median(list(run.tensors_apart().values()) or 0.0)) for run in rounding), default=0.0)
     return moved if moved > _DECIDED else 0.0
+
+
+def first_moved_by_rounding(rounding: Sequence[Comparison]) -> int | None:
+    """Returns the first training step in whose metrics rounding alone makes a difference of more than 1%, or None."""
+    gaps = [(_TRAINED.match(where), gap) for run in rounding for where, gap in run.relative_gaps.items()]
+    return min((int(found[1]) for found, gap in gaps if found and gap > _DECIDED), default=None)
 
 
 def _slack(
@@ -164,7 +178,7 @@ def _slack(
     for run in rounding:
         slack |= {where: max(_TIMES_ROUNDING * gap, slack.get(where, 0.0)) for where, gap in run.gaps.items()}
     if decided_by_rounding(rounding):  # a NaN is no rounding
-        slack |= {where: sys.float_info.max for run in rounding for where in run.tensor_gaps}
+        slack |= {where: sys.float_info.max for run in rounding for where in run.tensors_apart()}
     counting = _counting(folder)
     so_far: dict[tuple[str, str], float] = {}  # where rounding is small once, it may grow again
     for split, where in numbers:
