@@ -56,8 +56,9 @@ _AXES = flags.DEFINE_list("axes", list(AXES), "The axes to measure.")
 _POINT = flags.DEFINE_string("point", None, "Measures one point in this process: FIELD=VALUE[,FIELD=VALUE...].")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Turns of each loop that count.", lower_bound=1)
 _COPIES = flags.DEFINE_integer(
-    "copies", 1, "Copies of each loop, whose figures are averaged: two in one process differ by up to a tenth."
-)
+    "copies", 1, "Copies of each loop, whose figures are averaged: two in one process differ by up to a tenth.",
+    lower_bound=1,
+)  # fmt: skip
 _SECONDS = flags.DEFINE_float("seconds", 0.5, "Length of a turn, rounded to whole loops.")
 _OUTPUT = flags.DEFINE_string("output", "build/growth.json", "The file to add the points to; the picture is beside it.")
 

@@ -1,7 +1,6 @@
 """`check replicas` tells rounding that grows from a step that depends on how the examples are divided."""
 
 import concurrent.futures
-import json
 
 import divided
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 from conftest import repetitions
 
 from looplib.extras.tools.compare import compare, decided_by_rounding, first_moved_by_rounding
+from looplib.report.records import read_jsonl
 from looplib.task import perturbation
 
 RUNS = {"1": (1, ""), "last_bit_1": (1, "1"), "last_bit_2": (1, "2"), "2": (2, ""), "4": (4, "")}
@@ -64,9 +64,7 @@ def test_weights_that_rounding_moves_are_not_called_equal_and_the_step_from_whic
     compared = compare(first, other, 1e-4, 1e-5, rounding)
     assert compared.weights != bool(decided_by_rounding(rounding))
     assert ("final checkpoint" in compared.largest) == compared.weights
-    records = [
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (first, nudged)
-    ]
+    records = [read_jsonl(str(run / "metrics.jsonl")) for run in (first, nudged)]
     trained = [[record for record in run if record["split"] == "train"] for run in records]
     ours, theirs = (np.array([[record["loss"], record["accuracy"]] for record in run]) for run in trained)
     apart = (np.abs(ours - theirs) > 0.01 * np.abs(ours)).any(axis=1)

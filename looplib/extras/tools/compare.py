@@ -47,7 +47,7 @@ class Comparison:
       gaps: the largest absolute difference of each number, or of each tensor's elements, by where it is.
       relative_gaps: that relative to the first's number, or to the tensor's largest element, by where it is.
       weights: whether the elements of floating-point tensors were compared.
-      largest: (relative difference, where, the two values as texts) by split, or "final checkpoint".
+      largest: (relative difference, where, the two values as texts) by split, or "final checkpoint" of `weights`.
     """
 
     records: int = 0
@@ -101,10 +101,12 @@ def compare(
     Raises:
       UsageError: if one has no checkpoint.
     """
-    result = Comparison()
+    result = Comparison(weights=not decided_by_rounding(rounding))
     replicas_differ = bool(rtol or atol)
     ones, others = _numbers(first, replicas_differ), _numbers(second, replicas_differ)
     slack = _slack(first, ones, rounding) if rounding else {}
+    if not result.weights:  # a NaN is no rounding
+        slack |= {where: sys.float_info.max for run in rounding for where in run.tensors_apart()}
     for split, where in [*ones, *(key for key in others if key not in ones)]:
         exact = where.endswith((example_checksum.METRIC, "records"))
         tolerances = (0, 0) if exact else (rtol, atol, slack.get(where, 0.0))
@@ -112,9 +114,6 @@ def compare(
     result.records = sum(value for (_, where), value in ones.items() if where.endswith(": records"))
     result.examples = all(any(where.endswith(example_checksum.METRIC) for _, where in run) for run in (ones, others))
     compare_tensors(final_checkpoint(first), final_checkpoint(second), rtol, atol, slack, result)
-    if decided_by_rounding(rounding):
-        result.weights = False
-        result.largest.pop("final checkpoint", None)
     return result
 
 
@@ -148,7 +147,7 @@ def compare_tensors(
         name = key.replace("/.ATTRIBUTES/VARIABLE_VALUE", "")
         where = f"{_TENSOR}{name}"
         tolerances = (0, 0) if whole else (rtol, atol, slack.get(where, 0.0))
-        result.add("final checkpoint", where, one, other, *tolerances)
+        result.add("final checkpoint" if result.weights else "", where, one, other, *tolerances)
         if one is not None:
             result.tensors += 1
             result.bytes += np.asarray(one).nbytes
@@ -177,8 +176,6 @@ def _slack(
     slack: dict[str, float] = {}
     for run in rounding:
         slack |= {where: max(_TIMES_ROUNDING * gap, slack.get(where, 0.0)) for where, gap in run.gaps.items()}
-    if decided_by_rounding(rounding):  # a NaN is no rounding
-        slack |= {where: sys.float_info.max for run in rounding for where in run.tensors_apart()}
     counting = _counting(folder)
     so_far: dict[tuple[str, str], float] = {}  # where rounding is small once, it may grow again
     for split, where in numbers:
