@@ -108,32 +108,31 @@ def callback_base(model: Any) -> type:
     return sys.modules[family(model)].callbacks.Callback
 
 
-def optimizers(task: Any) -> list[Any]:
-    """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models."""
-    return _optimizers_in(task)
+def optimizers(holder: Any) -> dict[str, Any]:
+    """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models.
 
-
-def _optimizers_in(holder: Any) -> list[Any]:
-    found, todo = [], list(vars(holder).values())
-    while todo:
-        value = todo.pop()
+    Each has the name of its attribute, such as `optimizer`, or `model/optimizer` for one of a compiled model.
+    """
+    found, todo = {}, list(vars(holder).items())
+    for name, value in todo:  # which grows
         if isinstance(value, (list, tuple, dict)):
-            todo.extend(value.values() if isinstance(value, dict) else value)  # += would keep TensorFlow's list wrapper
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            todo.extend((f"{name}/{key}", item) for key, item in items)
         elif is_model(value):
-            todo.append(getattr(value, "optimizer", None))
-        elif is_optimizer(value) and all(value is not other for other in found):
-            found.append(value)
+            todo.append((f"{name}/optimizer", getattr(value, "optimizer", None)))
+        elif is_optimizer(value) and all(value is not other for other in found.values()):
+            found[name] = value
     return found
 
 
-def with_inner(optimizers: list[Any]) -> list[Any]:
+def with_inner(outer: Iterable[Any]) -> list[Any]:
     """Returns Keras optimizers and those inside of them: one that scales the loss holds the one that updates."""
-    found, todo = [], list(optimizers)
+    found, todo = [], list(outer)
     while todo:
         value = todo.pop(0)
         if all(value is not other for other in found):
             found.append(value)
-            todo += _optimizers_in(value)
+            todo += optimizers(value).values()
     return found
 
 

@@ -14,6 +14,7 @@ from absl import logging
 from looplib import console, runtime
 from looplib._tf import log_once, lost_server
 from looplib.checkpoint.beginning import begin
+from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.recovery import Recovery
 from looplib.checkpoint.run_directory import RunDirectory
@@ -168,7 +169,7 @@ class Run:
         strategy, policy, own = self._settings.strategy, self._policy, None
         if trainer:
             self.loops.training.warn_of_what_is_not_saved(objects)
-            own = ReplicaState(strategy, differing_variables(strategy, trainer, objects))
+            own = ReplicaState(strategy, stable_names(objects, differing_variables(strategy, trainer, objects)))
         step, sync = self.loops.global_step, self.writers.sync
         self.store = Store(self.directory, policy, self.workers, objects, step, own, sync)
         if self.directory.start:
@@ -215,11 +216,11 @@ class Run:
           rollback: the rollback that it is restored for, or None.
         """
         with self.clock.phase("restore"):
-            path, step = self.store.restore(path, rollback)
+            optimizers = self._parts.optimizers if self.loops.training else None
+            path, step = self.store.restore(path, rollback, optimizers)
         if path is None:
             return None
         if self.loops.training:
-            self.store.check_optimizers(path, self._parts.optimizers)
             self.store.warn_of_changes(step, self._settings.recorded)
         self.restored_from, self.loops.torn = path, False
         self.say(f"restored step {step} from {path}")

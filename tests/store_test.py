@@ -180,22 +180,17 @@ def other_model(keras, units=9):
     [
         ("nothing there", "no_such cannot be read"),
         ("other shapes", "nothing in .* fits .*of another shape: .*kernel"),
-        ("the other family", "nothing in .* fits .*only here: .*kernel"),
-        ("an export of more layers", "it has 2 variables and the model here 4; expected an export of the same model"),
+        ("an export of other layers", "nothing in .* fits .*only here: .*kernel"),
         ("damaged", "cannot be read"),
     ],
 )
 def test_a_warm_start_that_cannot_be_is_a_sentence(case, sentence, tmp_path):
-    import tf_keras
-
     path, target = tmp_path / "source", toy.Regression().model
     if case == "nothing there":
         path = tmp_path / "no_such"
-    elif case == "the other family":
-        tf.saved_model.save(doubled(tf_keras), str(path))
-    elif case == "an export of more layers":
+    elif case == "an export of other layers":
         doubled(keras3).export(str(path))
-        target = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(3), keras3.layers.Dense(3)])
+        target = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(3, name="head")])
     else:
         tf.saved_model.save(other_model(keras3) if case == "other shapes" else doubled(keras3), str(path))
         if case == "damaged":
@@ -609,8 +604,7 @@ def test_another_tensorflow_waits_for_saves_and_refuses_a_partial_restore_in_a_s
         b"PK\x03\x04" + b"\x00" * 30,
         {"0": np.float64([[1, 1], [2, 2]])},
         {"0": np.float32(1)},
-        {"-1": np.float32([[1, 1], [2, 2]])},
-        {"a": np.float32([[1, 1], [2, 2]])},
+        {"v": np.float64([[1, 1], [2, 2]])},
         {"0": np.array([["x"], [None]], object)},
     ],
     ids=str,
@@ -620,7 +614,7 @@ def test_values_of_replicas_that_are_damaged_are_refused_in_a_sentence(saved):
     with strategy.scope():
         variable = tf.Variable([0.0, 0.0], aggregation=tf.VariableAggregation.NONE,
                                synchronization=tf.VariableSynchronization.ON_READ)  # fmt: skip
-    state = ReplicaState(strategy, [variable])
+    state = ReplicaState(strategy, {"v": variable})
     if isinstance(saved, dict):
         file = io.BytesIO()
         np.savez(file, **saved)
@@ -639,7 +633,7 @@ def test_each_replica_gets_its_own_values_again(dtype):
         variable = tf.Variable(tf.zeros([2], dtype), aggregation=tf.VariableAggregation.NONE,
                                synchronization=tf.VariableSynchronization.ON_READ)  # fmt: skip
     parts = strategy.experimental_local_results(variable)
-    state = ReplicaState(strategy, [variable])
+    state = ReplicaState(strategy, {"v": variable})
     assert state.serialize() == b""
     for number, part in enumerate(parts):
         part.assign(tf.cast([number, 1.5], dtype))

@@ -5,7 +5,7 @@ import enum
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,14 @@ from absl import logging
 from looplib import _tf, files
 from looplib.checkpoint import commits, marker, worker_positions
 from looplib.checkpoint.marker import Measured
+from looplib.checkpoint.names import Live, Saved, misplaced
 from looplib.checkpoint.policy import CheckpointPolicy
-from looplib.checkpoint.snapshot import Snapshots, host_device
+from looplib.checkpoint.snapshot import Snapshots, host_device, objects_of
 from looplib.checkpoint.warm_start import describe_differences, take_what_fits
 from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.errors import UsageError, gist
-from looplib.task.record import RunRecord
+from looplib.task.record import RunRecord, VariableNames
 
 _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
 
@@ -73,10 +74,12 @@ class Checkpoints:
         self._sync = sync
         self._policy = policy
         self._checkpoint = tf.train.Checkpoint(**objects)
+        self._objects = objects
         _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
         # The files are this process's, also of variables on parameter servers.
         self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
         self._snapshots: Snapshots | None = None
+        self._names: VariableNames | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.committed: list[str] = []
@@ -252,14 +255,18 @@ class Checkpoints:
         """
         self.wait()
         if mode is RestoreMode.INTERSECTION:
-            take_what_fits(self._checkpoint, path)
+            take_what_fits(self._objects, path)
             return
         try:
+            if moved := self._misplaced(path):
+                raise UsageError(self._mismatch(path, mode, moved))
             status = self._checkpoint.restore(path, self._options)
             if mode is RestoreMode.SUBSET:
                 status.assert_existing_objects_matched().expect_partial()
             else:
                 status.assert_consumed()
+        except UsageError:
+            raise
         except (ValueError, AssertionError) as error:
             raise UsageError(self._mismatch(path, mode)) from error
         except (tf.errors.OpError, IndexError) as error:
@@ -286,7 +293,25 @@ class Checkpoints:
                 if not key.startswith("save_counter/")
             )
 
-    def _mismatch(self, path: str, mode: RestoreMode) -> str:
+    def names(self) -> VariableNames:
+        """Returns the names of the variables, to be kept with a checkpoint."""
+        if self._names is None:
+            self._names = Live(self._objects).record()
+        return self._names
+
+    def _misplaced(self, path: str) -> list[str]:
+        """Returns what has another name in a checkpoint, at the same place; [] where the names are not known."""
+        reader = tf.train.load_checkpoint(path)
+        graph = _tf.object_graph(reader)
+        if graph is None:
+            return []
+        names = RunRecord.in_checkpoint(reader, path).names
+        live = Live(self._objects, recorded=names is not None)
+        roots = {child.local_name: child.node_id for child in graph.nodes[0].children}
+        saved = Saved(reader, graph, names, {name: roots[name] for name in self._objects.keys() & roots}, live)
+        return misplaced(saved, live, objects_of(graph, self._checkpoint))
+
+    def _mismatch(self, path: str, mode: RestoreMode, moved: Sequence[str] = ()) -> str:
         """Returns the sentence that lists all differences; TensorFlow names only the first one."""
         theirs = _keys(path)
         with tempfile.TemporaryDirectory() as folder:
@@ -298,6 +323,7 @@ class Checkpoints:
                 f"{key} {theirs[key]} there, {ours[key]} here" for key in ours.keys() & theirs.keys()
                 if theirs[key] != ours[key]
             ],
+            "other names": moved,
         }  # fmt: skip
         return (
             f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "

@@ -6,12 +6,12 @@ TensorFlow gave it, and is written as the same files.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
 from looplib import _keras, _tf
-from looplib.task.state import SlotOptimizer, variables_below
+from looplib.task.state import SlotOptimizer
 
 
 def host_device() -> str:
@@ -39,7 +39,7 @@ class Snapshots:
             raise NotImplementedError(f"with TensorFlow {tf.__version__} any checkpoint")
         self._graph = reader.get_tensor(_tf.OBJECT_GRAPH_KEY)
         self._readers: dict[str, Callable[[], tf.Tensor]] = {}
-        objects = _objects(graph, checkpoint)
+        objects = objects_of(graph, checkpoint)
         for number, node in enumerate(graph.nodes):
             for attribute in node.attributes:
                 self._readers[attribute.checkpoint_key] = _reader(objects.get(number), attribute)
@@ -76,57 +76,7 @@ class Snapshots:
             )
 
 
-class Taken(NamedTuple):
-    """The result of `assign_what_fits`.
-
-    Attributes:
-      count: how many values were taken.
-      others: dict from a reason to the names of what was not taken.
-    """
-
-    count: int
-    others: dict[str, list[str]]
-
-
-def assign_what_fits(root: Any, path: str) -> Taken:
-    """Gives objects the values of a checkpoint where names and shapes agree.
-
-    Args:
-      root: a trackable object, such as a `tf.train.Checkpoint` or a model.
-      path: the checkpoint.
-
-    Raises:
-      ValueError, IndexError, tf.errors.OpError: if it cannot be read.
-    """
-    reader = tf.train.load_checkpoint(path)
-    graph = _tf.object_graph(reader)
-    if graph is None:
-        raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
-    objects, taken = _objects(graph, root), set()
-    others = {"only here": [], "only there": [], "of another shape": []}
-    for number, node in enumerate(graph.nodes):
-        for attribute in node.attributes:
-            value, key = objects.get(number), attribute.checkpoint_key
-            variable = value.value if _keras.is_variable(value) else value
-            name = attribute.full_name or key
-            if isinstance(value, tf.train.experimental.PythonState):
-                value.deserialize(reader.get_tensor(key))
-            elif not isinstance(variable, tf.Variable):
-                if attribute.name != "py_state" and name != "save_counter":
-                    others["only there"].append(name)
-            elif reader.get_variable_to_shape_map()[key] != variable.shape.as_list():
-                others["of another shape"].append(name)
-                taken.add(id(variable))
-            else:
-                variable.assign(reader.get_tensor(key))
-                taken.add(id(variable))
-    others["only here"] = [
-        name for name, variable in variables_below(root) if id(variable) not in taken and name != "save_counter:0"
-    ]
-    return Taken(len(taken) - len(others["of another shape"]), others)
-
-
-def _objects(graph: Any, checkpoint: Any) -> dict[int, Any]:
+def objects_of(graph: Any, checkpoint: Any) -> dict[int, Any]:
     """Returns the live objects by the numbers of their nodes in a saved object graph."""
     view = tf.train.TrackableView(checkpoint)
     objects, todo = {0: checkpoint}, [0]

@@ -113,6 +113,7 @@ class Store:
         """
         if self.saved_step != step:
             fill_in(self.record)
+            self.record.names = self._checkpoints.names()
             own = b""
             if self._workers.count > 1:
                 own, self.input_state.position = self.input_state.position, b""
@@ -172,13 +173,17 @@ class Store:
             self._checkpoints.add_scores(step, scores)
 
     def restore(
-        self, path: str | os.PathLike[str] | None, rollback: Rollback | None = None
+        self,
+        path: str | os.PathLike[str] | None,
+        rollback: Rollback | None = None,
+        optimizers: Mapping[str, str] | None = None,
     ) -> tuple[str, int] | tuple[None, None]:
         """Restores the state.
 
         Args:
           path: the checkpoint; None takes the newest.
           rollback: the `Rollback` for which it is restored, or None.
+          optimizers: dict from the name of each of the trainer's optimizers to its class; None for an evaluation.
 
         Returns:
           `(path, step)`, or `(None, None)` if there is no checkpoint.
@@ -190,7 +195,8 @@ class Store:
         if path is None:
             return None, None
         self._directory.check_intact(path)
-        step, _ = peek(path)
+        step, record = peek(path)
+        self._check_optimizers(path, record, optimizers)
         writes, partial = self._directory.writes, self._policy.partial
         mode = RestoreMode.STRICT if writes else RestoreMode.SUBSET
         self._checkpoints.restore(path, RestoreMode.INTERSECTION if partial else mode)
@@ -219,14 +225,19 @@ class Store:
                 self._workers.count,
             )
 
-    def check_optimizers(self, path: str, names: list[str]) -> None:
-        """Raises `UsageError` if the restored checkpoint was made with other optimizers, of which slots may fit."""
-        theirs = names if self.record.optimizers is None else self.record.optimizers
-        if theirs != names and not self._policy.partial:
+    def _check_optimizers(self, path: str, record: RunRecord, ours: Mapping[str, str] | None) -> None:
+        """Raises `UsageError` if a checkpoint was made with other optimizers, some of whose slots may fit."""
+        theirs = record.optimizers
+        if theirs is None or ours is None or self._policy.partial:
+            return
+        classes = [*theirs.values()] if isinstance(theirs, dict) else theirs
+        swapped = isinstance(theirs, dict) and any(theirs.get(name, kind) != kind for name, kind in ours.items())
+        if swapped or sorted(classes) != sorted(ours.values()):
             raise UsageError(
-                f"the checkpoint {path} was made by another optimizer ({', '.join(theirs)}) than this run's "
-                f"({', '.join(names)}); use a separate model_dir (and start from these weights with "
-                "--warm_start), or build the optimizer that the checkpoint was made with"
+                f"the checkpoint {path} was made by another optimizer ({', '.join(classes)}) than this run's "
+                f"({', '.join(ours.values())}); use a separate model_dir (and start from these weights with "
+                "--warm_start), build the optimizer that the checkpoint was made with, or let the new one start from "
+                "the beginning (--partial_restore)"
             )
 
     def warn_of_changes(self, step: int, settings: Mapping[str, int | str | None]) -> None:

@@ -1,7 +1,7 @@
 """Values from checkpoints that are not the run's own: a warm start, another program's, or only a part of one."""
 
+import dataclasses
 import os
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,8 +10,10 @@ from absl import logging
 
 from looplib import _keras, _tf
 from looplib.checkpoint import commits
-from looplib.checkpoint.snapshot import assign_what_fits
+from looplib.checkpoint.names import Leaf, Live, Match, Saved
+from looplib.checkpoint.snapshot import objects_of
 from looplib.errors import UsageError, gist, join_names
+from looplib.task.record import RunRecord
 from looplib.task.state import variables_of
 
 
@@ -20,29 +22,90 @@ def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
     return "; ".join(f"{title}: {join_names(sorted(names), most=4)}" for title, names in differences.items() if names)
 
 
-def take_what_fits(root: Any, path: str) -> None:
+def take_what_fits(objects: Mapping[str, Any], path: str) -> None:
     """Restores the values that a checkpoint and some objects have in common, by name and shape; logs the others.
 
     Args:
-      root: the objects, under a `tf.train.Checkpoint`, or a model itself for a SavedModel of it.
+      objects: dict from attribute name to trackable object, or from "" to a model, for a SavedModel of it.
       path: the checkpoint to take values from.
 
     Raises:
-      UsageError: if nothing fits, or it cannot be read.
+      UsageError: if nothing fits, a value fits several variables, or the checkpoint cannot be read.
     """
     try:
-        taken, others = assign_what_fits(root, path)
+        taken = _assign(objects, path)
+    except UsageError:
+        raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(f"{path} cannot be read ({gist(error)}); name a checkpoint such as ckpt-1000") from error
-    left_out = describe_differences(others)
-    if not taken:
+    left_out = describe_differences(taken.others)
+    if not taken.count:
         raise UsageError(
             f"nothing in {path} fits ({left_out}); name a checkpoint of the same model, or of a part of it under the "
             "same attribute names"
         )
-    logging.info("took %d values from %s", taken, path)
+    logging.info("took %d values from %s", taken.count, path)
     if left_out:
         logging.warning("not taken from %s (%s)", path, left_out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Taken:
+    """What was taken from a checkpoint.
+
+    Attributes:
+      count: how many values.
+      missing: the variables here that got none.
+      reshaped: the names of those that have another shape there.
+      unused: the names of what the checkpoint has besides.
+    """
+
+    count: int
+    missing: list[Leaf]
+    reshaped: list[str]
+    unused: list[str]
+
+    @property
+    def others(self) -> dict[str, list[str]]:
+        """What was not taken: dict from a reason to names."""
+        missing = [leaf.name for leaf in self.missing]
+        return {"only here": missing, "only there": self.unused, "of another shape": self.reshaped}
+
+
+def _assign(objects: Mapping[str, Any], path: str) -> _Taken:
+    """Gives objects the values of a checkpoint where names and shapes agree."""
+    reader = tf.train.load_checkpoint(path)
+    graph = _tf.object_graph(reader)
+    if graph is None:
+        raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
+    record = RunRecord.in_checkpoint(reader, path)
+    live = Live(objects, recorded=record.names is not None)
+    numbers = {"": 0} | {child.local_name: child.node_id for child in graph.nodes[0].children}
+    saved = Saved(reader, graph, record.names, {name: numbers[name] for name in objects if name in numbers}, live)
+    match = Match(saved.leaves.values(), live, record.optimizers)
+    if match.ambiguous:
+        raise UsageError(
+            f"values of {path} fit several layers here, whose names Keras has made and numbered: "
+            f"{join_names(sorted({leaf.name for leaf in match.ambiguous}), most=4)}; give the layers that only one of "
+            'the two models has names of their own, such as Dense(8, name="adapter")'
+        )
+    found, reshaped = {}, []
+    for there, here in match.pairs:
+        found[id(here)] = there.key
+        if there.shape == here.shape:
+            here.variable.assign(reader.get_tensor(there.key))
+        else:
+            reshaped.append(there.name)
+    done, unused = set(found.values()), []
+    states = objects_of(graph, objects.get("") or tf.train.Checkpoint(**objects))
+    for number, node in enumerate(graph.nodes):
+        for attribute in node.attributes:
+            if isinstance(state := states.get(number), tf.train.experimental.PythonState):
+                state.deserialize(reader.get_tensor(attribute.checkpoint_key))
+            elif attribute.checkpoint_key not in done and attribute.name != "py_state":
+                unused.append(saved.leaves[number].name if number in saved.leaves else attribute.full_name)
+    missing = [leaf for leaf in live.leaves if id(leaf) not in found]
+    return _Taken(len(found) - len(reshaped), missing, reshaped, [name for name in unused if name != "save_counter"])
 
 
 def warm_start(objects: Mapping[str, Any], path: str) -> None:
@@ -60,22 +123,14 @@ def warm_start(objects: Mapping[str, Any], path: str) -> None:
       UsageError: if it cannot be read or fits nothing.
     """
     models = {name: value for name, value in objects.items() if _keras.is_layer(value)}
-    root = tf.train.Checkpoint(**models)
     runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
     if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
         path = os.path.join(path, "variables", "variables")
         if len(models) == 1:
-            root = next(iter(models.values()))
-            if exported := _exported_variables(path):
-                if exported != len(root.variables):  # an export has a list of them, and no names
-                    raise UsageError(
-                        f"nothing in {path} fits: it has {exported} variables and the model here "
-                        f"{len(root.variables)}; expected an export of the same model"
-                    )
-                root = tf.train.Checkpoint(variables=list(root.variables))
+            models = _as_saved(next(iter(models.values())), path)
     elif runs:
         path = commits.newest_intact(runs[0], tidy=False).path
-    take_what_fits(root, path.removesuffix(".index"))
+    take_what_fits(models, path.removesuffix(".index"))
 
 
 def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: str) -> tuple[str, int]:
@@ -98,15 +153,17 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
     needed = {name: value for name, value in objects.items() if _keras.is_layer(value) or _keras.is_optimizer(value)}
     try:
         global_step.assign(tf.train.load_checkpoint(path).get_tensor(_tf.variable_key("global_step")))
-        _, others = assign_what_fits(tf.train.Checkpoint(global_step=global_step, **objects), path)
+        taken = _assign({"global_step": global_step, **objects}, path)
+    except UsageError:
+        raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
         raise UsageError(
             f"the run cannot continue from {path} ({gist(error)}); expected a checkpoint with global_step"
         ) from error
-    names = {name for name, _ in variables_of(needed)}
-    missing = [name for name in others["only here"] if name in names]
-    if missing or others["of another shape"]:
-        differences = describe_differences({**others, "only here": missing})
+    ids = {id(variable) for _, variable in variables_of(needed)}
+    missing = [leaf.name for leaf in taken.missing if id(leaf.variable) in ids]
+    if missing or taken.reshaped:
+        differences = describe_differences({**taken.others, "only here": missing})
         raise UsageError(
             f"the run cannot continue from {path}, because its model or optimizer differs ({differences}); use "
             "warm_start to load only the matching weights"
@@ -114,9 +171,12 @@ def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: st
     return path, int(global_step)
 
 
-def _exported_variables(path: str) -> int:
-    """Returns how many variables a SavedModel of `model.export` lists instead of its layers; 0 for another one."""
+def _as_saved(model: Any, path: str) -> dict[str, Any]:
+    """Returns a model under the names of a SavedModel: `model.export` saves a list of its variables."""
     try:
-        return sum(bool(re.match(r"variables/\d+/", name)) for name, _ in tf.train.list_variables(path))
+        exported = any(name.startswith("variables/0/") for name, _ in tf.train.list_variables(path))
     except (ValueError, tf.errors.OpError):
-        return 0  # the next reader raises the error
+        exported = False  # the next reader raises the error
+    if not exported:
+        return {"": model}
+    return {"variables": tf.train.Checkpoint(variables=list(model.variables)).variables, "model": model}

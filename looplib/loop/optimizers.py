@@ -60,7 +60,7 @@ class TrainingOptimizers:
         self._replacements: list[_Replacement] = []
         self._prepared: list[Any] = []  # optimizers of Keras 3 that leave the sum to this object
         self._inside: set[int | None] = set()  # replicas that are in an `apply` whose gradients are summed
-        self._held = _keras.optimizers(trainer)
+        self._held = list(_keras.optimizers(trainer).values())
         try:
             for optimizer in self._held:
                 self._change(optimizer)

@@ -22,11 +22,11 @@ class RecordedParts:
       actions: the states of the actions.
 
     Attributes:
-      optimizers: the class names of the trainer's optimizers.
+      optimizers: dict from the name of each of the trainer's optimizers to its class.
     """
 
     def __init__(self, trainer: Trainer, loops: Loops, window: Window, actions: ActionStates) -> None:
-        self.optimizers = [type(optimizer).__name__ for optimizer in _keras.optimizers(trainer)]
+        self.optimizers = {name: type(value).__name__ for name, value in _keras.optimizers(trainer).items()}
         self._learning_rates = LearningRates(trainer)
         self._loops = loops
         self._window = window

@@ -56,6 +56,11 @@ class WeightAverages(tf.Module):
             for number, variable in enumerate(self._averaged.variables)
         ]
 
+    @property
+    def originals(self) -> list[tf.Variable]:
+        """The variables that are averaged, in the order of `values`."""
+        return self._averaged.variables
+
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Moves the averages towards the variables; in replica context."""

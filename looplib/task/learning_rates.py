@@ -19,16 +19,13 @@ class LearningRates:
       trainer: the `Trainer`, before a checkpoint is restored.
 
     Attributes:
-      built: dict from the optimizer's number among the trainer's to its learning rate; optimizers with a schedule are
-        left out.
+      built: dict from an optimizer's name to its learning rate; optimizers with a schedule are left out.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._optimizers = {
-            str(number): updating(optimizer) for number, optimizer in enumerate(_keras.optimizers(trainer))
-        }
-        rates = {number: constant_rate(optimizer) for number, optimizer in self._optimizers.items()}
-        self.built = {number: rate for number, rate in rates.items() if rate is not None}
+        self._optimizers = {name: updating(optimizer) for name, optimizer in _keras.optimizers(trainer).items()}
+        rates = {name: constant_rate(optimizer) for name, optimizer in self._optimizers.items()}
+        self.built = {name: rate for name, rate in rates.items() if rate is not None}
 
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
         """Sets the learning rates that this start was built with where they are new, and logs the result.
@@ -37,13 +34,15 @@ class LearningRates:
           recorded: the `built` of the start that saved the restored checkpoint.
           step: the global step that was restored.
         """
-        for number, rate in self.built.items():
-            optimizer = self._optimizers[number]
+        if recorded.keys() == {"0"} and len(self.built) == 1:  # earlier versions numbered the optimizers
+            recorded = dict.fromkeys(self.built, recorded["0"])
+        for attribute, rate in self.built.items():
+            optimizer = self._optimizers[attribute]
             restored = constant_rate(optimizer)
             name = type(optimizer).__name__
             if restored is None or restored == rate:
                 continue
-            if recorded.get(number, rate) != rate:
+            if recorded.get(attribute, rate) != rate:
                 optimizer.learning_rate = rate
                 logging.warning(
                     "the learning rate of %s is %g from step %d, as set by this program; the checkpoint has %g",

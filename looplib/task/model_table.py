@@ -85,7 +85,7 @@ def describe(trainer: Trainer) -> ModelTable:
 def variables(trainer: Trainer) -> list[tuple[str, tf.Variable, bool]]:
     """Returns (name, variable, whether it is trained) for each row of the table of a trainer, in order."""
     seen, found = set(), []
-    for optimizer in _keras.with_inner(_keras.optimizers(trainer)):
+    for optimizer in _keras.with_inner(_keras.optimizers(trainer).values()):
         own = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
         seen |= {id(_plain(variable)) for variable in own}
     frozen = trainer.frozen_variables if isinstance(trainer, GradientTrainer) else ()

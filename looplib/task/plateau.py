@@ -311,4 +311,4 @@ def number(name: str, value: Any) -> float:
 
 
 def _optimizers(controller: Any) -> list[Any]:
-    return [updating(optimizer) for optimizer in _keras.optimizers(controller.loops["train"].task)]
+    return [updating(optimizer) for optimizer in _keras.optimizers(controller.loops["train"].task).values()]

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import files
+from looplib._tf import python_state_key
 from looplib.errors import UsageError
 
 FORMAT = 1
@@ -74,6 +75,24 @@ class RunningTotals:
             raise _MisfitError
 
 
+@dataclasses.dataclass(frozen=True)
+class VariableNames:
+    """The names of a checkpoint's variables.
+
+    Attributes:
+      own: dict from a variable's path, from attribute to attribute, to its own name.
+      slots: dict from the path of what is kept for another variable, such as a momentum, to its kind and the path of
+        that variable.
+    """
+
+    own: dict[str, str]
+    slots: dict[str, list[str]]
+
+    def __post_init__(self) -> None:
+        if any(len(slot) != 2 for slot in self.slots.values()):
+            raise _MisfitError
+
+
 @dataclasses.dataclass
 class RunRecord:
     """The run record.
@@ -86,8 +105,9 @@ class RunRecord:
         of Orbit.
       input_offset: global batches that rollbacks have left out. The position in the data is the global step plus these.
       rollbacks: how often the run went back to a checkpoint.
-      optimizers: the class names of the optimizers; None in a record that has none.
-      learning_rates: dict from an optimizer's number to the learning rate that it was built with.
+      optimizers: dict from an optimizer's name to its class; a list of classes in a record of an earlier version, None
+        in one without any.
+      learning_rates: dict from an optimizer's name to the learning rate that it was built with.
       actions: dict from an action's name to what its `state` returned.
       engines: dict from split to `EngineChoice`.
       seed: the run's seed; None in a record that has none, like the next two.
@@ -95,6 +115,7 @@ class RunRecord:
       loop: the name of the engine.
       examples: how many examples the training data has; None where that is not known.
       files: checksums of the files of the training data, see `records.fingerprint`; None where there are none.
+      names: what the variables are called; None in a record that has none.
       unknown: the fields that only a newer looplib knows.
     """
 
@@ -104,7 +125,7 @@ class RunRecord:
     running: RunningTotals | dict[str, float] = dataclasses.field(default_factory=dict)
     input_offset: int = 0
     rollbacks: int = 0
-    optimizers: list[str] | None = None
+    optimizers: dict[str, str] | list[str] | None = None
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     actions: dict[str, Any] = dataclasses.field(default_factory=dict)
     engines: dict[str, EngineChoice] = dataclasses.field(default_factory=dict)
@@ -113,12 +134,27 @@ class RunRecord:
     loop: str | None = None
     examples: int | None = None
     files: dict[str, str] | None = None
+    names: VariableNames | None = None
     unknown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """Returns the JSON text to save."""
         fields = dataclasses.asdict(self)
         return json.dumps({**fields.pop("unknown"), "format": FORMAT, **fields})
+
+    @classmethod
+    def in_checkpoint(cls, reader: Any, path: str) -> "RunRecord":
+        """Returns the record of a checkpoint; one without values for a checkpoint that another program wrote.
+
+        Args:
+          reader: from `tf.train.load_checkpoint`.
+          path: the checkpoint's path, for the message.
+
+        Raises:
+          UsageError: see `from_json`.
+        """
+        key = python_state_key("run_state")
+        return cls.from_json(reader.get_tensor(key), path) if reader.has_tensor(key) else cls()
 
     @classmethod
     def from_json(cls, text: str | bytes, path: str = "the checkpoint") -> "RunRecord":

@@ -3,7 +3,7 @@
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -43,13 +43,14 @@ class ReplicaState(tf.train.experimental.PythonState):
 
     Args:
       strategy: `tf.distribute.Strategy`.
-      variables: list of distributed `tf.Variable` whose replicas may differ.
+      variables: dict from a name that other starts give it too to each distributed `tf.Variable` whose replicas may
+        differ.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, variables: Sequence[tf.Variable]) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy, variables: Mapping[str, tf.Variable]) -> None:
         super().__init__()
         self._workers = Workers(strategy)
-        self._parts = [strategy.experimental_local_results(variable) for variable in variables]
+        self._parts = {name: strategy.experimental_local_results(variable) for name, variable in variables.items()}
         self._saved = b""
 
     def serialize(self) -> bytes:
@@ -58,16 +59,16 @@ class ReplicaState(tf.train.experimental.PythonState):
         Workers wait for each other.
         """
         arrays = {}
-        local = [np.stack([part.numpy() for part in parts]) for parts in self._parts]
+        local = [np.stack([part.numpy() for part in parts]) for parts in self._parts.values()]
         differs = [any(value.tobytes() != values[0].tobytes() for value in values[1:]) for values in local]
         if local and self._workers.count > 1:
             hashes = [zlib.crc32(values[0].tobytes()) for values in local]
             differs = self._workers.gather(np.int64(differs)).any(axis=0) | np.ptp(
                 self._workers.gather(np.int64(hashes)), axis=0
             ).astype(bool)
-        for number, values in enumerate(local):
-            if differs[number]:
-                arrays[str(number)] = self._workers.gather(values).reshape(-1, *values.shape[1:])
+        for name, values, differ in zip(self._parts, local, differs):
+            if differ:
+                arrays[name] = self._workers.gather(values).reshape(-1, *values.shape[1:])
         if not arrays:
             return b""
         with io.BytesIO() as file:
@@ -84,24 +85,27 @@ class ReplicaState(tf.train.experimental.PythonState):
         Raises:
           UsageError: if the saved bytes are not what `serialize` returns.
         """
-        for number, values in self._saved_arrays().items():
-            parts = self._parts[number] if number < len(self._parts) else ()
+        for name, values in self._saved_arrays().items():
+            parts = self._parts.get(name, ())
             if len(parts) * self._workers.count == len(values) and parts[0].shape == values.shape[1:]:
                 for part, value in zip(parts, values[self._workers.index * len(parts) :]):
                     part.assign(value)
 
-    def _saved_arrays(self) -> dict[int, np.ndarray]:
+    def _saved_arrays(self) -> dict[str, np.ndarray]:
         if not self._saved:
             return {}
         try:
             with np.load(io.BytesIO(self._saved)) as arrays:
-                found = {int(number): values for number, values in arrays.items()}
-            for number, values in found.items():
-                kind = self._parts[number][0].dtype.as_numpy_dtype if 0 <= number < len(self._parts) else values.dtype
+                found = dict(arrays.items())
+            if found.keys() <= set(map(str, range(len(self._parts)))):  # earlier versions numbered them
+                names = list(self._parts)
+                found = {names[int(number)]: values for number, values in found.items()}
+            for name, values in found.items():
+                kind = self._parts[name][0].dtype.as_numpy_dtype if name in self._parts else values.dtype
                 if values.dtype.kind == "V":  # numpy's files have no name for bfloat16
-                    found[number] = values = values.view(kind)
-                if number < 0 or values.ndim == 0 or values.dtype != kind:
-                    raise ValueError(f"its array {number} is of another type")
+                    found[name] = values = values.view(kind)
+                if values.ndim == 0 or values.dtype != kind:
+                    raise ValueError(f"its array {name:.100} is of another type")
         except (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UsageError(
                 f"the values of each replica in the checkpoint cannot be read ({gist(error)}); name another "
@@ -125,8 +129,7 @@ def differing_variables(
     """
     if strategy.num_replicas_in_sync == 1:
         return []
-    optimizers = {str(number): optimizer for number, optimizer in enumerate(_keras.optimizers(task))}
-    same = {id(variable) for _, variable in variables_of(optimizers)}
+    same = {id(variable) for _, variable in variables_of({"all": list(_keras.optimizers(task).values())})}
     return [
         variable
         for _, variable in variables_of(objects)

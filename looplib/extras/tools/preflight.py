@@ -309,7 +309,7 @@ class _Look:
           traced: the step; None if its batch holds a type that no device takes, and less is known.
           spec: of its batch, or None.
         """
-        own = [variable for optimizer in _keras.optimizers(self._task) for variable in optimizer.variables]
+        own = [variable for optimizer in _keras.optimizers(self._task).values() for variable in optimizer.variables]
         of_optimizer = {id(variable.value if _keras.is_variable(variable) else variable) for variable in own}
         used = traced.variables if traced else ()
         held = [*(variable for _, variable in variables_of(state_of(self._task))), *used]
