@@ -114,7 +114,8 @@ def optimizers(holder: Any) -> dict[str, Any]:
     Each has the name of its attribute, such as `optimizer`, or `model/optimizer` for one of a compiled model.
     """
     found, todo = {}, list(vars(holder).items())
-    for name, value in todo:  # which grows
+    while todo:
+        name, value = todo.pop()
         if isinstance(value, (list, tuple, dict)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             todo.extend((f"{name}/{key}", item) for key, item in items)
@@ -122,6 +123,20 @@ def optimizers(holder: Any) -> dict[str, Any]:
             todo.append((f"{name}/optimizer", getattr(value, "optimizer", None)))
         elif is_optimizer(value) and all(value is not other for other in found.values()):
             found[name] = value
+    return found
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """Returns a layer and all that it holds, also in lists and dicts, which Keras 3 does not track for TensorFlow."""
+    found, seen, todo = [], set(), [layer]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, (list, tuple, dict)) and id(value) not in seen:
+            todo.extend(value.values() if isinstance(value, dict) else value)
+        elif is_layer(value) and id(value) not in seen:
+            found.append(value)
+            todo.extend(vars(value).values())
+        seen.add(id(value))
     return found
 
 

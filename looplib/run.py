@@ -14,7 +14,7 @@ from absl import logging
 from looplib import console, runtime
 from looplib._tf import log_once, lost_server
 from looplib.checkpoint.beginning import begin
-from looplib.checkpoint.names import stable_names
+from looplib.checkpoint.matching import stable_names
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.recovery import Recovery
 from looplib.checkpoint.run_directory import RunDirectory

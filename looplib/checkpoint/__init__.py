@@ -5,7 +5,9 @@ Names that other rooms may use, by file:
     commits: SET_ASIDE, begin, checkpoints, commit, committed, listing, path_of, place_of, verify
     lock: Holder, holder
     manager: latest_checkpoint, peek
+    matching: stable_names
     marker: Commit
+    names: none
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast
     recovery: Recovery
     run_directory: RunDirectory, resolve

@@ -15,7 +15,8 @@ from absl import logging
 from looplib import _tf, files
 from looplib.checkpoint import commits, marker, worker_positions
 from looplib.checkpoint.marker import Measured
-from looplib.checkpoint.names import Live, Saved, misplaced
+from looplib.checkpoint.matching import misplaced
+from looplib.checkpoint.names import Live, Saved
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.snapshot import Snapshots, host_device, objects_of
 from looplib.checkpoint.warm_start import describe_differences, take_what_fits

@@ -12,7 +12,7 @@ known by their order if there are equally many, or else by their shapes if these
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -56,14 +56,10 @@ class Leaf:
     kind: str = ""
     node: int = -1
 
-    def below(self, root: str) -> str:
-        """Returns its whole path by way of an attribute of the trainer."""
-        return "/".join(filter(None, (root, self.paths[root][1])))
-
     @property
     def path(self) -> str:
-        """Its shortest path with the fewest numbers."""
-        return min((self.paths[root][0], self.below(root)) for root in self.paths)[1]
+        """Its path with the fewest numbers."""
+        return _shortest(self.paths)
 
 
 class Live:
@@ -90,7 +86,12 @@ class Live:
         self.optimizers = {name for name, value in objects.items() if _keras.is_optimizer(value)}
         roots = {name: self._number(value) for name, value in objects.items()}
         self._ways = _paths(self._children, roots)
+        self.parts = [value for value in self._objects if _variable(value) is None]
+        # Keras 3's own names of variables that TensorFlow knows by shorter ones.
+        layers = [part for part in self.parts if _keras.is_layer(part)]
+        known = {id(_variable(one)): _keras.variable_path(one) for layer in layers for one in layer.variables}
         named = []
+        self._places: list[tuple[str, Leaf]] = []  # Keras 3's variable and the tf.Variable in it are two
         for number, paths in self._ways.items():
             value = self._objects[number]
             variable = _variable(value)
@@ -98,18 +99,19 @@ class Live:
                 continue
             if leaf := self.leaf_of(value):
                 leaf.paths = {**paths, **leaf.paths}
+                self._places.append((_shortest(_of_others(paths, self.optimizers)), leaf))
                 continue
-            path = _keras.variable_path(value)
+            path = known.get(id(variable)) or _keras.variable_path(value)
             leaf = Leaf(path if recorded else _keras.variable_path(variable), tuple(variable.shape),
                         variable.dtype.is_floating, paths, variable)  # fmt: skip
             self._of_variable[id(variable)] = leaf
             named.append((path, leaf))
-        self.parts = [value for value in self._objects if _variable(value) is None]
+            self._places.append((_shortest(_of_others(paths, self.optimizers)), leaf))
         self._find_slots(named)
-        self._reachable = list(self._of_variable.values())
         self._find_old_slots()
         self.leaves = list(self._of_variable.values())
-        _leave_to_others(self.leaves, self.optimizers)
+        for leaf in self.leaves:
+            leaf.paths = _of_others(leaf.paths, self.optimizers)
 
     def _number(self, value: Any) -> int:
         if id(value) not in self._numbers:
@@ -145,17 +147,19 @@ class Live:
         """Adds the slots of optimizers that TensorFlow saves beside their variables, which no attribute reaches."""
         for part in filter(lambda part: isinstance(part, SlotOptimizer), self.parts):
             paths = self._ways[self._number(part)]
-            for origin in self._reachable:
+            for origin in list(self._of_variable.values()):
                 for kind in part.get_slot_names():
                     if (slot := _old_slot(part, origin.variable, kind)) is not None:
                         self._of_variable[id(slot)] = Leaf(slot.name, tuple(slot.shape), slot.dtype.is_floating,
                                                            dict(paths), slot, origin=origin, kind=kind)  # fmt: skip
 
     def record(self) -> VariableNames:
-        """Returns the names to keep with a checkpoint."""
+        """Returns the names to keep with a checkpoint, which are those of any other process with this program."""
+        places = sorted(self._places, key=lambda place: in_order(place[0]))
+        counted = Normal(self).counted(leaf.name for _, leaf in places if not leaf.origin)
         return VariableNames(
-            {leaf.path: leaf.name for leaf in self._reachable},
-            {leaf.path: [leaf.kind, leaf.origin.path] for leaf in self._reachable if leaf.origin},
+            {path: counted(leaf.name) for path, leaf in places if not leaf.origin},
+            {path: [leaf.kind, leaf.origin.path] for path, leaf in places if leaf.origin},
         )
 
 
@@ -186,7 +190,7 @@ class Saved:
             kinds = {leaf.kind for leaf in live.leaves if leaf.origin}
             _Origins([(leaf.name, leaf) for leaf in leaves]).assign(leaves, None, kinds)
         else:
-            at = {path: self.leaves.get(_node_at(children, path)) for path in names.own}
+            at = {path: self.leaves.get(_node_at(children, path)) for path in [*names.own, *names.slots]}
             for path, name in names.own.items():
                 if leaf := at[path]:
                     leaf.name = name
@@ -198,7 +202,8 @@ class Saved:
                 self._add(reader, graph, slot.slot_variable_node_id, paths)
                 if leaf := self.leaves.get(slot.slot_variable_node_id):
                     leaf.kind, leaf.origin = slot.slot_name, self.leaves.get(slot.original_variable_node_id)
-        _leave_to_others(self.leaves.values(), live.optimizers)
+        for leaf in self.leaves.values():
+            leaf.paths = _of_others(leaf.paths, live.optimizers)
 
     def _add(self, reader: Any, graph: Any, number: int, paths: _Paths) -> None:
         for attribute in graph.nodes[number].attributes:
@@ -209,105 +214,6 @@ class Saved:
                 )
                 name = attribute.full_name or key
                 self.leaves[number] = Leaf(name, tuple(shape), dtype.is_floating, dict(paths), key=key, node=number)
-
-
-class Match:
-    """Which saved variable belongs to which one here.
-
-    Args:
-      saved: those of a checkpoint.
-      live: those here.
-      optimizers: the optimizers that the checkpoint was made with, dict from name to class or list of classes, as
-        others start from the beginning; None where they are not known.
-
-    Attributes:
-      pairs: list of (saved, here).
-      ambiguous: the saved variables that could belong to several here.
-    """
-
-    def __init__(self, saved: Iterable[Leaf], live: Live, optimizers: Mapping[str, str] | Sequence[str] | None) -> None:
-        self.pairs: list[tuple[Leaf, Leaf]] = []
-        self._done: set[int] = set()
-        self._normal = Normal(live)
-        classes = {name: type(live.objects[name]).__name__ for name in live.optimizers}
-        if isinstance(optimizers, Mapping):
-            other = {name for name in classes if optimizers.get(name) != classes[name]}
-        else:
-            other = {name for name in classes if optimizers is not None and classes[name] not in optimizers}
-        sides = [list(saved), [leaf for leaf in live.leaves if not leaf.paths.keys() <= other]]
-        slots = [[leaf for leaf in side if leaf.origin] for side in sides]
-        sides = [[leaf for leaf in side if not leaf.origin] for side in sides]
-        sizes = collections.Counter(root for leaf in sides[1] for root in leaf.paths)
-        unsure: list[Leaf] = []
-        for find in (self._by_name, self._by_path, self._by_layer):
-            for root in sorted(sizes, key=lambda root: (sizes[root], root)):  # the narrowest attribute decides first
-                left = ([leaf for leaf in side if root in leaf.paths and id(leaf) not in self._done] for side in sides)
-                unsure += find(root, *left)
-        self.ambiguous = [leaf for leaf in unsure if id(leaf) not in self._done and leaf.floating]
-        self._by_origin(*slots)
-
-    def _pair(self, one: Leaf, other: Leaf) -> None:
-        self.pairs.append((one, other))
-        self._done |= {id(one), id(other)}
-
-    def _by_name(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
-        """Pairs names that somebody has given and that both sides have once."""
-        there, here = (_groups(side, lambda leaf: self._normal.given(leaf.name)) for side in (saved, live))
-        for name in there.keys() & here.keys() - {None}:
-            if len(there[name]) == len(here[name]) == 1:
-                self._pair(there[name][0], here[name][0])
-        return []
-
-    def _by_path(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
-        """Pairs what both sides hold under the same attributes, without a place in a list."""
-        there, here = ({leaf.paths[root]: leaf for leaf in side} for side in (saved, live))
-        for numbers, path in there.keys() & here.keys():
-            if not numbers:
-                self._pair(there[0, path], here[0, path])
-        return []
-
-    def _by_layer(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
-        """Pairs layers of one name in their order, by shape where there are not equally many; returns what is left."""
-        sides = [self._layers(root, side) for side in (saved, live)]
-        unsure = []
-        for name in sides[0].keys() & sides[1].keys():
-            shapes = [_groups(side[name], _shapes) for side in sides]
-            for shape in shapes[0].keys() & shapes[1].keys():
-                if len(shapes[0][shape]) == len(shapes[1][shape]):
-                    self._pair_layers(shapes[0].pop(shape), shapes[1].pop(shape))
-            there, here = ([layer for layers in side.values() for layer in layers] for side in shapes)
-            if len(there) == len(here):
-                self._pair_layers(*([layer for layer in side[name] if layer in left]
-                                    for side, left in zip(sides, (there, here))))  # fmt: skip
-            else:
-                unsure += [leaf for layer in there if _shapes(layer) in shapes[1] for leaf in layer.values()]
-        return unsure
-
-    def _pair_layers(self, saved: list[dict[str, Leaf]], live: list[dict[str, Leaf]]) -> None:
-        for one, other in zip(saved, live):
-            for part in one.keys() & other.keys():
-                self._pair(one[part], other[part])
-
-    def _layers(self, root: str, leaves: list[Leaf]) -> dict[str, list[dict[str, Leaf]]]:
-        """Returns the layers by normal name, each a dict from the name of a variable in it, in the order of paths."""
-        layers: dict[str, dict[tuple[str, int], dict[str, Leaf]]] = {}
-        seen: collections.Counter[str] = collections.Counter()
-        for leaf in sorted(leaves, key=lambda leaf: _in_order(leaf.paths[root][1])):
-            layer, _, own = leaf.name.rpartition("/")
-            seen[leaf.name] += 1
-            name = self._normal(leaf.name).rpartition("/")[0]
-            layers.setdefault(name, {}).setdefault((layer, seen[leaf.name]), {})[self._normal(own)] = leaf
-        return {name: list(alike.values()) for name, alike in layers.items()}
-
-    def _by_origin(self, saved: list[Leaf], live: list[Leaf]) -> None:
-        """Pairs slots of one kind whose variables are pairs."""
-        here = {id(one): other for one, other in self.pairs}
-        slots = {(root, leaf.kind, id(leaf.origin)): leaf for leaf in live for root in leaf.paths}
-        for leaf in saved:
-            if origin := here.get(id(leaf.origin)):
-                found = {id(slot): slot for root in leaf.paths if (slot := slots.get((root, leaf.kind, id(origin))))}
-                for slot in found.values():
-                    self._pair(leaf, slot)
 
 
 class Normal:
@@ -321,6 +227,8 @@ class Normal:
 
     def __init__(self, live: Live) -> None:
         holders = [part for part in live.parts if _keras.is_layer(part) or _keras.is_optimizer(part)]
+        for value in filter(_keras.is_layer, live.objects.values()):
+            holders += _keras.sublayers(value)
         named = [(part, _base(part.name)) for part in holders if not isinstance(part, SlotOptimizer)]
         made = {base for part, base in named if _plain(base) == _plain(type(part).__name__)}
         self._made = made | {"Variable", "variable", "seed_generator", "seed_generator_state"}
@@ -330,6 +238,19 @@ class Normal:
         """Returns the name without the numbers that Keras has given."""
         parts = [_base(part) if self._is_made(part) else part for part in name.split("/")]
         return "/".join(parts[1:] if len(parts) > 2 and _base(parts[0]) in self._models else parts)
+
+    def counted(self, names: Iterable[str]) -> Callable[[str], str]:
+        """Returns a function of a name that counts the layers that Keras has named from 0 on, in the order of names."""
+        numbers: dict[str, dict[str, int]] = {}
+        for part in (part for name in names for part in name.split("/") if self._is_made(part)):
+            of_base = numbers.setdefault(_base(part), {})
+            of_base.setdefault(part, len(of_base))
+
+        def count(part: str) -> str:
+            number = numbers.get(_base(part), {}).get(part)
+            return part if number is None else f"{_base(part)}_{number}" if number else _base(part)
+
+        return lambda name: "/".join(map(count, name.split("/")))
 
     def given(self, name: str) -> str | None:
         """Returns the normal name; None if Keras has made a part of it."""
@@ -348,8 +269,8 @@ class _Origins:
     """
 
     def __init__(self, named: list[tuple[str, Leaf]]) -> None:
-        self._whole = _groups(named, lambda pair: pair[0])
-        self._flat = _groups(named, lambda pair: pair[0].replace("/", "_"))
+        self._whole = groups(named, lambda pair: pair[0])
+        self._flat = groups(named, lambda pair: pair[0].replace("/", "_"))
 
     def assign(self, leaves: list[Leaf], owner: str | None, kinds: set[str] | None = None) -> None:
         """Sets `origin` and `kind` of those of an optimizer's variables that are slots.
@@ -359,7 +280,7 @@ class _Origins:
           owner: the optimizer's class; None takes what the names of its variables say.
           kinds: the kinds that are possible; None for all.
         """
-        for name, alike in _groups(leaves, lambda leaf: leaf.name).items():
+        for name, alike in groups(leaves, lambda leaf: leaf.name).items():
             kind, origins = self._find(name, owner)
             if len(origins) > len(alike):  # of variables of one name, those that the optimizer reaches
                 origins = [one for one in origins if alike[0].paths.keys() & one.paths.keys()]
@@ -378,60 +299,6 @@ class _Origins:
             if found := self._whole.get("/".join(parts[start:])):
                 return f"{owner or ''} {parts[start - 1]}", [leaf for _, leaf in found]
         return "", []
-
-
-def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
-    """Gives variables names that another start of the program gives them too.
-
-    Args:
-      objects: dict from attribute name to trackable object.
-      variables: variables that these hold.
-
-    Returns:
-      dict from name to variable, in their order. Where several have one name, it says which one of how many.
-    """
-    if not variables:
-        return {}
-    live = Live(objects)
-    normal = Normal(live)
-    alike: dict[str, list[Leaf]] = {}
-    for leaf in sorted(map(live.leaf_of, variables), key=lambda leaf: _in_order(leaf.path)):
-        alike.setdefault(f"{min(leaf.paths)}/{normal(leaf.name)}", []).append(leaf)
-    names = {
-        id(leaf.variable): name if len(leaves) == 1 else f"{name} {number} of {len(leaves)}"
-        for name, leaves in alike.items()
-        for number, leaf in enumerate(leaves, 1)
-    }
-    return {names[id(variable)]: variable for variable in variables}
-
-
-def misplaced(saved: Saved, live: Live, objects: Mapping[int, Any]) -> list[str]:
-    """Lists the saved variables at whose place in the structure there is another one now.
-
-    Args:
-      saved: the variables of a checkpoint.
-      live: those here.
-      objects: the objects here by the numbers of the checkpoint's nodes.
-
-    Returns:
-      list of phrases, such as "la/kernel there, lb/kernel here".
-    """
-    normal = Normal(live)
-    here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
-    names = {normal(leaf.name) for leaf in live.leaves}
-    found = []
-    for number, leaf in here.items():
-        there = saved.leaves[number]
-        if there.origin and leaf.origin:
-            other = here.get(there.origin.node) is not leaf.origin or there.kind != leaf.kind
-        elif there.origin or leaf.origin:
-            other = False  # names of TensorFlow's that do not say it
-        else:
-            one = normal(there.name)
-            other = one != normal(leaf.name) and (one in names or all(count for count, _ in leaf.paths.values()))
-        if other:
-            found.append(f"{there.name} there, {leaf.name} here")
-    return found
 
 
 def _variable(value: Any) -> tf.Variable | None:
@@ -463,11 +330,14 @@ def _paths(children: Callable[[int], list[tuple[str, int]]], roots: Mapping[str,
     return found
 
 
-def _leave_to_others(leaves: Iterable[Leaf], optimizers: set[str]) -> None:
-    """Removes the ways by an optimizer to variables that others hold."""
-    for leaf in leaves:
-        if not leaf.paths.keys() <= optimizers:
-            leaf.paths = {root: path for root, path in leaf.paths.items() if root not in optimizers}
+def _shortest(paths: _Paths) -> str:
+    """Returns the whole path with the fewest numbers."""
+    return min((count, f"{root}/{path}".strip("/")) for root, (count, path) in paths.items())[1]
+
+
+def _of_others(paths: _Paths, optimizers: set[str]) -> _Paths:
+    """Returns the ways to a variable that do not lead through an optimizer, if there are any."""
+    return {root: way for root, way in paths.items() if root not in optimizers} or paths
 
 
 def _node_at(children: list[list[tuple[str, int]]], path: str) -> int:
@@ -480,18 +350,16 @@ def _node_at(children: list[list[tuple[str, int]]], path: str) -> int:
     return number
 
 
-def _groups(items: Iterable[_T], key: Callable[[_T], Hashable]) -> dict[Hashable, list[_T]]:
-    groups: dict[Hashable, list[_T]] = {}
+def groups(items: Iterable[_T], key: Callable[[_T], Hashable]) -> dict[Hashable, list[_T]]:
+    """Returns the items by key, in their order."""
+    found: dict[Hashable, list[_T]] = {}
     for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
-def _shapes(layer: dict[str, Leaf]) -> frozenset[tuple[str, tuple[int | None, ...]]]:
-    return frozenset((name, leaf.shape) for name, leaf in layer.items())
-
-
-def _in_order(path: str) -> list[tuple[bool, int, str]]:
+def in_order(path: str) -> list[tuple[bool, int, str]]:
+    """Returns a key that sorts paths, those with numbers in the order of the numbers."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[/-]", path)]
 
 

@@ -10,7 +10,8 @@ from absl import logging
 
 from looplib import _keras, _tf
 from looplib.checkpoint import commits
-from looplib.checkpoint.names import Leaf, Live, Match, Saved
+from looplib.checkpoint.matching import Match
+from looplib.checkpoint.names import Leaf, Live, Saved
 from looplib.checkpoint.snapshot import objects_of
 from looplib.errors import UsageError, gist, join_names
 from looplib.task.record import RunRecord
@@ -105,7 +106,8 @@ def _assign(objects: Mapping[str, Any], path: str) -> _Taken:
             elif attribute.checkpoint_key not in done and attribute.name != "py_state":
                 unused.append(saved.leaves[number].name if number in saved.leaves else attribute.full_name)
     missing = [leaf for leaf in live.leaves if id(leaf) not in found]
-    return _Taken(len(found) - len(reshaped), missing, reshaped, [name for name in unused if name != "save_counter"])
+    known = {"save_counter", *(there.name for there, _ in match.pairs)}  # a variable may be in two places
+    return _Taken(len(found) - len(reshaped), missing, reshaped, [name for name in unused if name not in known])
 
 
 def warm_start(objects: Mapping[str, Any], path: str) -> None:

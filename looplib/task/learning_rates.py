@@ -19,13 +19,14 @@ class LearningRates:
       trainer: the `Trainer`, before a checkpoint is restored.
 
     Attributes:
-      built: dict from an optimizer's name to its learning rate; optimizers with a schedule are left out.
+      built: dict from the path of the optimizer's attribute to its learning rate; optimizers with a schedule are left
+        out.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._optimizers = {name: updating(optimizer) for name, optimizer in _keras.optimizers(trainer).items()}
-        rates = {name: constant_rate(optimizer) for name, optimizer in self._optimizers.items()}
-        self.built = {name: rate for name, rate in rates.items() if rate is not None}
+        self._optimizers = {path: updating(one) for path, one in _keras.optimizers(trainer).items()}
+        rates = {path: constant_rate(optimizer) for path, optimizer in self._optimizers.items()}
+        self.built = {path: rate for path, rate in rates.items() if rate is not None}
 
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
         """Sets the learning rates that this start was built with where they are new, and logs the result.
@@ -34,15 +35,15 @@ class LearningRates:
           recorded: the `built` of the start that saved the restored checkpoint.
           step: the global step that was restored.
         """
-        if recorded.keys() == {"0"} and len(self.built) == 1:  # earlier versions numbered the optimizers
-            recorded = dict.fromkeys(self.built, recorded["0"])
-        for attribute, rate in self.built.items():
-            optimizer = self._optimizers[attribute]
+        numbered = {str(number): path for number, path in enumerate(self._optimizers)}  # by an earlier looplib
+        recorded = {numbered.get(name, name): rate for name, rate in recorded.items()}
+        for path, rate in self.built.items():
+            optimizer = self._optimizers[path]
             restored = constant_rate(optimizer)
             name = type(optimizer).__name__
             if restored is None or restored == rate:
                 continue
-            if recorded.get(attribute, rate) != rate:
+            if recorded.get(path, rate) != rate:
                 optimizer.learning_rate = rate
                 logging.warning(
                     "the learning rate of %s is %g from step %d, as set by this program; the checkpoint has %g",

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib import _keras
 from looplib.cluster.collectives import Workers
@@ -85,7 +86,10 @@ class ReplicaState(tf.train.experimental.PythonState):
         Raises:
           UsageError: if the saved bytes are not what `serialize` returns.
         """
-        for name, values in self._saved_arrays().items():
+        saved = self._saved_arrays()
+        if others := sorted(saved.keys() - self._parts.keys()):
+            logging.warning("each replica had a value of its own of %s, which is not here by that name", others)
+        for name, values in saved.items():
             parts = self._parts.get(name, ())
             if len(parts) * self._workers.count == len(values) and parts[0].shape == values.shape[1:]:
                 for part, value in zip(parts, values[self._workers.index * len(parts) :]):

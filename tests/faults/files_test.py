@@ -403,7 +403,7 @@ def test_an_evaluation_moves_nothing_and_takes_the_newest_whole_one(folder):
 
 def test_a_checkpoint_of_another_model_is_refused_and_left_alone(folder):
     before = names(folder / "checkpoints")
-    with pytest.raises(UsageError, match="was made by another model"):
+    with pytest.raises(UsageError, match="was made by another optimizer"):
         toy.controller(make_strategy("default"), toy.Regression(), model_dir=folder)
     assert names(folder / "checkpoints") == before
 

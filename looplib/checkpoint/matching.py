@@ -1,0 +1,166 @@
+"""Which saved variable belongs to which one here, by their names."""
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from looplib.checkpoint.names import Leaf, Live, Normal, Saved, groups, in_order
+
+
+class Match:
+    """Which saved variable belongs to which one here.
+
+    Args:
+      saved: those of a checkpoint.
+      live: those here.
+      optimizers: the optimizers that the checkpoint was made with, dict from name to class or list of classes, as
+        others start from the beginning; None where they are not known.
+
+    Attributes:
+      pairs: list of (saved, here).
+      ambiguous: the saved variables that could belong to several here.
+    """
+
+    def __init__(self, saved: Iterable[Leaf], live: Live, optimizers: Mapping[str, str] | Sequence[str] | None) -> None:
+        self.pairs: list[tuple[Leaf, Leaf]] = []
+        self._done: set[int] = set()
+        self._normal = Normal(live)
+        classes = {name: type(live.objects[name]).__name__ for name in live.optimizers}
+        if isinstance(optimizers, Mapping):
+            other = {name for name in classes if optimizers.get(name) != classes[name]}
+        else:
+            other = {name for name in classes if optimizers is not None and classes[name] not in optimizers}
+        sides = [list(saved), [leaf for leaf in live.leaves if not leaf.paths.keys() <= other]]
+        slots = [[leaf for leaf in side if leaf.origin] for side in sides]
+        sides = [[leaf for leaf in side if not leaf.origin] for side in sides]
+        sizes = collections.Counter(root for leaf in sides[1] for root in leaf.paths)
+        unsure: list[Leaf] = []
+        for find in (self._by_name, self._by_path, self._by_layer):
+            for root in sorted(sizes, key=lambda root: (sizes[root], root)):  # the narrowest attribute decides first
+                left = ([leaf for leaf in side if root in leaf.paths and id(leaf) not in self._done] for side in sides)
+                unsure += find(root, *left)
+        self.ambiguous = [leaf for leaf in unsure if id(leaf) not in self._done and leaf.floating]
+        self._by_origin(*slots)
+
+    def _pair(self, one: Leaf, other: Leaf) -> None:
+        self.pairs.append((one, other))
+        self._done |= {id(one), id(other)}
+
+    def _by_name(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
+        """Pairs names that somebody has given and that both sides have once."""
+        there, here = (groups(side, lambda leaf: self._normal.given(leaf.name)) for side in (saved, live))
+        for name in there.keys() & here.keys() - {None}:
+            if len(there[name]) == len(here[name]) == 1:
+                self._pair(there[name][0], here[name][0])
+        return []
+
+    def _by_path(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
+        """Pairs what both sides hold under the same attributes, without a place in a list."""
+        there, here = ({leaf.paths[root]: leaf for leaf in side} for side in (saved, live))
+        for numbers, path in there.keys() & here.keys():
+            if not numbers:
+                self._pair(there[0, path], here[0, path])
+        return []
+
+    def _by_layer(self, root: str, saved: list[Leaf], live: list[Leaf]) -> list[Leaf]:
+        """Pairs layers of one name in their order, by shape where there are not equally many; returns what is left."""
+        sides = [self._layers(root, side) for side in (saved, live)]
+        unsure = []
+        for name in sides[0].keys() & sides[1].keys():
+            shapes = [groups(side[name], _shapes) for side in sides]
+            for shape in shapes[0].keys() & shapes[1].keys():
+                if len(shapes[0][shape]) == len(shapes[1][shape]):
+                    self._pair_layers(shapes[0].pop(shape), shapes[1].pop(shape))
+            there, here = ([layer for layers in side.values() for layer in layers] for side in shapes)
+            if len(there) == len(here):
+                self._pair_layers(*([layer for layer in side[name] if layer in left]
+                                    for side, left in zip(sides, (there, here))))  # fmt: skip
+            else:
+                unsure += [leaf for layer in there if _shapes(layer) in shapes[1] for leaf in layer.values()]
+        return unsure
+
+    def _pair_layers(self, saved: list[dict[str, Leaf]], live: list[dict[str, Leaf]]) -> None:
+        for one, other in zip(saved, live):
+            for part in one.keys() & other.keys():
+                self._pair(one[part], other[part])
+
+    def _layers(self, root: str, leaves: list[Leaf]) -> dict[str, list[dict[str, Leaf]]]:
+        """Returns the layers by normal name, each a dict from the name of a variable in it, in the order of paths."""
+        layers: dict[str, dict[tuple[str, int], dict[str, Leaf]]] = {}
+        seen: collections.Counter[str] = collections.Counter()
+        for leaf in sorted(leaves, key=lambda leaf: in_order(leaf.paths[root][1])):
+            layer, _, own = leaf.name.rpartition("/")
+            seen[leaf.name] += 1
+            name = self._normal(leaf.name).rpartition("/")[0]
+            layers.setdefault(name, {}).setdefault((layer, seen[leaf.name]), {})[self._normal(own)] = leaf
+        return {name: list(alike.values()) for name, alike in layers.items()}
+
+    def _by_origin(self, saved: list[Leaf], live: list[Leaf]) -> None:
+        """Pairs slots of one kind whose variables are pairs."""
+        here = {id(one): other for one, other in self.pairs}
+        slots = {(root, leaf.kind, id(leaf.origin)): leaf for leaf in live for root in leaf.paths}
+        for leaf in saved:
+            if origin := here.get(id(leaf.origin)):
+                found = {id(slot): slot for root in leaf.paths if (slot := slots.get((root, leaf.kind, id(origin))))}
+                for slot in found.values():
+                    self._pair(leaf, slot)
+
+
+def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
+    """Gives variables names that another start of the program gives them too.
+
+    Args:
+      objects: dict from attribute name to trackable object.
+      variables: variables that these hold.
+
+    Returns:
+      dict from name to variable, in their order. Where several have one name, it says which one of how many.
+    """
+    if not variables:
+        return {}
+    live = Live(objects)
+    normal = Normal(live)
+    alike: dict[str, list[Leaf]] = {}
+    for leaf in sorted(map(live.leaf_of, variables), key=lambda leaf: in_order(leaf.path)):
+        alike.setdefault(f"{min(leaf.paths)}/{normal(leaf.name)}", []).append(leaf)
+    names = {
+        id(leaf.variable): name if len(leaves) == 1 else f"{name} {number} of {len(leaves)}"
+        for name, leaves in alike.items()
+        for number, leaf in enumerate(leaves, 1)
+    }
+    return {names[id(variable)]: variable for variable in variables}
+
+
+def misplaced(saved: Saved, live: Live, objects: Mapping[int, Any]) -> list[str]:
+    """Lists the saved variables at whose place in the structure there is another one now.
+
+    Args:
+      saved: the variables of a checkpoint.
+      live: those here.
+      objects: the objects here by the numbers of the checkpoint's nodes.
+
+    Returns:
+      list of phrases, such as "la/kernel there, lb/kernel here".
+    """
+    normal = Normal(live)
+    here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
+    names = {normal(leaf.name) for leaf in live.leaves}
+    found = []
+    for number, leaf in here.items():
+        there = saved.leaves[number]
+        if there.origin and leaf.origin:
+            other = here.get(there.origin.node) is not leaf.origin or there.kind != leaf.kind
+        elif there.origin or leaf.origin:
+            other = False  # names of TensorFlow's that do not say it
+        else:
+            one = normal(there.name)
+            other = one != normal(leaf.name) and (one in names or all(count for count, _ in leaf.paths.values()))
+        if other:
+            found.append(f"{there.name} there, {leaf.name} here")
+    return found
+
+
+def _shapes(layer: dict[str, Leaf]) -> frozenset[tuple[str, tuple[int | None, ...]]]:
+    return frozenset((name, leaf.shape) for name, leaf in layer.items())

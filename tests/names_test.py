@@ -1,0 +1,263 @@
+"""Whatever a checkpoint holds goes to what has its name, also after the program has changed."""
+
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import looplib
+from looplib.checkpoint.manager import Checkpoints, RestoreMode
+from looplib.errors import UsageError
+from looplib.task.record import RunState
+from looplib.task.state import state_of
+
+pytestmark = pytest.mark.any_engine
+WIDTH = 4
+
+
+def sequential(keras, names, **dense):
+    return keras.Sequential([keras.Input((WIDTH,)), *(keras.layers.Dense(WIDTH, name=name, **dense) for name in names)])
+
+
+def functional(keras, names, **dense):
+    x = inputs = keras.Input((WIDTH,))
+    for name in names:
+        x = keras.layers.Dense(WIDTH, name=name, **dense)(x)
+    return keras.Model(inputs, x)
+
+
+def subclassed(keras, names, **dense):
+    class Blocks(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [keras.layers.Dense(WIDTH, name=name, **dense) for name in names]
+
+        def call(self, inputs, training=False):
+            for block in self.blocks:
+                inputs = block(inputs)
+            return inputs
+
+    model = Blocks()
+    model(tf.zeros([1, WIDTH]))
+    return model
+
+
+def nested(keras, names, **dense):
+    inputs = keras.Input((WIDTH,))
+    return keras.Model(inputs, keras.layers.Dense(2, name="head")(sequential(keras, names, **dense)(inputs)))
+
+
+BUILDERS = {builder.__name__: builder for builder in (sequential, functional, subclassed, nested)}
+
+
+def layers_in(model):
+    """The layers with weights, of nested models too, by name."""
+    found = {}
+    for layer in model.layers:
+        found |= layers_in(layer) if hasattr(layer, "layers") else {layer.name: layer} if layer.weights else {}
+    return found
+
+
+class Saved:
+    """A model and its optimizer, in which each number is one of its own, saved as a run saves them.
+
+    Args:
+      model: the model.
+      optimizer: the optimizer, or None.
+      frozen: the names of layers that are not trained.
+    """
+
+    def __init__(self, model, optimizer=None, frozen=(), **others):
+        self.model, self.optimizer = model, optimizer
+        task = types.SimpleNamespace(model=model, **others)
+        for name in frozen:
+            layers_in(model)[name].trainable = False
+        if optimizer is not None:
+            optimizer.build(model.trainable_variables)
+            task.optimizer = optimizer
+        self.state = RunState()
+        self.objects = {**state_of(task), "global_step": tf.Variable(0, dtype=tf.int64), "run_state": self.state}
+
+    def fill(self, start=1.0):
+        """Sets each element to another number."""
+        variables = [*self.model.weights, *(self.optimizer.variables if self.optimizer is not None else [])]
+        for variable in variables:
+            if variable.dtype in ("float32", tf.float32):
+                size = int(np.prod(variable.shape))
+                variable.assign(tf.reshape(tf.range(start, start + size), variable.shape))
+                start += size
+
+    def save(self, folder, names=True):
+        self.fill()
+        if self.optimizer is not None:
+            self.state.record.optimizers = {"optimizer": type(self.optimizer).__name__}
+        checkpoints = Checkpoints(str(folder), self.objects)
+        self.state.record.names = checkpoints.names() if names else None
+        return checkpoints.save(0, wait=True)
+
+    def restore(self, path, mode=RestoreMode.INTERSECTION):
+        Checkpoints(path.rpartition("/")[0], self.objects).restore(path, mode)
+
+    def kernels(self):
+        return {name: np.vstack(layer.get_weights()) for name, layer in layers_in(self.model).items()}
+
+    def momenta(self):
+        """The sum of what the optimizer keeps for each kernel, by the layer's name."""
+        slots = {getattr(slot, "path", slot.name).replace("/", "_"): slot for slot in self.optimizer.variables}
+        found = {}
+        for name, layer in layers_in(self.model).items():
+            kernel = layer.weights[0]
+            part = getattr(kernel, "path", kernel.name.removesuffix(":0")).replace("/", "_")
+            part = f"_{part}_" if hasattr(kernel, "path") else f"_{part}:"  # adam/a_kernel_momentum, m/a/kernel:0
+            of_kernel = [slot.numpy() for own, slot in slots.items() if part in own]
+            if of_kernel:
+                found[name] = np.sum(of_kernel, axis=0)
+        return found
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+@pytest.mark.parametrize(
+    "before, after",
+    [("abc", "xabc"), ("abc", "abxc"), ("abc", "cab"), ("abc", "ac"), ("abc", "xc")],
+    ids=["in front", "between", "another order", "one less", "one for two"],
+)
+def test_a_partial_restore_gives_weights_and_momenta_to_the_layers_of_their_names(
+    build, before, after, keras, tmp_path
+):
+    first = Saved(build(keras, before), keras.optimizers.Adam())
+    path = first.save(tmp_path)
+    second = Saved(build(keras, after), keras.optimizers.Adam())
+    start = second.kernels(), second.momenta()
+    second.restore(path)
+    for now, saved, fresh in zip((second.kernels(), second.momenta()), (first.kernels(), first.momenta()), start):
+        assert set(now) == set(after) | ({"head"} if build is nested else set())
+        for name, value in now.items():
+            np.testing.assert_array_equal(value, saved[name] if name in saved else fresh[name], err_msg=name)
+
+
+OPTIMIZERS = {
+    "momentum": lambda keras: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda keras: keras.optimizers.Adam(),
+}
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "before, after", [("a", ""), ("", "a"), ("a", "b"), ("ab", "c")], ids=lambda names: names or "none"
+)
+def test_momenta_stay_with_their_variables_where_others_are_frozen(build, optimizer, before, after, keras, tmp_path):
+    first = Saved(build(keras, "abc"), optimizer(keras), frozen=before)
+    path = first.save(tmp_path)
+    second = Saved(build(keras, "abc"), optimizer(keras), frozen=after)
+    with pytest.raises(UsageError, match="made by another model or optimizer"):
+        second.restore(path, RestoreMode.STRICT)
+    second.restore(path)
+    saved, now = first.momenta(), second.momenta()
+    for name, kernel in first.kernels().items():
+        np.testing.assert_array_equal(second.kernels()[name], kernel)
+    assert set(now) == set("abc") - set(after) | ({"head"} if build is nested else set())
+    for name, value in now.items():
+        np.testing.assert_array_equal(value, saved.get(name, np.zeros_like(value)), err_msg=name)
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_a_strict_restore_refuses_names_in_another_order(build, keras, tmp_path):
+    path = Saved(build(keras, "abc")).save(tmp_path)
+    second = Saved(build(keras, "bac"))
+    start = second.kernels()
+    with pytest.raises(UsageError, match="other names: .*a/kernel there, .*b/kernel here") as error:
+        second.restore(path, RestoreMode.STRICT)
+    assert "\n" not in str(error.value)
+    np.testing.assert_array_equal(second.kernels()["a"], start["a"])
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_names_that_keras_counts_in_each_process_are_no_difference(build, keras, tmp_path):
+    for _ in range(2):
+        keras.layers.Dense(1)  # as another program makes them before
+    first = Saved(build(keras, [None] * 3), keras.optimizers.Adam())
+    path = first.save(tmp_path)
+    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+        second = Saved(build(keras, [None] * 3), keras.optimizers.Adam())
+        second.restore(path, mode)
+        for one, other in zip(first.model.weights, second.model.weights, strict=True):
+            np.testing.assert_array_equal(one, other)
+        for one, other in zip(first.optimizer.variables, second.optimizer.variables, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_value_that_fits_several_layers_without_names_is_refused_and_nothing_is_taken(keras, tmp_path):
+    path = Saved(sequential(keras, [None] * 3)).save(tmp_path)
+    second = Saved(sequential(keras, [None] * 4))
+    start = second.model.get_weights()
+    with pytest.raises(UsageError, match="fit several layers here, whose names Keras has made .*names of their own"):
+        second.restore(path)
+    for before, after in zip(start, second.model.get_weights()):
+        np.testing.assert_array_equal(before, after)
+    named = Saved(sequential(keras, ["adapter", None, None, None]))
+    named.restore(path)  # the new layer has a name, so that the others are as many as in the checkpoint
+    np.testing.assert_array_equal(named.model.layers[1].get_weights()[0].ravel(), np.arange(1, 17))
+
+
+def test_another_optimizer_starts_from_the_beginning_and_says_so(keras, tmp_path, caplog):
+    caplog.set_level("WARNING", logger="absl")
+    path = Saved(sequential(keras, "ab"), keras.optimizers.SGD(0.1, momentum=0.9)).save(tmp_path)
+    second = Saved(sequential(keras, "ab"), keras.optimizers.Adam(0.5))  # has a momentum, too
+    second.restore(path)
+    assert all(not value.any() for value in second.momenta().values())
+    assert int(second.optimizer.iterations) == 0 and float(second.optimizer.learning_rate) == 0.5
+    assert "only here: " in caplog.text and "only there: " in caplog.text
+
+
+def test_two_models_with_layers_of_one_name_keep_their_own(keras, tmp_path):
+    first = Saved(sequential(keras, "ab"), teacher=sequential(keras, "ab"))
+    first.objects["teacher"].set_weights([-weight for weight in first.objects["teacher"].get_weights()])
+    path = first.save(tmp_path)
+    second = Saved(sequential(keras, "xab"), teacher=sequential(keras, "yab"))
+    second.restore(path)
+    for name in ("model", "teacher"):
+        there, here = (layers_in(saved.objects[name]) for saved in (first, second))
+        for layer in "ab":
+            np.testing.assert_array_equal(there[layer].get_weights()[0], here[layer].get_weights()[0])
+
+
+def test_averages_stay_with_their_variables(keras, tmp_path):
+    def build(names, frozen=()):
+        saved = Saved(sequential(keras, names), frozen=frozen)
+        saved.objects["averages"] = looplib.WeightAverages(saved.model.trainable_variables, 0.9)
+        return saved
+
+    first = build("abc", frozen="a")
+    for number, value in enumerate(first.objects["averages"].values):
+        value.assign(tf.fill(value.shape, 100.0 + number))
+    path = first.save(tmp_path)
+    second = build("abc", frozen="b")
+    second.restore(path)
+    values = dict(zip(("a", "a bias", "c", "c bias"), second.objects["averages"].values))
+    assert np.unique(values["c"]) == [102.0] and np.unique(values["c bias"]) == [103.0]
+    assert not np.isin([100.0, 101.0], values["a"]).any()
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+def test_a_checkpoint_without_recorded_names_is_restored_where_the_structure_is_the_same(build, keras, tmp_path):
+    first = Saved(build(keras, "abc"), keras.optimizers.Adam())
+    path = first.save(tmp_path, names=False)
+    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+        second = Saved(build(keras, "abc"), keras.optimizers.Adam())
+        second.restore(path, mode)
+        for name, kernel in first.kernels().items():
+            np.testing.assert_array_equal(second.kernels()[name], kernel)
+    assert second.model.weights
+
+
+@pytest.mark.parametrize("build", [sequential, functional])
+def test_a_checkpoint_without_recorded_names_gives_weights_by_the_names_that_tensorflow_keeps(build, keras, tmp_path):
+    first = Saved(build(keras, "abc"), keras.optimizers.SGD(0.1, momentum=0.9))
+    path = first.save(tmp_path, names=False)
+    second = Saved(build(keras, "xabc"), keras.optimizers.SGD(0.1, momentum=0.9))
+    second.restore(path)
+    for name in "abc":
+        np.testing.assert_array_equal(second.kernels()[name], first.kernels()[name])
+        np.testing.assert_array_equal(second.momenta()[name], first.momenta()[name])
