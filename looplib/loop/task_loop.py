@@ -26,6 +26,7 @@ from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.optimizers import TrainingOptimizers
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
+from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
@@ -73,6 +74,7 @@ class TaskLoop(TrainingLoop):
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
+        self._traced = TracedValues(spec.task) if self._inner.step is not None else None
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
@@ -200,6 +202,8 @@ class TaskLoop(TrainingLoop):
                 self._inner.trace(self._iterator)
 
     def _run(self, request: Request, phase: str) -> Ran:
+        if self._traced:
+            self._traced.check(self._spec.step_name)
         before, suspended = self._clock.of(phase), notice.suspended
         sure = max(0, self._sure)
         ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=sure))

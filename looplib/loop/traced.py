@@ -1,0 +1,121 @@
+"""What a traced step has read of Python objects, of which a later change would have no effect."""
+
+import copy
+import dataclasses
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from looplib import _keras
+from looplib.errors import UsageError
+
+_ENTRIES = ("step_fn", "loss_fn", "call", "train_step", "test_step", "compute_loss")
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_MOST_ITEMS = 1000
+_NOWHERE = object()
+
+
+class TracedValues:
+    """The values that the step of a task had in Python when it was traced.
+
+    These are numbers, strings, and lists, dicts and dataclasses of them, that are attributes of the task or of its
+    layers and that the code of the step reads, and whether each layer is trainable. An attribute that the step itself
+    assigns is left out, because it may count the traces.
+
+    Args:
+      task: a trainer or evaluator whose step has just been traced.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self._values = [(holder, name, who, value, _kept(value)) for holder, who in _holders(task)
+                        for name, value in _values_of(holder)]  # fmt: skip
+
+    def check(self, step_name: str) -> None:
+        """Checks that all values are as they were.
+
+        Args:
+          step_name: the name of the traced function, such as `Classifier.step_fn`.
+
+        Raises:
+          UsageError: if not.
+        """
+        for holder, name, who, value, kept in self._values:
+            now = getattr(holder, name, None)
+            if (now is value and isinstance(value, _IMMUTABLE)) or repr(now) == repr(kept):
+                continue
+            cure = (
+                "start the run again with it and with --partial_restore (CheckpointPolicy(partial=True)), which keeps "
+                "what still fits: docs/recipes.md has such phases"
+                if name == "trainable"
+                else "keep a value that changes in a tf.Variable, and assign to that"
+            )
+            raise UsageError(
+                f"{who}.{name} is {now!r:.50} and was {kept!r:.50} when {step_name} was traced, so that the change (by "
+                f"an action, a callback or loop_end) would have no effect; {cure}"
+            )
+
+
+def _holders(task: Any) -> Iterator[tuple[Any, str]]:
+    yield task, type(task).__name__
+    for layer in _keras.sublayers(list(vars(task).values())):
+        yield layer, layer.name
+
+
+def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes of a task or a layer that a step reads and of which a change would not be seen."""
+    names = _read_by(type(holder))
+    if _keras.is_layer(holder):
+        yield "trainable", holder.trainable
+        names = [name for name in names if not name.startswith("_") and name != "trainable"]  # others are Keras's own
+    for name in sorted(names):
+        value = inspect.getattr_static(holder, name, _NOWHERE)
+        if _is_plain(value):
+            yield name, value
+
+
+def _is_plain(value: Any) -> bool:
+    todo = [value]
+    for item in todo:
+        if isinstance(item, dict):
+            todo.extend([*item.keys(), *item.values()])
+        elif isinstance(item, (list, tuple, set)):
+            todo.extend(item)
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            todo.extend(getattr(item, field.name) for field in dataclasses.fields(item))
+        elif not isinstance(item, _IMMUTABLE):
+            return False
+        if len(todo) > _MOST_ITEMS:
+            return False
+    return True
+
+
+def _kept(value: Any) -> Any:
+    return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
+
+
+@functools.cache
+def _read_by(kind: type) -> frozenset[str]:
+    """Returns the names of attributes that the code of a class's step reads, and does not assign itself."""
+    read, assigned, todo, seen = set(), set(), [*_ENTRIES], set()
+    while todo:
+        name = todo.pop()
+        method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        method = method.__wrapped__ if isinstance(getattr(method, "__wrapped__", None), types.FunctionType) else method
+        if name in seen or not isinstance(method, types.FunctionType) or method.__module__.startswith("looplib."):
+            continue
+        seen.add(name)
+        codes = [method.__code__]
+        for code in codes:
+            codes.extend(const for const in code.co_consts if isinstance(const, types.CodeType))
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                    read.add(instruction.argval)
+                    todo.append(instruction.argval)
+                elif instruction.opname == "STORE_ATTR":
+                    assigned.add(instruction.argval)
+    return frozenset(name for name in read - assigned if not name.startswith("__"))
