@@ -5,6 +5,7 @@ import types
 import numpy as np
 import pytest
 import tensorflow as tf
+from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint.manager import Checkpoints, RestoreMode
@@ -261,3 +262,57 @@ def test_a_checkpoint_without_recorded_names_gives_weights_by_the_names_that_ten
     for name in "abc":
         np.testing.assert_array_equal(second.kernels()[name], first.kernels()[name])
         np.testing.assert_array_equal(second.momenta()[name], first.momenta()[name])
+
+
+class Phase(looplib.GradientTrainer):
+    """A linear model of two layers, whose batch is all of its data."""
+
+    X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    Y = X.sum(axis=1)
+
+    def __init__(self, keras, start=None, **settings):
+        layers = [keras.layers.Dense(size, use_bias=False, name=name) for size, name in ((4, "encoder"), (1, "head"))]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        if start is not None:
+            model.set_weights(start)
+        super().__init__(model, keras.optimizers.SGD(0.02, momentum=0.9), **settings)
+
+    def dataset(self, context):
+        return context.indices(16).map(lambda i: (tf.gather(self.X, i), tf.gather(self.Y, i)))
+
+    def loss_fn(self, inputs):
+        return tf.square(self.model(inputs[0], training=True)[:, 0] - inputs[1])
+
+
+@pytest.mark.parametrize("name", ["default", "mirrored_x2"])
+def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, caplog):
+    caplog.set_level("INFO", logger="absl")
+    random = np.random.default_rng(1)
+    encoder, head = random.normal(size=(4, 4)).astype(np.float32), random.normal(size=(4, 1)).astype(np.float32)
+    of_encoder, of_head = np.zeros_like(encoder), np.zeros_like(head)
+    start = [encoder.copy(), head.copy()]
+    for step in range(8):
+        hidden = Phase.X @ encoder
+        error = 2 * (hidden @ head - Phase.Y[:, None]) / 16
+        gradients = Phase.X.T @ (error @ head.T), hidden.T @ error
+        of_head = 0.9 * of_head - 0.02 * gradients[1]
+        head = head + of_head
+        if step >= 4:
+            of_encoder = 0.9 * of_encoder - 0.02 * gradients[0]
+            encoder = encoder + of_encoder
+    phases = [(4, {"start": start, "freeze": "encoder"}), (8, {})]
+    for until, settings in phases:
+        strategy = make_strategy(name)
+        with strategy.scope():
+            trainer = Phase(keras, **settings)
+        policy = looplib.CheckpointPolicy(partial=until > 4)
+        with looplib.Controller(
+            trainer=trainer, strategy=strategy, global_batch_size=16, steps_per_loop=2, model_dir=tmp_path,
+            checkpoints=policy, writers=[],
+        ) as controller:  # fmt: skip
+            controller.train(until)
+            assert controller.global_step == until
+    np.testing.assert_allclose(trainer.model.get_weights()[0], encoder, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(trainer.model.get_weights()[1], head, rtol=1e-4, atol=1e-6)
+    said = [record.message for record in caplog.records if record.message.startswith("not taken from")]
+    assert len(said) == 1 and "encoder" in said[0] and "head" not in said[0]

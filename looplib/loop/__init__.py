@@ -30,5 +30,6 @@ Names that other rooms may use, by file:
     stepwise: none
     task_loop: TaskLoop, as_numbers, check_evaluation
     timing: timed
+    traced: none
     window: Window
 """

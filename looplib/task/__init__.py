@@ -29,10 +29,9 @@ Names that other rooms may use, by file:
     plans: Kept
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     profiling: Profile
-    record: EngineChoice, RunRecord, RunState, RunningTotals
+    record: EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, weighed
-    state: InputState, ReplicaState, SlotOptimizer, differing_variables, has_tables, state_of, variables_below,
-        variables_of
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, has_tables, state_of, variables_of
     trainer: Trainer
 """

@@ -193,7 +193,7 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
     """
     root = tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
     try:
-        found = list(variables_below(root))
+        found = list(_variables_below(root))
     except ValueError as error:  # of TensorFlow's wrappers of dicts and lists
         raise UsageError(
             f"a checkpoint cannot hold the attributes of {', '.join(objects)}: {gist(error)}; use dicts with str keys, "
@@ -222,7 +222,7 @@ class SlotOptimizer(Protocol):
         """Returns one slot of a variable."""
 
 
-def variables_below(root: Any) -> Iterator[tuple[str, tf.Variable]]:
+def _variables_below(root: Any) -> Iterator[tuple[str, tf.Variable]]:
     """Yields (name, `tf.Variable`) of all that a trackable object holds, the one in a Keras 3 variable twice."""
     for value in tf.train.TrackableView(root).descendants():
         if _keras.is_variable(value):
