@@ -110,19 +110,22 @@ def callback_base(model: Any) -> type:
 
 def optimizers(task: Any) -> list[Any]:
     """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models."""
-    return _optimizers_in(task)
+    return list(named_optimizers(task).values())
 
 
-def _optimizers_in(holder: Any) -> list[Any]:
-    found, todo = [], list(vars(holder).values())
+def named_optimizers(holder: Any) -> dict[str, Any]:
+    """Returns the Keras optimizers that an object holds, see `optimizers`, by the paths of its attributes."""
+    found: dict[str, Any] = {}
+    todo = list(vars(holder).items())
     while todo:
-        value = todo.pop()
+        name, value = todo.pop()
         if isinstance(value, (list, tuple, dict)):
-            todo.extend(value.values() if isinstance(value, dict) else value)  # += would keep TensorFlow's list wrapper
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            todo.extend((f"{name}/{key}", part) for key, part in parts)
         elif is_model(value):
-            todo.append(getattr(value, "optimizer", None))
-        elif is_optimizer(value) and all(value is not other for other in found):
-            found.append(value)
+            todo.append((f"{name}/optimizer", getattr(value, "optimizer", None)))
+        elif is_optimizer(value) and all(value is not other for other in found.values()):
+            found[name] = value
     return found
 
 
@@ -133,7 +136,7 @@ def with_inner(optimizers: list[Any]) -> list[Any]:
         value = todo.pop(0)
         if all(value is not other for other in found):
             found.append(value)
-            todo += _optimizers_in(value)
+            todo += named_optimizers(value).values()
     return found
 
 

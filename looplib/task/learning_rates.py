@@ -19,16 +19,14 @@ class LearningRates:
       trainer: the `Trainer`, before a checkpoint is restored.
 
     Attributes:
-      built: dict from the optimizer's number among the trainer's to its learning rate; optimizers with a schedule are
-        left out.
+      built: dict from the path of the optimizer's attribute to its learning rate; optimizers with a schedule are left
+        out.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._optimizers = {
-            str(number): updating(optimizer) for number, optimizer in enumerate(_keras.optimizers(trainer))
-        }
-        rates = {number: constant_rate(optimizer) for number, optimizer in self._optimizers.items()}
-        self.built = {number: rate for number, rate in rates.items() if rate is not None}
+        self._optimizers = {path: updating(one) for path, one in _keras.named_optimizers(trainer).items()}
+        rates = {path: constant_rate(optimizer) for path, optimizer in self._optimizers.items()}
+        self.built = {path: rate for path, rate in rates.items() if rate is not None}
 
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
         """Sets the learning rates that this start was built with where they are new, and logs the result.
@@ -37,13 +35,15 @@ class LearningRates:
           recorded: the `built` of the start that saved the restored checkpoint.
           step: the global step that was restored.
         """
-        for number, rate in self.built.items():
-            optimizer = self._optimizers[number]
+        numbered = {str(number): path for number, path in enumerate(self._optimizers)}  # by an earlier looplib
+        recorded = {numbered.get(name, name): rate for name, rate in recorded.items()}
+        for path, rate in self.built.items():
+            optimizer = self._optimizers[path]
             restored = constant_rate(optimizer)
             name = type(optimizer).__name__
             if restored is None or restored == rate:
                 continue
-            if recorded.get(number, rate) != rate:
+            if recorded.get(path, rate) != rate:
                 optimizer.learning_rate = rate
                 logging.warning(
                     "the learning rate of %s is %g from step %d, as set by this program; the checkpoint has %g",

@@ -87,7 +87,7 @@ class RunRecord:
       input_offset: global batches that rollbacks have left out. The position in the data is the global step plus these.
       rollbacks: how often the run went back to a checkpoint.
       optimizers: the class names of the optimizers; None in a record that has none.
-      learning_rates: dict from an optimizer's number to the learning rate that it was built with.
+      learning_rates: dict from the path of an optimizer's attribute to the learning rate that it was built with.
       actions: dict from an action's name to what its `state` returned.
       engines: dict from split to `EngineChoice`.
       seed: the run's seed; None in a record that has none, like the next two.
