@@ -172,7 +172,8 @@ def _add_launch(tools: Any) -> None:
         "them together. It is a convenience for trying a run of many workers on one machine, not a cluster manager: "
         "workers on many machines are started by Slurm or Kubernetes (docs/cluster.md). The processes share the "
         "machine's cores and GPUs; to use several GPUs of one machine, run one process with --strategy=mirrored.",
-        epilog="exit codes: 0 done; 75 saved and ended by SIGTERM, SIGINT or SIGHUP; run it again; 1 failed",
+        epilog="exit codes: 0 done; 75 saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again; "
+        "1 failed",
     )
     parser.add_argument("--workers", type=int, required=True, help="number of workers")
     parser.add_argument(
@@ -252,8 +253,8 @@ def _add_sweep(tools: Any) -> None:
         description="Runs COMMAND, without --model_dir, with many settings, each in a run directory of its own, and "
         "ranks the results. The same command resumes a sweep that was ended or killed. docs/experiments.md describes "
         "the lists and ranges of values.",
-        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly; 75 saved and ended by SIGTERM, SIGINT or "
-        "SIGHUP; run it again",
+        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly; 75 saved and ended by SIGTERM, SIGINT, "
+        "SIGHUP, SIGUSR1 or SIGUSR2; run it again",
     )
     parser.add_argument("--dir", required=True, help="directory of the sweep")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default %(default)s)")

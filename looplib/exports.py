@@ -17,6 +17,7 @@ from looplib.run import Run
 from looplib.task.exported import Exported
 
 _RECORD = "export.json"
+_NAMES = {_RECORD, f"{_RECORD}.new", "saved_model", "model.keras", "model.tflite"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Written:
     Attributes:
       step: the global step.
       weights: "averages" or "last".
-      checkpoint: the checkpoint that the run has continued from, or None.
+      checkpoint: the name of the checkpoint that the run has continued from, or None.
       files: bytes of each part, by its name.
       left_out: why a part is not there, by its name.
       differences: the largest difference of a part's outputs from the trainer's, for random inputs, by its name.
@@ -63,7 +64,8 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
             parts.write(tflite and chief)
         if chief:
             weights = "averages" if averages else "last"
-            record = Written(run.step, weights, run.restored_from, parts.sizes(), parts.left_out, parts.differences)
+            start = os.path.basename(run.restored_from) if run.restored_from else None
+            record = Written(run.step, weights, start, parts.sizes(), parts.left_out, parts.differences)
             files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
             _appear(place, directory)
             run.say(_sentence(record, directory))
@@ -75,12 +77,14 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
 
 
 def _check(directory: str) -> None:
-    """Refuses a directory that is not on this machine, or holds something else than an export."""
+    """Refuses a directory that is not on this machine, or whose place, or one beside it, has something else."""
     if files.is_remote(directory):
         raise UsageError(f"{directory} is not a local directory; export to one, and copy it from there")
-    if os.path.lexists(directory) and not os.path.isfile(os.path.join(directory, _RECORD)):
-        if not os.path.isdir(directory) or os.path.islink(directory) or os.listdir(directory):
-            raise UsageError(f"{directory} holds something else than an export; name another directory, or remove it")
+    for path in (directory, f"{directory}.new", f"{directory}.old"):  # an export that was killed leaves the others
+        found = os.listdir(path) if os.path.isdir(path) and not os.path.islink(path) else None
+        known = found is not None and _NAMES.issuperset(found) and (path != directory or not found or _RECORD in found)
+        if os.path.lexists(path) and not known:
+            raise UsageError(f"{path} holds something else than an export; name another directory, or remove it")
 
 
 def _appear(place: str, directory: str) -> None:

@@ -20,7 +20,6 @@ from looplib import _tf, source_locations
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
 from looplib.errors import UsageError, whole_number
-from looplib.health.preemption import SIGNALS
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -228,9 +227,8 @@ def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distr
     peers.current = peers.Peers(found, join_limit=join_limit)
     peers.current.join()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:  # TensorFlow's server has replaced Python's handler of SIGTERM
-            signal.signal(number, signal.getsignal(number) or signal.SIG_DFL)
+    if threading.current_thread() is threading.main_thread():  # TensorFlow's server has replaced Python's handler
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     return strategy, f"worker {found.index} of {len(found.workers)}, by {found.source}"
 
 

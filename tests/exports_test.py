@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import tensorflow as tf
 import tf_keras
 import toy
 from conftest import make_strategy, more, needs_models
+from faults.tampering import rewrite_run_state
 
 import looplib
 from looplib.__main__ import main as cli
@@ -322,6 +324,89 @@ def test_the_best_are_exported_as_they_come_over_restarts_too(stops, tmp_path):
         ]  # fmt: skip
 
 
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def best(folder, steps, directory=None):
+    """Trains to a step, and keeps the newest export that is better than those before."""
+    trainer = toy.Regression()
+    action = looplib.ExportBest("eval/accuracy", directory)
+    with toy.controller(
+        make_strategy("default"), trainer, Scripted(trainer.model), model_dir=folder, writers=None, actions=[action]
+    ) as controller:
+        controller.train_and_evaluate(steps, 2)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A run whose best export is that of step 4."""
+    folder = tmp_path_factory.mktemp("first") / "run"
+    best(folder, 6)
+    return folder
+
+
+def paths_in(folder):
+    """Returns the names of the files that hold the path of a run, except those that say how it was started."""
+    said = ("run.json", "lock", "report.html")
+    return [name for name, content in contents(folder).items() if str(folder).encode() in content and name not in said]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier looplib"])
+@pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
+def test_a_run_that_was_copied_or_moved_removes_its_own_exports_only(how, old, first, tmp_path):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(first, folder)
+
+    def with_paths(state):
+        (memory,) = state["actions"].values()
+        paths = [str(folder / "export" / name) for name in memory[-1]]
+        state["actions"] = {"ExportBest": [*memory[:-1], paths]}
+
+    if old:
+        rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", with_paths)
+    how(folder, other)
+    before = contents(folder)
+    best(other, 8)
+    assert names(other / "export") == ["step-8"]
+    assert contents(folder) == before and (before == {}) == (how is shutil.move)
+    assert paths_in(first) == [] and (old or paths_in(other) == [])
+
+
+OUTSIDE = ["{outside}/step-4", "../../outside/step-4", "step-4"]
+
+
+@pytest.mark.parametrize("saved", OUTSIDE)
+def test_exports_that_a_checkpoint_from_elsewhere_names_are_removed_inside_the_run_only(saved, first, tmp_path):
+    """By a path, or by a link in its folder."""
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(first, folder)
+    shutil.move(folder / "export" / "step-4", outside / "step-4")
+    if saved == "step-4":
+        (folder / "export" / "step-4").symlink_to(outside / "step-4")
+    before, path = contents(outside), saved.format(outside=outside)
+
+    def change(state):
+        state["actions"]["ExportBest(eval/accuracy, max)"][-1] = [path]
+
+    rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", change)
+    best(folder, 8)
+    assert contents(outside) == before != {}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("names", [[".."], ["step-4/.."], [""], ["step-x"], [4], "step-4", None])
+def test_names_of_exports_that_are_none_are_a_sentence(names, first, tmp_path):
+    shutil.copytree(first, tmp_path / "run")
+
+    def change(state):
+        state["actions"]["ExportBest(eval/accuracy, max)"][-1] = names
+
+    rewrite_run_state(tmp_path / "run" / "checkpoints" / "ckpt-6.commit", change)
+    with pytest.raises(looplib.UsageError, match="ExportBest.* cannot load its memory from the checkpoint"):
+        best(tmp_path / "run", 8)
+
+
 @pytest.mark.any_engine(False)
 def test_what_cannot_be_exported_is_a_sentence(tmp_path):
     class Modelless(toy.RegressionEvaluator):
@@ -337,11 +422,18 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
+    for name in ("a.old", "b.new", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.tex").write_text("")
+    (tmp_path / "c" / "export.json").write_text("")
     model = toy.Regression().model
     for evaluator, directory, words in [
         (Modelless(), tmp_path / "x", "Modelless has no Keras model as its attribute model"),
         (toy.RegressionEvaluator(Subclassed()), tmp_path / "x", "a model without Input layers"),
         (toy.RegressionEvaluator(model), tmp_path / "mine", "holds something else than an export"),
+        (toy.RegressionEvaluator(model), tmp_path / "a", "a.old holds something else than an export"),
+        (toy.RegressionEvaluator(model), tmp_path / "b", "b.new holds something else than an export"),
+        (toy.RegressionEvaluator(model), tmp_path / "c", "c holds something else than an export"),
         (toy.RegressionEvaluator(model), "gs://bucket/x", "is not a local directory"),
         (toy.RegressionEvaluator(model), "/proc/x/y", "/proc/x/y cannot be written"),
         (toy.RegressionEvaluator(model), None, "export without a directory needs a model_dir"),
@@ -350,6 +442,9 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
             with pytest.raises(looplib.UsageError, match=words):
                 controller.export(directory)
     assert names(tmp_path / "mine") == ["thesis.tex"] and not (tmp_path / "x").exists()
+    assert all("thesis.tex" in names(tmp_path / name) for name in ("a.old", "b.new", "c"))
+    with pytest.raises(looplib.UsageError, match="ExportBest exports to a local directory, and gs://b/x is remote"):
+        best(tmp_path / "run", 2, "gs://b/x")
     with pytest.raises(looplib.UsageError, match="ExportBest has no directory"):
         trainer = toy.Regression()
         action = looplib.ExportBest("eval/accuracy")

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import make_strategy, more
+from faults.tampering import rewrite_run_state
 
 import looplib
+from looplib.errors import UsageError
 
 pytestmark = pytest.mark.any_engine
 
@@ -165,6 +167,47 @@ def fitted_until(keras, callback):
     return model.fit(**arguments, batch_size=BATCH, epochs=9, verbose=0, callbacks=[callback]).epoch
 
 
+def watching(keras, monitor, patience=3):
+    return keras.callbacks.EarlyStopping(monitor=monitor, min_delta=100.0, patience=patience)  # the first is the best
+
+
+def numbers(state):
+    """Puts the memories of callbacks in the form of an earlier looplib."""
+    memory = state["actions"].pop("KerasCallbacks()")
+    memory["callbacks"] = [*memory["callbacks"].values()]
+    state["actions"]["KerasCallbacks"] = memory
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("old", [False, True])
+def test_callbacks_remember_by_what_they_watch(old, keras, tmp_path, caplog):
+    """Of an earlier looplib, by their places, if there are as many."""
+    start = lambda epochs, callbacks: trained("mlp", keras, epochs=epochs, callbacks=callbacks, model_dir=tmp_path)[2]
+    steps = start(2, [watching(keras, "loss")]) // 2  # of an epoch
+    if old:
+        rewrite_run_state(tmp_path / "checkpoints" / f"ckpt-{2 * steps}.commit", numbers)
+    rate = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.3, patience=9)
+    reached = start(9, [rate, watching(keras, "loss")] if not old else [watching(keras, "loss")])
+    assert reached == 4 * steps  # 1 is the best, and 2, 3 and 4 are not better
+    assert ("ReduceLROnPlateau(val_loss, auto) start without a memory" in caplog.text) == (not old)
+
+
+def test_callbacks_that_cannot_be_told_apart_are_refused(keras):
+    with pytest.raises(UsageError, match=r"two callbacks are EarlyStopping\(loss.*give each an attribute `name`"):
+        trained("mlp", keras, callbacks=[watching(keras, "loss"), watching(keras, "loss", 5)])
+
+    class Late(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            self.seen = 0
+
+    with pytest.raises(UsageError, match=r"two callbacks are Late\(\)"):
+        trained("mlp", keras, callbacks=[Late(), Late()])
+    plain = keras.callbacks.LambdaCallback
+    callbacks = [plain(), plain(), watching(keras, "loss"), watching(keras, "loss", 5)]
+    callbacks[2].name = "one of them"
+    assert trained("mlp", keras, epochs=1, callbacks=callbacks)[2] > 0
+
+
 REFUSED = {
     "ModelCheckpoint": (lambda k: k.callbacks.ModelCheckpoint("a.weights.h5", save_weights_only=True), "KeepBest"),
     "BackupAndRestore": (lambda k: k.callbacks.BackupAndRestore("a"), "model_dir"),
@@ -180,7 +223,7 @@ REFUSED = {
 def test_a_callback_that_cannot_work_is_refused_with_what_to_use(case, keras):
     make, named = REFUSED[case]
     model, arguments = keras_scripts.build("mlp", keras)
-    with pytest.raises(looplib.UsageError, match=named):
+    with pytest.raises(UsageError, match=named):
         looplib.KerasTrainer(model, **arguments, callbacks=[make(keras)])
 
 
@@ -199,7 +242,7 @@ WRONG = {
 def test_wrong_arguments_are_refused(case):
     model, arguments = keras_scripts.build("mlp", keras3)
     change, named = WRONG[case]
-    with pytest.raises(looplib.UsageError, match=named):
+    with pytest.raises(UsageError, match=named):
         looplib.KerasTrainer(**{"model": model, **arguments, **change(model, **arguments)})
 
 
@@ -207,7 +250,7 @@ def test_callbacks_refuse_reports_that_are_not_of_epochs():
     model, arguments = keras_scripts.build("mlp", keras3)
     trainer = looplib.KerasTrainer(model, **arguments, callbacks=[keras3.callbacks.ReduceLROnPlateau()])
     with looplib.Controller(trainer=trainer, global_batch_size=BATCH, steps_per_loop=3, writers=[]) as controller:
-        with pytest.raises(looplib.UsageError, match="leave out its steps_per_loop"):
+        with pytest.raises(UsageError, match="leave out its steps_per_loop"):
             controller.train(epochs=1)
 
 
@@ -237,16 +280,16 @@ def test_epochs_are_steps_of_any_trainer_whose_data_has_a_known_length():
     with toy.controller(make_strategy("default"), trainer, evaluator) as controller:
         assert controller.train(epochs=2)["epoch"] == round(controller.global_step / (37 / 8), 3)
         assert controller.global_step == 10  # 74 examples in batches of 8
-        with pytest.raises(looplib.UsageError, match="give one of the two"):
+        with pytest.raises(UsageError, match="give one of the two"):
             controller.train(20, epochs=3)
-        with pytest.raises(looplib.UsageError, match="expected a positive number"):
+        with pytest.raises(UsageError, match="expected a positive number"):
             controller.train(epochs=-1)
     unknown = type("Unknown", (toy.Regression,), {})
     unknown.dataset = lambda self, context: (
         tf.data.Dataset.range(37).repeat().batch(8, True).map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
     )
     with toy.controller(make_strategy("default"), unknown()) as controller:
-        with pytest.raises(looplib.UsageError, match="length of the training data is not known"):
+        with pytest.raises(UsageError, match="length of the training data is not known"):
             controller.train(epochs=1)
         assert "epoch" not in controller.train(2)
 

@@ -263,8 +263,8 @@ def test_a_step_fn_that_counts_too_is_refused_and_saves_nothing(name, tmp_path):
 class Patience(looplib.Action):
     """Stops after two evaluations; remembers what it has seen."""
 
-    def __init__(self, after=2):
-        self.after, self.seen = after, []
+    def __init__(self, after=2, name=""):
+        self.after, self.name, self.seen = after, name, []
 
     def __call__(self, event):
         if event.split == "eval":
@@ -292,7 +292,7 @@ def test_an_action_continues_with_its_memory(tmp_path):
     with build(tmp_path / "parts", actions=[Patience()]) as controller:
         controller.train_and_evaluate(3, 2)  # evaluates at 2, and at 3 as its end
     parts = Patience(4)
-    with build(tmp_path / "parts", actions=[print, parts, Patience(9)]) as controller:
+    with build(tmp_path / "parts", actions=[print, Patience(9, "other"), parts]) as controller:
         controller.train_and_evaluate(20, 2)
         assert parts.seen == [2, 4, 6, 8] and controller.global_step == 8
 

@@ -143,11 +143,12 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 signal.signal(signal.SIGINT, save)
 signal.signal(signal.SIGHUP, save)
+signal.signal(signal.SIGUSR1, save)
 path.with_name(f"ready{index}").write_text(f"{os.getpid()} 0")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_goes_to_all_workers_which_save_and_are_not_started_again(number, tmp_path):
     launched = Launched(tmp_path, SAVES + "time.sleep(1000)", restarts=3)
     launched.wait_for(["ready0", "ready1"])

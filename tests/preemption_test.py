@@ -1,6 +1,7 @@
 """Signals, sent to this very process while it trains, evaluates, saves, traces or waits for its input."""
 
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -390,22 +391,57 @@ def test_two_interrupts_of_a_program_in_a_step_that_does_not_end_leave_within_th
     assert "the current step did not end in time" in errors
 
 
-REPEATED = [signal.SIGXCPU, signal.SIGHUP]
+REPEATED = [signal.SIGXCPU, signal.SIGUSR2, signal.SIGHUP, signal.SIGUSR1]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("signum", REPEATED)
-def test_a_hangup_or_limit_that_comes_again_changes_nothing(signum, python, tmp_path):
+def test_a_hangup_or_notice_that_comes_again_changes_nothing(signum, python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, [signum] * 3, grace=30.0)
     assert code == 75 and not output, errors
     assert f"received {signum.name}: the run ends after the current step (a second one has no effect)" in errors
     assert commits.newest(str(tmp_path / "run" / "checkpoints")).step >= 6
 
 
-def test_a_hangup_that_was_ignored_when_the_process_started_stays_ignored(python, tmp_path):
+def test_a_signal_that_was_ignored_when_the_process_started_stays_ignored(python, tmp_path):
     code, output, errors = interrupted(python, tmp_path, REPEATED, ignored=REPEATED)
     assert code == 0, errors
     assert output == f"weights {[weight.tolist() for weight in whole_regression(20)]}\n"
+
+
+@pytest.mark.any_engine
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_handlers_of_the_program_for_the_signals_of_users_stay(when, tmp_path):
+    """In Python, and in C, where only the operating system knows of it; in the training and after it."""
+    taken, path = [], tmp_path / "stacks"
+
+    def install():
+        signal.signal(signal.SIGUSR2, lambda *_: taken.append("usr2"))
+        faulthandler.register(signal.SIGUSR1, file)
+
+    def act(event):
+        if event.step == 1 and when == "meanwhile":
+            install()
+        if event.step == 2:
+            send()
+            time.sleep(0.5)  # the thread that listens would see it
+
+    def send():
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), signum)
+
+    with open(path, "w") as file, toy.controller(DEFAULT, Quiet(), actions=[act]) as controller:
+        try:
+            if when == "before":
+                install()
+            for steps in (4, 8):  # the second training finds them
+                controller.train(steps)
+                send()
+                assert controller.global_step == steps
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    assert taken == ["usr2"] * 3 and path.read_text().count("(most recent call first)") >= 3
 
 
 def test_time_in_which_the_process_is_suspended_does_not_count_for_the_step(python, tmp_path):

@@ -41,6 +41,7 @@ TESTS = {
         "gradient_trainer",
         "inputs",
         "keras_trainer",
+        "memories",
         "mixtures",
         "plateau",
         "profile",

@@ -280,12 +280,14 @@ def test_a_hopeless_trial_is_stopped_by_its_metrics(python, tmp_path):
     assert any(row["state"] == "stopped" for row in rows)  # else the order of the grid is another
 
 
-def test_a_signal_saves_the_runs_and_the_same_command_resumes(python, tmp_path):
+@pytest.mark.few(1)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_the_runs_and_the_same_command_resumes(signum, python, tmp_path):
     of = ["--config.rate=0.1,0.2", "--config.pause=0.2"]
     arguments = command(python, tmp_path, "--parallel=2", of=of)
     with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         wait(lambda: len(list(tmp_path.glob("trial-*/metrics.jsonl"))) == 2)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signum)
         out = process.communicate(timeout=60)[0]
     assert process.returncode == EXIT_PREEMPTED and "run the same command to resume (code 75)" in out
     reports = [json.loads(path.read_text()) for path in tmp_path.glob("trial-*/run.json")]

@@ -4,7 +4,7 @@ Names that other rooms may use, by file:
     debuggers: none
     guards: Guards, POLICIES, Trouble
     non_finite: GRADIENT_OF, StateCheck, check_skipped, note_gradients, run_watched
-    preemption: SIGNALS, notice
+    preemption: notice
     running_time: none
     spikes: check_loss
     watchdog: Watchdog

@@ -1,11 +1,13 @@
 """Preemption: a signal or a time limit ends a run after its current step, with a save, and exit code 75.
 
-The signals are SIGTERM, SIGINT, SIGHUP and SIGXCPU. While a `tf.function` runs, Python's signal handlers wait. A thread
-therefore reads the signals from a pipe (`signal.set_wakeup_fd`) and sets a variable that the loops on the device read
-between steps.
+The signals are SIGTERM, SIGINT, SIGHUP and SIGXCPU, and SIGUSR1 and SIGUSR2, which cluster managers can send before the
+time of a job is over, where the program has no handler of its own for them. While a `tf.function` runs, Python's signal
+handlers wait. A thread therefore reads the signals from a pipe (`signal.set_wakeup_fd`) and sets a variable that the
+loops on the device read between steps.
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import select
@@ -24,11 +26,13 @@ from looplib.errors import EXIT_PREEMPTED, Preempted
 from looplib.health import debuggers
 from looplib.health.running_time import RunningTime
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
-# These come again by themselves (a closed terminal sends two, the limit of CPU time one each second), so a later one
-# means nothing new. A program may be started to ignore them, such as by nohup.
-_REPEATED = (signal.SIGHUP, signal.SIGXCPU)
+_OF_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)  # a program, or a library in C, may have a use of its own for them
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, *_OF_PROGRAMS)
+# These come again by themselves (a closed terminal sends two, the limit of CPU time one each second, a cluster manager
+# and a job script one each), so a later one means nothing new. A program may be started to ignore them, as by nohup.
+_REPEATED = (signal.SIGHUP, signal.SIGXCPU, *_OF_PROGRAMS)
 GRACE_SECONDS = 15.0
+_LIBC = ctypes.CDLL(None)
 _TICK = 0.2  # seconds between checks whether a step has ended
 
 
@@ -156,7 +160,9 @@ class Notice:
             self._thread = threading.Thread(target=self._listen, name="looplib-signals", daemon=True)
             self._thread.start()
         heard = [signum for signum in SIGNALS if signum not in _REPEATED or signal.getsignal(signum) != signal.SIG_IGN]
+        heard = [signum for signum in heard if signum not in _OF_PROGRAMS or _handler_in_c(signum) is None]
         self._handlers = {signum: signal.signal(signum, self._handle) for signum in heard}
+        self._in_c = {signum: _handler_in_c(signum) for signum in heard}
         self._ran = RunningTime(_TICK)
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         os.write(self._write, b"\0")  # no signal; the thread looks up
@@ -183,11 +189,19 @@ class Notice:
             self._open_pipe()  # with another lock, because the thread, which may hold it, is not in the fork
         if self._depth:
             signal.set_wakeup_fd(-1)
+            self._leave_what_the_program_has_taken()
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
         self.after_a_fork()
 
+    def _leave_what_the_program_has_taken(self) -> None:
+        """Forgets the signals for which the program has installed a handler of its own since the start."""
+        for signum in _OF_PROGRAMS:
+            if (signal.getsignal(signum), _handler_in_c(signum)) != (self._handle, self._in_c.get(signum)):
+                self._handlers.pop(signum, None)
+
     def _end(self, to_the_end: bool) -> None:
+        self._leave_what_the_program_has_taken()
         for signum in self._handlers:
             signal.signal(signum, signal.SIG_IGN)
         signal.set_wakeup_fd(self._previous)
@@ -278,6 +292,16 @@ class Notice:
             "without another save; run the same command to resume from the newest checkpoint and "
             "repeat the steps since then",
         )
+
+
+def _handler_in_c(signum: int) -> int | None:
+    """Returns the address of what the process calls for a signal; None for the default.
+
+    Python's `signal.getsignal` does not see what a library installs, such as `faulthandler.register`.
+    """
+    action = (ctypes.c_void_p * 64)()  # a `struct sigaction`, which begins with the address
+    _LIBC.sigaction(int(signum), None, action)
+    return action[0]
 
 
 def _leave(code: int, sentence: str) -> None:

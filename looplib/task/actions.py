@@ -1,17 +1,17 @@
 """Actions: callables that a user attaches to the outer loop."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
 
-from looplib.errors import UsageError
+from looplib.errors import UsageError, gist
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +51,24 @@ class Action:
     Its hooks are called around a training. Where several workers train, all call the hooks, except `on_save`, which
     only the chief calls. All methods do nothing by default; an action with a memory defines both `state` and `load`.
 
+    The memory in a checkpoint belongs to the action of its class and `name`. An action that can watch different things
+    has a name of what it watches, so that it does not take the memory of another.
+
+    Attributes:
+      name: a text that distinguishes it from other actions of its class; default "".
+
     Example:
         ```python
         class StopLate(looplib.Action):
-            def __init__(self, patience=3):
+            def __init__(self, metric="loss", patience=3):
+                self.name = self.metric = metric
                 self.patience, self.best, self.waited = patience, float("inf"), 0
 
             def __call__(self, event):
                 if event.split != "eval":
                     return
-                better = event.metrics["loss"] < self.best
-                self.best, self.waited = min(self.best, event.metrics["loss"]), 0 if better else self.waited + 1
+                value = event.metrics[self.metric]
+                self.best, self.waited = min(self.best, value), 0 if value < self.best else self.waited + 1
                 if self.waited >= self.patience:
                     event.controller.stop()
 
@@ -72,6 +79,8 @@ class Action:
                 self.best, self.waited = state
         ```
     """
+
+    name: str = ""
 
     def __call__(self, event: Event) -> None:
         """Takes an event."""
@@ -183,24 +192,36 @@ def _has_memory(action: Action) -> bool:
     return saves
 
 
+def _key(action: Action) -> str:
+    """Returns the name of an action's memory in a checkpoint."""
+    kind = type(action).__name__
+    if not isinstance(action.name, str):
+        raise UsageError(f"{kind}.name is {action.name!r:.100}; expected a text that says what the action watches")
+    return f"{kind}({action.name})"
+
+
 class ActionStates:
-    """The states of a controller's actions, by the names of their classes.
+    """The states of a controller's actions, by the names of their classes and their own.
 
     Args:
       actions: the controller's actions, of which only an `Action` with `state` and `load` has a state.
 
     Raises:
-      UsageError: if JSON cannot hold a state, or an action has only one of `state` and `load`.
+      UsageError: if JSON cannot hold a state, an action has only one of `state` and `load`, or two have one name.
     """
 
     def __init__(self, actions: Sequence[Callable[[Event], object]]) -> None:
         self._actions: dict[str, Action] = {}
-        seen: collections.Counter[str] = collections.Counter()
-        for action in actions:
-            if isinstance(action, Action) and _has_memory(action):
-                kind = type(action).__name__
-                self._actions[f"{kind}_{seen[kind]}" if seen[kind] else kind] = action
-                seen[kind] += 1
+        for action in _hooked(actions):
+            if not _has_memory(action):
+                continue
+            key = _key(action)
+            if key in self._actions:
+                raise UsageError(
+                    f"two actions are {key}, and a checkpoint could not tell which of them a memory belongs to; give "
+                    "each a name of its own, by the argument or the attribute `name`"
+                )
+            self._actions[key] = action
         self._initial = self.save()
 
     def save(self) -> dict[str, Any]:
@@ -210,10 +231,10 @@ class ActionStates:
           UsageError: if JSON cannot hold one of them.
         """
         states = {}
-        for name, action in self._actions.items():
+        for key, action in self._actions.items():
             state = action.state()
             try:
-                states[name] = json.loads(json.dumps(state, default=_plain))
+                states[key] = json.loads(json.dumps(state, default=_plain))
             except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"{type(action).__name__}.state returned {state!r:.200}, which JSON cannot hold ({error}); return "
@@ -222,8 +243,53 @@ class ActionStates:
         return states
 
     def load(self, states: dict[str, Any]) -> None:
-        """Gives each action its state of a checkpoint, or its first one where the checkpoint has none."""
-        for name, action in self._actions.items():
-            action.load(states.get(name, self._initial[name]))
-        if others := sorted(states.keys() - self._actions.keys()):
-            logging.warning("the checkpoint has the state of actions that this start does not have: %s", others)
+        """Gives each action its state of a checkpoint, or its first one where the checkpoint has none.
+
+        Raises:
+          UsageError: if an action cannot load its state.
+        """
+        states = self._by_name(states)
+        for key, action in self._actions.items():
+            state = states.get(key, self._initial[key])
+            try:
+                action.load(state)
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                raise UsageError(
+                    f"{key} cannot load its memory from the checkpoint, which is {state!r:.200} ({gist(error)}); name "
+                    "another checkpoint, or give the action another name to start without this memory"
+                ) from error
+        warn_of_other_memories("actions", self._actions.keys() - states.keys(), states.keys() - self._actions.keys())
+
+    def _by_name(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Returns states by the names of this start, where an earlier looplib saved them by class and number.
+
+        They are taken where as many actions of a class were saved as there are now.
+        """
+        found = dict(states)
+        for kind in {type(action).__name__: None for action in self._actions.values()}:
+            now = [key for key, action in self._actions.items() if type(action).__name__ == kind]
+            then = [key for key in states if re.fullmatch(rf"{re.escape(kind)}(_\d+)?", key)]
+            if len(now) != len(then):
+                continue
+            found |= {key: found.pop(old) for key, old in zip(now, then)}
+            if now != [f"{kind}()"]:
+                logging.warning(
+                    "the checkpoint names actions by class and number; %s. If one of them watched something else "
+                    "then, start the program without it until a checkpoint is saved, and then with it",
+                    ", ".join(f"{key} continues with the memory of {old}" for key, old in zip(now, then)),
+                )
+        return found
+
+
+def warn_of_other_memories(of: str, without: Iterable[str], left: Iterable[str]) -> None:
+    """Says, in one line, where the memories in a checkpoint are not those that a start can have.
+
+    Args:
+      of: what has the memories, in the plural.
+      without: the names of those that the checkpoint has no memory of.
+      left: the names in the checkpoint that this start does not have.
+    """
+    parts = [f"{', '.join(sorted(without))} start without a memory"] if without else []
+    parts += [f"the memories of {', '.join(sorted(left))} are left out"] if left else []
+    if parts:
+        logging.warning("the %s are not those of the checkpoint: %s", of, "; ".join(parts))

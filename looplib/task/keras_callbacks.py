@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 
 from looplib import _keras
 from looplib.errors import UsageError
-from looplib.task.actions import Action, Event
+from looplib.task.actions import Action, Event, warn_of_other_memories
 
 _REPLACED = {
     "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller",
@@ -27,7 +28,8 @@ _OWN = ("steps_per_second", "epoch")  # of a report, beside the trainer's metric
 class KerasCallbacks(Action):
     """Calls the callbacks of a `KerasTrainer` as `fit` does, at the start and the end of each epoch.
 
-    Their numbers, such as the best value and the epochs waited, are part of the checkpoints.
+    Their numbers, such as the best value and the epochs waited, are part of the checkpoints. They belong to the
+    callback of the same class, `monitor`, `mode` and `name`, which are attributes that it may have.
 
     Args:
       model: the model that they are for.
@@ -43,6 +45,8 @@ class KerasCallbacks(Action):
         for callback in self._callbacks:
             _check(model, callback)
             callback.set_model(model)
+        self._names = [_name(callback) for callback in self._callbacks]
+        self._refuse_equal_names()
         self._trains = False
         self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
@@ -85,18 +89,49 @@ class KerasCallbacks(Action):
 
     def state(self) -> dict[str, Any]:
         """See `Action`: of each callback, the numbers that have changed since its training began."""
-        changed = [
-            {name: value for name, value in _numbers(callback).items() if first.get(name, ...) != value}
-            for callback, first in zip(self._callbacks, self._first)
-        ]
+        self._refuse_equal_names()
+        changed = {
+            name: {key: value for key, value in _numbers(callback).items() if first.get(key, ...) != value}
+            for name, callback, first in zip(self._names, self._callbacks, self._first)
+        }
         return {"callbacks": changed, "logs": self._logs, "missing": self._missing, "begun": self._begun}
 
     def load(self, state: dict[str, Any]) -> None:
         """See `Action`."""
         self._begin_training()
-        for callback, first, changed in zip(self._callbacks, self._first, state["callbacks"]):
-            vars(callback).update({**first, **changed})
+        changed = state["callbacks"]
+        if isinstance(changed, list):
+            changed = self._of_an_earlier_looplib(changed)
+        for name, callback, first in zip(self._names, self._callbacks, self._first):
+            vars(callback).update({**first, **changed.get(name, {})})
+        new = [name for name, one in zip(self._names, self._callbacks) if self._remembers(one) and name not in changed]
+        left = [name for name, numbers in changed.items() if numbers and name not in self._names]
+        warn_of_other_memories("callbacks", new, left)
         self._logs, self._missing, self._begun = state["logs"], list(state["missing"]), state["begun"]
+
+    def _of_an_earlier_looplib(self, changed: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Returns numbers by the names of the callbacks, where they were saved by their places."""
+        if len(changed) != len(self._callbacks):
+            return {f"callback {place}": numbers for place, numbers in enumerate(changed, 1)}
+        if len(changed) > 1 and any(changed):
+            logging.warning(
+                "the checkpoint names callbacks by their places, and %s continue with the numbers of these places; if "
+                "the callbacks were others then, start without callbacks until a checkpoint is saved",
+                ", ".join(self._names),
+            )
+        return dict(zip(self._names, changed))
+
+    def _remembers(self, callback: Any) -> bool:
+        """Returns whether a callback has numbers, beside those of all callbacks."""
+        return bool(_numbers(callback).keys() - vars(_keras.callback_base(self._model)()).keys())
+
+    def _refuse_equal_names(self) -> None:
+        for name, callback in zip(self._names, self._callbacks):
+            if self._names.count(name) > 1 and self._remembers(callback):
+                raise UsageError(
+                    f"two callbacks are {name}, and a checkpoint could not tell which of them a memory belongs to; "
+                    "give each an attribute `name` of its own"
+                )
 
     def _begin_training(self) -> None:
         if self._trains:
@@ -105,6 +140,7 @@ class KerasCallbacks(Action):
         self._model.stop_training = False
         for callback in self._callbacks:
             callback.on_train_begin({})
+        self._refuse_equal_names()
         self._first = [_numbers(callback) for callback in self._callbacks]
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -144,6 +180,14 @@ def _check(model: Any, callback: Any) -> None:
                 f"the callback {kind} has {name}, which looplib does not call, because it runs many steps in one call "
                 "to the device; use on_epoch_end, or an action of the Controller, which is called after each report"
             )
+
+
+def _name(callback: Any) -> str:
+    """Returns what a callback is and watches."""
+    held = vars(callback)
+    better = getattr(held.get("monitor_op"), "__name__", None)  # in place of a mode in tf_keras
+    known = (held.get("monitor"), held.get("mode", better), held.get("name"))
+    return f"{type(callback).__name__}({', '.join(one for one in known if isinstance(one, str))})"
 
 
 def _numbers(callback: Any) -> dict[str, Any]:

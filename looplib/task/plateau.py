@@ -3,27 +3,34 @@
 import math
 import numbers
 import os
+import re
 import shutil
 from typing import Any
 
 from absl import logging
 
-from looplib import _keras
+from looplib import _keras, files
 from looplib.errors import UsageError, whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
 from looplib.task.monitored import mode_of
 
+_EXPORT = re.compile(r"step-\d{1,19}")  # the name of one
+
 
 class _Patient(Action):
     """The common part: the best value of a metric, and how many reports have passed without a better one.
 
-    A value counts once for each step, so an evaluation that is called by hand or repeated changes nothing.
+    A value counts once for each step, so an evaluation that is called by hand or repeated changes nothing. The metric
+    and the mode are part of the action's name, because the best value means nothing for others.
     """
 
-    def __init__(self, metric: str, patience: int, min_change: float, mode: str | None) -> None:
+    def __init__(self, metric: str, patience: int, min_change: float, mode: str | None, name: str) -> None:
         who = type(self).__name__
         self.metric, self.mode = metric, mode_of(who, metric, mode)
+        if not isinstance(name, str):
+            raise UsageError(f"{who}.name is {name!r:.100}; expected a text")
+        self.name = ", ".join(filter(None, (metric, self.mode, name)))
         self.patience = whole_number(f"{who}.patience", patience)
         self.min_change = number(f"{who}.min_change", min_change)
         self._best: float | None = None
@@ -79,7 +86,11 @@ class _Patient(Action):
 
     def load(self, state: list[Any]) -> None:
         """See `Action`."""
-        self._best, self._best_step, self._seen, self._waited = state
+        best, *steps = state
+        if not (best is None or type(best) in (int, float)) or any(type(number) is not int for number in steps):
+            raise ValueError("expected a number or None, and whole numbers")
+        self._best = best
+        self._best_step, self._seen, self._waited = steps
 
 
 class EarlyStopping(_Patient):
@@ -96,6 +107,7 @@ class EarlyStopping(_Patient):
         weights and the rest of the state, as by `controller.restore_checkpoint(best=True)`. It needs a `model_dir` and
         `KeepBest` of this metric in `CheckpointPolicy.keep`. The run directory does not change, so the next start of
         the program continues from the last step.
+      name: distinguishes it from another one of this class for this metric and mode; default "".
 
     Raises:
       UsageError: for bad input.
@@ -108,8 +120,9 @@ class EarlyStopping(_Patient):
         min_change: float = 0.0,
         mode: str | None = None,
         restore_best: bool = False,
+        name: str = "",
     ) -> None:
-        super().__init__(metric, patience, min_change, mode)
+        super().__init__(metric, patience, min_change, mode, name)
         self.restore_best = restore_best
 
     def on_start(self, controller: Any) -> None:
@@ -155,12 +168,14 @@ class ExportBest(_Patient):
 
     Args:
       metric: evaluator and metric, such as "eval/loss".
-      directory: gets an export `step-<step>` each; default `export` in the controller's `model_dir`.
-      number: how many exports to keep, the newest; those before are removed.
+      directory: gets an export `step-<step>` each; default `export` in the controller's `model_dir`. It is for one run:
+        a run that continues in a copy of a run directory, and is given the same one, replaces exports of the first.
+      number: how many exports to keep, the newest; those before, which this run has made, are removed.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
       mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
       averages: whether averaged weights are exported, if there are any.
       tflite: whether to write a TFLite file too.
+      name: distinguishes it from another one of this class for this metric and mode; default "".
 
     Raises:
       UsageError: for bad input.
@@ -175,34 +190,39 @@ class ExportBest(_Patient):
         mode: str | None = None,
         averages: bool = True,
         tflite: bool = False,
+        name: str = "",
     ) -> None:
-        super().__init__(metric, 1, min_change, mode)
-        self._directory, self._number = directory, whole_number("ExportBest.number", number)
+        super().__init__(metric, 1, min_change, mode, name)
+        self._directory = os.path.abspath(directory) if directory and not files.is_remote(directory) else directory
+        self._number = whole_number("ExportBest.number", number)
         self._averages, self._tflite = averages, tflite
-        self._kept: list[str] = []
+        self._kept: list[str] = []  # names in the directory
 
     def on_start(self, controller: Any) -> None:
-        """Checks that the metric is reported, and that there is a directory.
+        """Checks that the metric is reported, and that there is a local directory.
 
         Raises:
           UsageError: if not.
         """
         super().on_start(controller)
-        if self._directory is None and controller.model_dir is None:
+        place = self._directory or controller.model_dir
+        if place is None:
             raise UsageError("ExportBest has no directory, and the controller no model_dir; give one of them")
+        if files.is_remote(place):
+            raise UsageError(f"ExportBest exports to a local directory, and {place} is remote; give it a local one")
 
     def __call__(self, event: Event) -> None:
         """See `Action`."""
         if not self._improves(event):
             return
         folder = self._directory or os.path.join(event.controller.model_dir, "export")
-        path = os.path.join(os.path.abspath(folder), f"step-{event.step}")
-        event.controller.export(path, averages=self._averages, tflite=self._tflite)
-        self._kept = [*(kept for kept in self._kept if kept != path), path]
+        name = f"step-{event.step}"
+        event.controller.export(os.path.join(folder, name), averages=self._averages, tflite=self._tflite)
+        self._kept = [*(kept for kept in self._kept if kept != name), name]
         *old, self._kept = *self._kept[: -self._number], self._kept[-self._number :]
         if event.controller.is_chief:
-            for path in old:
-                shutil.rmtree(path, ignore_errors=True)
+            for name in old:
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
     def state(self) -> list[Any]:
         """See `Action`."""
@@ -210,8 +230,12 @@ class ExportBest(_Patient):
 
     def load(self, state: list[Any]) -> None:
         """See `Action`."""
-        *state, self._kept = state
+        *state, kept = state
+        names = [os.path.basename(path) for path in kept]  # an earlier looplib kept paths, and the run may have moved
+        if others := [name for name in names if not _EXPORT.fullmatch(name)]:
+            raise ValueError(f"{others[0]!r:.100} is not the name of an export")
         super().load(state)
+        self._kept = names
 
 
 class ReduceOnPlateau(_Patient):
@@ -228,6 +252,7 @@ class ReduceOnPlateau(_Patient):
       mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
       cooldown: evaluations (or reports) after a reduction that do not count as ones without an improvement.
       min_rate: the rate is not reduced below this.
+      name: distinguishes it from another one of this class for this metric and mode; default "".
 
     Raises:
       UsageError: for bad input.
@@ -242,8 +267,9 @@ class ReduceOnPlateau(_Patient):
         mode: str | None = None,
         cooldown: int = 0,
         min_rate: float = 0.0,
+        name: str = "",
     ) -> None:
-        super().__init__(metric, patience, min_change, mode)
+        super().__init__(metric, patience, min_change, mode, name)
         self.factor = number("ReduceOnPlateau.factor", factor)
         if not 0 < self.factor < 1:
             raise UsageError(f"ReduceOnPlateau.factor is {factor!r}; expected a number between 0 and 1")

@@ -175,7 +175,7 @@ MOMENTS = [
     *(
         Fault(signum.name, "moment", (0, 75), r"ended by SIG\w+ .*run the same command (to resume from it|again)",
               strike=_signal(signum))
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
     ),
     *[Fault("SIGKILL", "moment", (0, -signal.SIGKILL), strike=_signal(signal.SIGKILL))] * 3,
     Fault("SIGSTOP, SIGCONT", "moment", strike=_suspended),

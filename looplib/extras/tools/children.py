@@ -16,6 +16,8 @@ from typing import BinaryIO, NoReturn
 from looplib.errors import UsageError
 
 _TICK = 0.1
+# A closed terminal sends two, and a cluster manager and a job script one each, which is no second request.
+_REPEATED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _temporary: list[str] = []
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -67,7 +69,9 @@ def start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, st
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Ends the `with` block at SIGTERM and SIGHUP by an exception, as at SIGINT, and removes its temporary folders.
+    """Ends the `with` block at a signal by an exception, as at SIGINT, and removes its temporary folders.
+
+    The signals are SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2.
 
     The exit code is that of a shell, 128 plus the number of the signal.
     """
@@ -77,7 +81,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    heard = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    heard = [one for one in (signal.SIGTERM, *_REPEATED) if signal.getsignal(one) == signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
         heard = []
     for one in heard:
@@ -101,7 +105,7 @@ def temporary_folder(prefix: str) -> str:
 
 
 class Signals:
-    """Notes SIGTERM, SIGINT and SIGHUP while the `with` block runs.
+    """Notes SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 while the `with` block runs.
 
     Attributes:
       came: their numbers, in order.
@@ -110,13 +114,12 @@ class Signals:
     def __enter__(self) -> "Signals":
         self.came: list[int] = []
         heard = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
-            heard.append(signal.SIGHUP)
+        heard += [one for one in _REPEATED if signal.getsignal(one) != signal.SIG_IGN]  # as nohup has it
         self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def _note(self, number: int, _: object) -> None:
-        if number != signal.SIGHUP or not self.came:  # a closed terminal sends two, which is no second request
+        if number not in _REPEATED or not self.came:
             self.came.append(number)
 
     def __exit__(self, *_: object) -> None:
