@@ -104,7 +104,7 @@ def export_archive(model: Any) -> Any:
 
 
 def load_model(model: Any, path: str) -> Any:
-    """Loads a file that a model has written, by the model's family."""
+    """Loads a file that a model has written, by the model's family, without its optimizer and loss."""
     return sys.modules[family(model)].models.load_model(path, compile=False)
 
 

@@ -143,27 +143,25 @@ class _Parts:
             self._write_tflite(path, inputs, loaded.signatures["serving_default"](**inputs))
 
     def _write_keras(self) -> None:
-        """Writes `model.keras`, unless Keras cannot load it again, or loads another model."""
+        """Writes `model.keras`, for inference, unless Keras cannot load it again, or loads another model."""
         model, path = self._exported.model, os.path.join(self._folder, "model.keras")
-        what = "write this model"
+        doing = "write this model"
         try:
             model.save(path)
-            what = (
-                "load what it has written; own classes and functions need register_keras_serializable, and get_config"
-            )
-            found, expected = _outputs_or_weights(_keras.load_model(model, path)), _outputs_or_weights(model)
+            doing = "load what it has written, as where a class lacks register_keras_serializable or get_config"
+            loaded = _keras.load_model(model, path)
+            found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
             difference = _difference(found, expected)
+            loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
         except Exception as error:  # a layer without a configuration raises errors of many types
-            self._leave_out_keras(path, f"Keras cannot {what} ({gist(error)})")
+            self._leave_out_keras(path, f"Keras cannot {doing} ({gist(error)})")
             return
         largest = _difference([tf.zeros_like(value) for value in expected], expected)
         if difference <= _CLOSE * (1 + largest):
             self.differences["model.keras"] = difference
-        else:
-            reason = (
-                f"what Keras loads differs by {difference:.1g}, as where a get_config lacks an argument of its layer"
-            )
-            self._leave_out_keras(path, reason)
+            return
+        because = "as where a get_config lacks an argument"
+        self._leave_out_keras(path, f"what Keras loads differs by {difference:.1g}, {because}")
 
     def _leave_out_keras(self, path: str, reason: str) -> None:
         with contextlib.suppress(FileNotFoundError):
