@@ -35,7 +35,7 @@ def average(directory: str, output: str, last: int = 5, checkpoint: str = choice
     found = sorted(found, key=lambda done: done.step)[-last:]
     if len(found) < last:
         raise UsageError(
-            f"{directory} has {len(found)} intact checkpoints{f' up to step {end.step}' if end else ''}, and --last is "
+            f"{directory} has {len(found)} intact checkpoints{f' up to step {end.step}' if checkpoint != choice.LATEST else ''}, and --last is "
             f"{last}; keep more of them in the training (--keep_last), or average fewer"
         )
     if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
