@@ -299,6 +299,8 @@ def _make_controller(
         distribute=values["distribute"],
     )
     controller.report.flags = values
+    if controller.report.path:  # a controller with a trainer may be that of an export
+        controller.report.path = run_file.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
     controller.report.program = this_program() if records_program else None
     controller.report.defaults = {

@@ -34,9 +34,10 @@ def average(directory: str, output: str, last: int = 5, checkpoint: str = choice
     found = [done for done in commits.committed(folder) if end and done.step <= end.step and not commits.verify(done)]
     found = sorted(found, key=lambda done: done.step)[-last:]
     if len(found) < last:
+        up_to = "" if checkpoint == choice.LATEST else f" up to step {end.step}"
         raise UsageError(
-            f"{directory} has {len(found)} intact checkpoints{f' up to step {end.step}' if checkpoint != choice.LATEST else ''}, and --last is "
-            f"{last}; keep more of them in the training (--keep_last), or average fewer"
+            f"{directory} has {len(found)} intact checkpoints{up_to}, and --last is {last}; keep more of them in the "
+            "training (--keep_last), or average fewer"
         )
     if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
         raise UsageError(f"{output} is not empty; name a new directory for the average")
