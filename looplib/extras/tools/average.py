@@ -34,7 +34,7 @@ def average(directory: str, output: str, last: int = 5, checkpoint: str = choice
     found = [done for done in commits.committed(folder) if end and done.step <= end.step and not commits.verify(done)]
     found = sorted(found, key=lambda done: done.step)[-last:]
     if len(found) < last:
-        up_to = "" if checkpoint == choice.LATEST else f" up to step {end.step}"
+        up_to = f" up to step {end.step}" if end and checkpoint != choice.LATEST else ""
         raise UsageError(
             f"{directory} has {len(found)} intact checkpoints{up_to}, and --last is {last}; keep more of them in the "
             "training (--keep_last), or average fewer"
