@@ -143,11 +143,12 @@ def _add_report(tools: Any) -> None:
 
 
 def _add_average(tools: Any) -> None:
-    text = "write the mean of the newest checkpoints of a run as a run directory of its own"
+    text = "write the mean of successive checkpoints of a run as a run directory of its own"
     parser = tools.add_parser("average", help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("output", help="the new directory, for --mode=eval --model_dir=... and --warm_start=...")
     parser.add_argument("--last", type=int, default=5, help="number of checkpoints (default %(default)s)")
+    _add_checkpoint(parser, "the last of them", "latest")
     parser.set_defaults(run=_average)
 
 
@@ -160,7 +161,13 @@ def _add_export(tools: Any) -> None:
     )
     parser.add_argument("--tflite", action="store_true", help="write a TFLite file too")
     parser.add_argument("--last_weights", action="store_true", help="export the last weights, not averages of them")
+    _add_checkpoint(parser, "the one to export", "final")
     parser.set_defaults(run=_export)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, what: str, default: str) -> None:
+    text = f"{what}: final, what the run ended with; latest; best; or a step (default {default})"
+    parser.add_argument("--checkpoint", default=default, help=text)
 
 
 def _add_launch(tools: Any) -> None:
@@ -262,6 +269,9 @@ def _add_sweep(tools: Any) -> None:
     parser.add_argument("--trials", type=int, help="number of configurations (default: all points of the grid)")
     parser.add_argument("--seeds", type=int, default=0, help="runs each configuration with --seed=0, 1, ... up to this")
     parser.add_argument("--metric", default="eval/accuracy", help="SPLIT/NAME to rank by (default %(default)s)")
+    parser.add_argument(
+        "--value", default="last", help="last or best: which value of a run's metric ranks it (default %(default)s)"
+    )
     parser.add_argument("--goal", help="max or min (default: by the name of the metric, so min for a loss)")
     parser.add_argument(
         "--prune", default="none", help="rule that stops hopeless runs: none, median, halving or hyperband"
@@ -345,13 +355,19 @@ def _report(options: argparse.Namespace) -> int:
 def _average(options: argparse.Namespace) -> int:
     from looplib.extras.tools.average import average
 
-    return average(options.directory, options.output, options.last)
+    return average(options.directory, options.output, options.last, options.checkpoint)
 
 
 def _export(options: argparse.Namespace) -> int:
     from looplib.extras.tools.export import export
 
-    return export(options.directory, options.output, tflite=options.tflite, averages=not options.last_weights)
+    return export(
+        options.directory,
+        options.output,
+        tflite=options.tflite,
+        averages=not options.last_weights,
+        checkpoint=options.checkpoint,
+    )
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -394,7 +410,9 @@ def _sweep(options: argparse.Namespace) -> int:
     from looplib.extras.sweep.study import Plan
     from looplib.extras.sweep.sweep import sweep
 
-    plan = Plan(options.command, options.search, options.metric, options.goal, options.prune, options.seeds)
+    plan = Plan(
+        options.command, options.search, options.metric, options.goal, options.prune, options.seeds, options.value
+    )
     return sweep(options.dir, plan, options.parallel, options.trials)
 
 

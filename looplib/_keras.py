@@ -103,6 +103,11 @@ def export_archive(model: Any) -> Any:
     return sys.modules[family(model)].export.ExportArchive()
 
 
+def load_model(model: Any, path: str) -> Any:
+    """Loads a file that a model has written, by the model's family, without its optimizer and loss."""
+    return sys.modules[family(model)].models.load_model(path, compile=False)
+
+
 def callback_base(model: Any) -> type:
     """Returns the class of callbacks of a model's family."""
     return sys.modules[family(model)].callbacks.Callback

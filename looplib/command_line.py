@@ -1,6 +1,5 @@
 """The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import tensorflow as tf
 from absl import flags
 
 from looplib import runtime
+from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.data.devices import DISTRIBUTES
 from looplib.errors import UsageError, duration
@@ -21,6 +21,7 @@ from looplib.task.profiling import Profile
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
+_FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.LATEST}
 
 # The flags that `runtime.setup` takes.
 OF_THE_MACHINE = (
@@ -63,7 +64,8 @@ FLAGS = (
     ("keep_last", flags.DEFINE_integer, 5, "Number of newest checkpoints to keep."),
     ("keep_best", flags.DEFINE_string, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
     ("keep_every", flags.DEFINE_integer, None, "Also keeps the checkpoints at multiples of this number of steps."),
-    ("warm_start", flags.DEFINE_string, None, "Checkpoint or SavedModel with initial weights for a new run."),
+    ("checkpoint", flags.DEFINE_string, "final", "For eval, predict and export: final, latest, best or a step."),
+    ("warm_start", flags.DEFINE_string, None, "Run, RUN@best, RUN@STEP, checkpoint or SavedModel with first weights."),
     ("continue_from", flags.DEFINE_string, None, "Orbit or Model Garden checkpoint from which a new run continues."),
     ("start_anew", flags.DEFINE_boolean, False, "Lets a run start over if all its checkpoints are damaged or missing."),
     ("partial_restore", flags.DEFINE_boolean, False, "Restores only what the checkpoint and the model share."),
@@ -91,7 +93,7 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     """
     keep = [KeepLast(values["keep_last"])]
     if values["keep_best"]:
-        keep.append(_keep_best(values["keep_best"]))
+        keep.append(KeepBest.parse(values["keep_best"]))
     if values["keep_every"] is not None:
         keep.append(KeepEvery(values["keep_every"]))
     return CheckpointPolicy(
@@ -101,27 +103,17 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
         warm_start=values["warm_start"] or "",
         continue_from=values["continue_from"] or "",
         start_anew=values["start_anew"],
+        restore=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]),
         guards=Guards(
             non_finite=values["non_finite"],
             spike_score=values["spike_score"],
-            loss_limit=math.inf if values["loss_limit"] is None else values["loss_limit"],
+            loss_limit=values["loss_limit"],
             loss_limit_from=values["loss_limit_from"],
             on_spike=values["on_spike"],
             rollbacks=values["rollbacks"],
             stall_limit=values["stall_limit"],
         ),
     )
-
-
-def _keep_best(text: str) -> KeepBest:
-    mode, colon, metric = text.partition(":")
-    try:
-        return KeepBest(metric, mode) if colon else KeepBest(text)
-    except UsageError:
-        raise UsageError(
-            f"--keep_best is {text!r}; expected <evaluator>/<metric>, such as eval/accuracy or eval/loss, with max: or "
-            "min: before it if the name does not say which is better, such as max:eval/score"
-        ) from None
 
 
 def actions(values: dict[str, Any]) -> list[Action]:
@@ -176,6 +168,12 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
         )
     if duration("--max_time", values["max_time"] or None) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--max_time limits a training, and --mode={values['mode']} does not train; leave it out")
+    if choice.check(values["checkpoint"], "--checkpoint") != choice.FINAL and values["mode"] in _FROM_THE_NEWEST:
+        takes = "takes each new one" if values["mode"] == "continuous_eval" else "continues from the newest one"
+        raise UsageError(
+            f"--checkpoint={values['checkpoint']} is for jobs that evaluate, predict or export a checkpoint, and "
+            f"--mode={values['mode']} {takes}; leave it out"
+        )
     if actions(values) and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
     for action in actions(values):

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
@@ -35,7 +36,8 @@ class Controller:
     """Trains and evaluates: schedule, loops, metric reduction, checkpoints, batch math.
 
     Building a controller checks everything that can be checked, traces the steps, and restores the newest checkpoint in
-    `model_dir`, or else calls `trainer.initialize()`; so the same program run again continues where it stopped. State
+    `model_dir`, or else calls `trainer.initialize()`; so the same program run again continues where it stopped. Without
+    a trainer it restores the checkpoint that the training ended with, or the `CheckpointPolicy.restore`. State
     comes from the checkpoint (weights, optimizer, step, position in the data, seeds of layers); settings come from the
     program (these arguments, and the constants that it computes with, such as a constant learning rate).
 
@@ -95,10 +97,10 @@ class Controller:
         steps_per_loop: int | None = None,
         loop: str = "graph",
         seed: int = 0,
-        checkpoints: CheckpointPolicy = CheckpointPolicy(),
+        checkpoints: CheckpointPolicy | None = None,
         writers: Sequence[Writer] | None = None,
-        trackers: Sequence[Writer] = (),
-        actions: Sequence[Callable[[Event], object]] = (),
+        trackers: Sequence[Writer] | None = None,
+        actions: Sequence[Callable[[Event], object]] | None = None,
         config: Any = None,
         max_time: float | str | datetime.timedelta | None = None,
         overfit_batch: bool = False,
@@ -106,6 +108,7 @@ class Controller:
         distribute: str = "auto",
     ) -> None:
         strategy = strategy or tf.distribute.get_strategy()
+        checkpoints, actions = checkpoints or CheckpointPolicy(), actions or ()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
         if steps_per_loop is None:
@@ -131,7 +134,7 @@ class Controller:
             model_dir=model_dir,
             policy=checkpoints,
             writers=writers,
-            trackers=trackers,
+            trackers=trackers or (),
             actions=self._actions,
             config=config,
             max_time=duration("max_time", max_time),
@@ -166,8 +169,10 @@ class Controller:
     def best_checkpoint(self) -> str | None:
         """The path of the best committed checkpoint by the policy's first `KeepBest`, or None if none has a score.
 
+        Without one, that of the training which `run.json` has.
+
         Raises:
-          UsageError: if the policy has no `KeepBest`.
+          UsageError: if neither has one.
         """
         best = self._run.directory.best()
         return best.path if best else None
@@ -335,25 +340,30 @@ class Controller:
         self._tell_saves()
         return run.directory.path_of(run.step)
 
-    def restore_checkpoint(self, path: str | os.PathLike[str] | None = None, best: bool = False) -> str | None:
+    def restore_checkpoint(self, checkpoint: str | int | os.PathLike[str] = "latest") -> str | None:
         """Restores the complete state, including the position in the data; changes nothing in the run directory.
 
         Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
         and later records into `metrics.voided.jsonl`, with a line for each.
 
         Args:
-          path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; None takes the newest of `model_dir`.
-          best: takes the `best_checkpoint` instead.
+          checkpoint: "latest"; "best", the `best_checkpoint`; "final", the one that the training ended with; a step;
+            or a path, such as `<model_dir>/checkpoints/ckpt-1000`.
 
         Returns:
-          The path, or None if there is no checkpoint yet, or none with a score.
+          The path, or None if there is no checkpoint yet.
 
         Raises:
-          UsageError: if the checkpoint cannot be read or belongs to another model.
+          UsageError: if the checkpoint is not there, cannot be read or belongs to another model.
         """
         self._run.directory.need("restore_checkpoint")
         self._run.refuse_while_training("restore_checkpoint")
-        return self._run.restore_best() if best else self._run.restore(path)
+        if checkpoint is None:  # such as a `best_checkpoint` where none has a score
+            raise UsageError('restore_checkpoint got None; expected "latest", "best", "final", a step or a path')
+        if checkpoint == choice.LATEST:
+            return self._run.restore(None)
+        named = isinstance(checkpoint, int) or checkpoint in (choice.BEST, choice.FINAL)
+        return self._run.restore_chosen(checkpoint) if named else self._run.restore(checkpoint)
 
     def show(self, media: Mapping[str, Media], split: str = "train") -> None:
         """Shows images, texts and histograms at the current step; for actions.
@@ -392,6 +402,11 @@ class Controller:
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
         run = self._run
         run.refuse_if_closed_or_torn("train")
+        if self.policy.restore is not None:
+            raise UsageError(
+                f"CheckpointPolicy(restore={self.policy.restore!r}) is for evaluations, predictions and exports, and "
+                "each start of a training would go back there; leave it out, and call controller.restore_checkpoint"
+            )
         run.refuse_while_training("train")
         schedule = self._schedule(evaluate_every=eval_interval, end=run.loops.check_end(end))
         run.end = schedule.end
@@ -404,6 +419,7 @@ class Controller:
                 except Trouble as trouble:
                     run.go_back(trouble)
                     self._stopped = False
+        run.note_end()
         return run.store.record.train
 
     def _train_on(self, schedule: Schedule, eval_steps: int) -> None:

@@ -18,6 +18,7 @@ from looplib.task.exported import Exported
 
 _RECORD = "export.json"
 _NAMES = {_RECORD, f"{_RECORD}.new", "saved_model", "model.keras", "model.tflite"}
+_CLOSE = 1e-3  # relative difference of two models that compute the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +147,30 @@ class _Parts:
             self._write_tflite(path, inputs, loaded.signatures["serving_default"](**inputs))
 
     def _write_keras(self) -> None:
-        path = os.path.join(self._folder, "model.keras")
+        """Writes `model.keras`, for inference, unless Keras cannot load it again, or loads another model."""
+        model, path = self._exported.model, os.path.join(self._folder, "model.keras")
+        doing = "write this model"
         try:
-            self._exported.model.save(path)
+            model.save(path)
+            doing = "load what it has written, as where a class lacks register_keras_serializable or get_config"
+            loaded = _keras.load_model(model, path)
+            found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
+            difference = _difference(found, expected)
+            loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
         except Exception as error:  # a layer without a configuration raises errors of many types
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            self.left_out["model.keras"] = f"Keras cannot write this model ({gist(error)})"
+            self._leave_out_keras(path, f"Keras cannot {doing} ({gist(error)})")
+            return
+        largest = _difference([tf.zeros_like(value) for value in expected], expected)
+        if difference <= _CLOSE * (1 + largest):
+            self.differences["model.keras"] = difference
+            return
+        because = "as where a get_config lacks an argument"
+        self._leave_out_keras(path, f"what Keras loads differs by {difference:.1g}, {because}")
+
+    def _leave_out_keras(self, path: str, reason: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self.left_out["model.keras"] = reason
 
     def _write_tflite(self, saved: str, inputs: dict[str, tf.Tensor], outputs: dict[str, tf.Tensor]) -> None:
         try:
@@ -206,6 +224,14 @@ def _random(spec: tf.TensorSpec) -> tf.Tensor:
         return tf.fill(shape, "")
     uniform = tf.random.stateless_uniform(shape, seed=[0, 0])
     return tf.cast(uniform if spec.dtype.is_floating else tf.round(uniform), spec.dtype)
+
+
+def _outputs_or_weights(model: Any) -> list[Any]:
+    """Returns the outputs of a Keras model for random inputs; its weights, if it does not know its inputs."""
+    specs = _keras.input_specs(model)
+    if specs is None:
+        return model.get_weights()
+    return tf.nest.flatten(model(tf.nest.map_structure(_random, specs), training=False))
 
 
 def _difference(found: Any, expected: Any) -> float:

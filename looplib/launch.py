@@ -60,7 +60,7 @@ def run(
     argv: Sequence[str] | None = None,
     settings: Settings | None = None,
     started: Started | None = None,
-    actions: Sequence[Act] = (),
+    actions: Sequence[Act] | None = None,
     modes: Mapping[str, Mode] | None = None,
     experiments: Mapping[str, Any] | None = None,
     **defaults: Any,
@@ -83,7 +83,7 @@ def run(
         this run's and its checkpoint to fit.
       actions: callables that take an `Event`, see `Controller`.
       modes: dict from name to function of `(config, controller)`, further values of `--mode`. The controller has the
-        evaluator, but no trainer, and has restored the newest checkpoint.
+        evaluator, but no trainer, and has restored the checkpoint that --checkpoint names.
       experiments: variants of `config` by name, of its class; --experiment=NAME takes one in its place.
       **defaults: other default values for flags, such as `train_steps=2000`.
     """
@@ -106,7 +106,7 @@ def run(
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     console.guard()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
-    binary = _Binary(build, config, settings, started, actions, modes or {})
+    binary = _Binary(build, config, settings, started, actions or (), modes or {})
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
 
 
@@ -299,6 +299,8 @@ def _make_controller(
         distribute=values["distribute"],
     )
     controller.report.flags = values
+    if controller.report.path:  # a controller with a trainer may be that of an export
+        controller.report.path = run_file.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
     controller.report.program = this_program() if records_program else None
     controller.report.defaults = {
@@ -325,9 +327,26 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
 def _done(session: _Session, _: None) -> Outcome:
     if session.tried:
         return outcome.done(session.tried)
-    line = f"done at step {session.controller.global_step}; the run directory is {session.values['model_dir']}"
+    line = f"done at step {_where(session.controller)}; the run directory is {session.values['model_dir']}"
     line += f", and its page {session.page}" * bool(session.page)
     return outcome.done(line if session.controller.is_chief else "")
+
+
+def _where(controller: Controller) -> str:
+    """Returns the step at which a run has ended, and which of its checkpoints other jobs take."""
+    standing = controller.report.standing()
+    rule = controller.policy.best if "train" in controller.loops else None
+    path = controller.best_checkpoint if rule and standing.saved_step is not None else None
+    best = int(path.rsplit("-", 1)[1]) if path else None
+    if (final := standing.final_step) is not None:
+        named = f", the best by {rule.metric}," if final == best else ","
+        return (
+            f"{standing.step}, and back at step {final}{named} which eval, predict, export and --warm_start take; a "
+            f"longer training continues from step {standing.saved_step} (--checkpoint=latest)"
+        )
+    if best is None or best == standing.step:
+        return f"{standing.step}"
+    return f"{standing.step}; the best by {rule.metric} is step {best} (--checkpoint=best)"
 
 
 def _served(session: _Session, gone: CoordinatorGone) -> Outcome:

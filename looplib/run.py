@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import tensorflow as tf
 from absl import logging
 
 from looplib import console, runtime
@@ -113,7 +112,7 @@ class Run:
         self._max_time = max_time
         self._trains = self._closed = self._save_noted = False
         self._trained = 0  # steps of this start
-        self._halted_at: int | None = None
+        self._ended_at: int | None = None  # the step of the newest training's end; None while one trains
         action_states = ActionStates(actions)
         self._continued_from: tuple[int, int] | None = None  # a step, and the last report before it
         if trainer:
@@ -152,6 +151,7 @@ class Run:
             flags={
                 **self._settings.flags,
                 "checkpoint_interval": self._policy.every_steps,
+                "keep_best": str(self._policy.best) if self._policy.best else None,
                 "guards": dataclasses.asdict(self._policy.guards),
             },
             config=config,
@@ -185,16 +185,15 @@ class Run:
             self.recovery = Recovery(self.store, self.directory, policy.guards, self.workers, objects)
 
     def _restore_start(self, path: str) -> None:
-        """Restores a checkpoint; a newer one in an evaluation whose training has meanwhile deleted it."""
+        """Restores a checkpoint; another one in an evaluation whose training has meanwhile deleted it."""
         while True:
             try:
                 self.restore(path)
                 return
             except UsageError:
-                newer = None if self.loops.training or self.workers.count > 1 else self.directory.latest
-                if newer is None or newer == path or tf.io.gfile.exists(path + ".commit"):
+                if not self.directory.deleted(path):
                     raise
-                path = newer
+                path = self.directory.start.path
 
     # What a controller does between loops.
 
@@ -231,26 +230,30 @@ class Run:
             self._continued_from = step, self.store.record.reported.get("train", 0)
         return path
 
-    def restore_best(self) -> str | None:
-        """Restores the best checkpoint, with its scores as the last evaluation; returns its path, or None."""
-        best = self.directory.agreed_best()
-        if best is None:
+    def restore_chosen(self, which: str | int) -> str | None:
+        """Restores the checkpoint that a word or a step names, with its scores as the last evaluation.
+
+        Returns:
+          Its path, or None if there is no checkpoint at all.
+        """
+        found = self.directory.chosen(which)
+        if found is None:
             return None
-        self.restore(best.path)
+        self.restore(found.path)
         self.last_evaluation = {}
-        for name, value in best.scores.items():
+        for name, value in found.scores.items():
             split, _, metric = name.partition("/")
             self.last_evaluation.setdefault(split, {})[metric] = value
-        return best.path
+        return found.path
 
     def go_back(self, trouble: Trouble) -> None:
         """Restores the checkpoint before a trouble, with the data after it, if the policy allows it."""
         step, alone = trouble.resume_after, self.workers.count == 1
         command = f"python -m looplib replay {shlex.quote(self.model_dir or '')} --step={step}"
         can_replay = self.report.program and self.report.program.arguments and alone
-        self._halted_at = step  # unless there is a rollback
+        self._ended_at = step  # unless there is a rollback
         rollback = self.recovery.go_back(trouble, f"{command} shows that step" if can_replay else "")
-        self._halted_at = None
+        self._ended_at = None
         self.restore(rollback.path, rollback)
         self.report.note_rollback(trouble.resume_after, self.step, trouble.what)
 
@@ -346,8 +349,10 @@ class Run:
 
     def _standing(self) -> run_json.Standing:
         trained = self.store.record.train if self.loops.training else None
+        ended = self.step if self._ended_at is None else self._ended_at
         return run_json.Standing(
-            step=self.step if self._halted_at is None else self._halted_at,
+            step=ended,
+            final_step=self.step if self.step < ended else None,
             end=self.end,
             metrics={**({"train": trained} if trained else {}), **self.last_evaluation},
             rollbacks=self.store.record.rollbacks,
@@ -359,7 +364,7 @@ class Run:
     def training_now(self) -> Iterator[None]:
         """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
         self._trains = True
-        self._halted_at = None
+        self._ended_at = None
         self.loops.own(self.loops.training.task)
         try:
             with (
@@ -384,7 +389,13 @@ class Run:
             raise
         finally:
             self._trains = False
+            self._ended_at = self.step if self._ended_at is None else self._ended_at
             self.writers.progress(None)
+
+    def note_end(self) -> None:
+        """Notes in `run.json` that an action has restored another checkpoint at the end of a training."""
+        if self.step != self._ended_at:
+            self.report.write("done")
 
     def leave(self, step: int) -> NoReturn:
         """Ends the run for a signal or a time limit: saves, flushes, raises `Preempted`."""

@@ -38,6 +38,24 @@ def test_inner_phases_do_not_count_for_outer_ones():
     assert clock.seconds() == {"other": 33, "save": 4, "train": 26, "wall": 63}
 
 
+def test_a_job_that_does_not_train_gets_no_advice_for_trainings():
+    for phase, words in (
+        ("evaluate", "evaluation-bound: 90% of"),
+        ("compile", "start-bound: "),
+        ("other", "overhead-bound: "),
+    ):
+        verdicts = {}
+        for trains in (False, True):
+            clock = Clock(now=(time := Time()))
+            with clock.phase(phase):
+                time.now += 9
+            with clock.phase("train") if trains else contextlib.nullcontext():
+                time.now += 1
+            verdicts[trains] = clock.summary()[1]
+        assert verdicts[True].startswith(words) and "; " in verdicts[True]
+        assert verdicts[False].startswith(words[:-8]) and ";" not in verdicts[False]
+
+
 def test_a_phase_that_raises_is_closed():
     time = Time()
     clock = Clock(now=time)

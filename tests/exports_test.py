@@ -407,6 +407,60 @@ def test_names_of_exports_that_are_none_are_a_sentence(names, first, tmp_path):
         best(tmp_path / "run", 8)
 
 
+def layers_of_ones_own(keras):
+    """Models with a layer or a function that Keras does not know, and what is said of them; "" where it is loaded."""
+    register = keras.saving.register_keras_serializable
+
+    class Plain(keras.layers.Layer):
+        def call(self, inputs):
+            return 2 * inputs
+
+    class Forgetful(keras.layers.Layer):
+        def __init__(self, factor=1.0, **others):
+            super().__init__(**others)
+            self.factor = factor
+
+        def call(self, inputs):
+            return self.factor * inputs
+
+        def get_config(self):
+            return super().get_config()
+
+    class Complete(Forgetful):
+        def get_config(self):
+            return {**super().get_config(), "factor": self.factor}
+
+    register(keras.__name__)(Forgetful), register(keras.__name__)(Complete)
+    own_loss = lambda labels, outputs: tf.square(labels - outputs)
+    kinds = {
+        "no such class": (Plain(), "Keras cannot load what it has written"),
+        "lambda": (keras.layers.Lambda(lambda x: 2 * x), "Keras cannot load what it has written"),
+        "an argument is lost": (Forgetful(3.0), "what Keras loads differs by "),
+        "complete": (Complete(3.0), ""),
+    }
+    for kind, (layer, words) in kinds.items():
+        model = keras.Sequential([keras.Input((toy.NUM_FEATURES,)), keras.layers.Dense(2), layer])
+        if kind == "complete":  # which another program has no loss for
+            model.compile("sgd", own_loss)
+        yield model, words
+
+
+def test_a_keras_file_is_left_out_that_keras_does_not_load_as_the_model(keras, tmp_path):
+    for number, (model, words) in enumerate(layers_of_ones_own(keras)):
+        evaluator = toy.RegressionEvaluator(model)
+        with looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[], loop="eager") as controller:
+            path = controller.export(tmp_path / str(number))
+        record = json.loads((tmp_path / str(number) / "export.json").read_text())
+        there = "model.keras" in names(tmp_path / str(number))
+        assert there == ("model.keras" in record["files"]) == ("model.keras" in record["differences"]) == (not words)
+        assert record["left_out"].get("model.keras", "").startswith(words), record
+        if there:
+            again = keras.models.load_model(f"{path}/model.keras")
+            x = toy.X[:7]
+            kernel, bias = model.get_weights()
+            np.testing.assert_allclose(np.array(again(x)), 3 * (x @ kernel + bias), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.any_engine(False)
 def test_what_cannot_be_exported_is_a_sentence(tmp_path):
     class Modelless(toy.RegressionEvaluator):

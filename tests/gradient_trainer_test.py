@@ -363,6 +363,15 @@ def test_frozen_layers_keep_weights_and_statistics(keras):
     assert metrics["weight_norm"] == pytest.approx(np.sqrt(sum((w**2).sum() for w in after[2])), rel=1e-5)
 
 
+def test_none_stands_for_nothing_where_names_or_actions_are_listed():
+    nothing = Tagger(freeze=None, rematerialize=None, no_decay=None, report=None)
+    assert nothing.frozen_variables == []
+    metrics, plain = train(nothing, 2, checkpoints=None, actions=None, trackers=None), Tagger()
+    assert metrics.keys() == train(plain, 2).keys()
+    np.testing.assert_array_equal(nothing.model.get_weights()[0], plain.model.get_weights()[0])
+    assert looplib.Guards(loss_limit=None) == looplib.Guards()
+
+
 def test_the_table_of_the_model_says_of_one_frozen_variable_of_a_layer_that_it_is_not_trained(keras):
     class Half(Tagger):
         def __init__(self):

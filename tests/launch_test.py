@@ -259,5 +259,10 @@ launch.run(lambda config: (toy.Regression(), None), global_batch_size=8, train_s
     assert tried.returncode == 0 and "dry run: all went well" in tried.stdout, tried.stderr
     trained = run()
     assert trained.returncode == 0 and list((tmp_path / "run" / "checkpoints").glob("ckpt-2.commit")), trained.stderr
+    assert run("--checkpoint_interval=1", "--train_steps=4").returncode == 0
+    told = (tmp_path / "run" / "run.json").read_bytes()
+    assert run("--mode=export", "--checkpoint=3").returncode == 0
+    assert json.loads((tmp_path / "run" / "export" / "step-3" / "export.json").read_text())["step"] == 3
+    assert (tmp_path / "run" / "run.json").read_bytes() == told  # an export is no start of the training
     refused = run("--mode=eval").stderr.strip().splitlines()[-1]
     assert "--mode=eval needs an evaluator, but this binary has none; use --mode=train" in refused

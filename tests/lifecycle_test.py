@@ -418,6 +418,7 @@ def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
         "config.width": [3, 4],
         "steps_per_loop": [1, 2],
         "checkpoint_interval": [2, 4],
+        "keep_best": ["max:eval/accuracy", None],
         "guards.non_finite": ["halt", "skip"],
     }
     assert second["starts"][1]["restored_from"].endswith("ckpt-4") and second["restarts"] == 1

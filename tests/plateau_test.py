@@ -170,7 +170,8 @@ def test_early_stopping_restores_the_best_state_and_repeats_nothing_wrongly(name
             np.testing.assert_array_equal(a, b)
         assert controller.latest_checkpoint.endswith("ckpt-7")
         run = json.loads((tmp_path / "run.json").read_text())
-        assert run["status"] == "done" and run["saved_step"] == 7
+        assert [run[key] for key in ("status", "step", "final_step", "saved_step")] == ["done", 7, 3, 7]
+        assert run["metrics"]["eval"]["loss"] == 3
     before = (tmp_path / "metrics.jsonl").read_bytes() if (tmp_path / "metrics.jsonl").exists() else b""
     stop = looplib.EarlyStopping("eval/loss", patience=4, restore_best=True)
     with build(values, [stop], strategy, model_dir=tmp_path) as controller:  # stops again where it had stopped

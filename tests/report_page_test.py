@@ -509,6 +509,17 @@ def test_a_start_that_found_nothing_to_train_is_no_restart(run, tmp_path):
     assert "1 restart took" in text and "idle" not in text
 
 
+def test_a_run_that_went_back_at_its_end_says_so_beside_its_restarts(run, opened, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    report = json.loads((folder / "run.json").read_text())
+    report |= {"status": "done", "final_step": 4}
+    (folder / "run.json").write_text(json.dumps(report))
+    assert cli(["report", str(folder)]) == 0
+    assert "1 restart, back at step 4" in opened(folder / "report.html").locator(".tiles").inner_text()
+    assert cli(["report", str(run), str(folder), "--output", str(tmp_path / "both.html")]) == 0
+    assert f"{report['step']} (back at 4)" in opened(tmp_path / "both.html").locator("table").first.inner_text()
+
+
 def test_every_chart_is_drawn_for_the_printer(run, opened):
     sheet = opened(run / "report.html", width=390)  # so that the last charts are far below
     assert not sheet.evaluate("[...charts].every((chart) => chart.drawn)")

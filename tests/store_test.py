@@ -391,7 +391,7 @@ def test_programs_find_checkpoints_with_paths_steps_and_scores(tmp_path):
     with toy.controller(make_strategy("default"), trainer, Scored(trainer), **settings) as controller:
         assert controller.best_checkpoint == found[-2].path  # of step 2
     with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
-        with pytest.raises(UsageError, match="no best checkpoint, because the policy names no metric"):
+        with pytest.raises(UsageError, match="the best is not known, because no metric decides it"):
             _ = controller.best_checkpoint
 
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from looplib import UsageError
 from looplib.__main__ import main
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.sweep import space
+from looplib.extras.sweep.jobs import result
 from looplib.extras.sweep.study import Plan, Study
 from looplib.extras.tools.compare import compare
 from looplib.report.records import read_jsonl
@@ -144,6 +146,7 @@ def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_rest
 BAD = {
     "no command": ([], [], "the command is missing"),
     "search": (["--search=best"], ["train"], "--search is 'best'; expected one of grid, random, tpe"),
+    "value": (["--value=first"], ["train"], "--value is 'first'; expected one of last, best"),
     "goal": (["--goal=up"], ["train"], "--goal is 'up'; expected one of max, min"),
     "no goal": (["--metric=eval/quality"], ["train"], "the name does not imply whether higher or lower is better"),
     "parallel": (["--parallel=0"], ["train"], "--parallel is 0; expected at least 1"),
@@ -242,6 +245,43 @@ def test_a_table_and_a_plot_rank_the_trials_and_failures_have_their_last_line(py
     ] in result.stdout
     other = sweep(python, tmp_path, of=[*of[:2], "--train_steps=30"])
     assert other.returncode == 2 and "holds a sweep whose command is" in other.stderr
+
+
+def test_the_best_value_ranks_if_asked_for_and_the_pages_have_trials_alone(python, tmp_path, capsys):
+    of = ["--config.rate=0.3,1.9", "--train_steps=19"]  # the second one jumps from one side of 1 to the other
+    options = ("--value=best", "--parallel=2")
+    result = sweep(python, tmp_path, *options, of=of)
+    assert result.returncode == EXIT_DONE, result.stderr
+    rows = table(tmp_path)
+    assert [row["config.rate"] for row in rows] == ["1.9", "0.3"]
+    for row in rows:
+        best = max(swept.score(float(row["config.rate"]), steps) for steps in (10, 19))
+        assert float(row["best eval/score"]) == pytest.approx(best, rel=1e-5)
+    assert f"best: {rows[0]['trial']}, best eval/score " in result.stdout
+    other = sweep(python, tmp_path, "--value=last", of=of)
+    assert other.returncode == 2 and "holds a sweep whose value is best, not last" in other.stderr
+    shutil.copytree(tmp_path / "trial-0000", tmp_path / "trial-0000-rerun")
+    assert main(["report", str(tmp_path)]) == 0 and capsys.readouterr().out.endswith("report.html: 2 runs\n")
+    os.remove(tmp_path / "sweep.db")
+    assert main(["report", str(tmp_path)]) == 0 and capsys.readouterr().out.endswith("report.html: 3 runs\n")
+
+
+def test_a_value_that_is_not_finite_is_never_the_result(tmp_path):
+    values = [0.5, None, 0.25, 0.75, None]
+    lines = [json.dumps({"step": step, "split": "eval", "score": value}) for step, value in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    def value_of(goal, value):
+        plan = Plan([], "grid", "eval/score", goal, "none", 0, value)
+        try:
+            return result(str(tmp_path), plan)
+        except UsageError as error:
+            return str(error)
+
+    assert (value_of("max", "best"), value_of("min", "best")) == (0.75, 0.25)
+    assert value_of("max", "last") == "eval/score is not finite at the end"
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
+    assert (value_of("max", "last"), value_of("min", "last")) == (0.75, 0.75)
 
 
 def test_a_trial_under_several_seeds_has_their_mean_and_deviation(python, tmp_path):

@@ -2,6 +2,7 @@
 
 Names that other rooms may use, by file:
     beginning: begin
+    choice: BEST, FINAL, LATEST, best, check, choose, final
     commits: SET_ASIDE, begin, checkpoints, commit, committed, listing, path_of, place_of, verify
     lock: Holder, holder
     manager: latest_checkpoint, peek

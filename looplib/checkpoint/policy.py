@@ -60,6 +60,25 @@ class KeepBest:
         object.__setattr__(self, "number", whole_number("KeepBest.number", self.number))
         object.__setattr__(self, "mode", mode_of("KeepBest", self.metric, self.mode))
 
+    @classmethod
+    def parse(cls, text: str) -> "KeepBest":
+        """Returns the rule that `str` has made a text of, or a user wrote: max:eval/score, or eval/loss.
+
+        Raises:
+          UsageError: for another form.
+        """
+        mode, colon, metric = text.partition(":")
+        try:
+            return cls(metric, mode) if colon else cls(text)
+        except UsageError:
+            raise UsageError(
+                f"--keep_best is {text!r}; expected <evaluator>/<metric>, such as eval/accuracy or eval/loss, with "
+                "max: or min: before it if the name does not say which is better, such as max:eval/score"
+            ) from None
+
+    def __str__(self) -> str:
+        return f"{self.mode}:{self.metric}"
+
     def select(self, kept: Sequence[Commit]) -> list[Commit]:
         """Returns those of `kept`, newest first, to keep; of equal ones the newer."""
         scores = [(done, done.scores.get(self.metric)) for done in kept]
@@ -100,14 +119,18 @@ class CheckpointPolicy:
       partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
         default False, which refuses a checkpoint of another model.
       guards: `Guards`, which decide when nothing is committed, and when to go back to a checkpoint.
-      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, or a SavedModel's directory,
-        from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
+      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a
+        SavedModel's, from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
+        See `looplib.warm_start`.
       continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
         do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
         newest. A run without a checkpoint of its own continues with its step, weights and optimizer, and with the data
         from the start, because such a checkpoint holds no position in the data; default "" for none.
       start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
         refuses that. It has no effect on a run that has an intact checkpoint, or never had one.
+      restore: the checkpoint of this run that the controller restores when it is built: "latest", "best", a step, or
+        "final", the one that the training ended with: the newest, unless `EarlyStopping` has restored the best.
+        Default None: "final" without a trainer; a training always continues from the newest.
     """
 
     every_steps: int = 1000
@@ -118,6 +141,7 @@ class CheckpointPolicy:
     warm_start: str = ""
     continue_from: str = ""
     start_anew: bool = False
+    restore: str | int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))
@@ -151,7 +175,7 @@ class CheckpointPolicy:
             if not isinstance(rule, KeepBest):
                 continue
             name, _, metric = rule.metric.partition("/")
-            who = f"KeepBest({rule.metric!r}) (--keep_best={rule.mode}:{rule.metric})"
+            who = f"KeepBest({rule.metric!r}) (--keep_best={rule})"
             if name not in metrics:
                 raise UsageError(
                     f"{who} needs the evaluator {name!r}, which does not exist; "

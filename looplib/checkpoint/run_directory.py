@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.checkpoint import commits, marker
+from looplib.checkpoint import choice, commits, marker
 from looplib.checkpoint.lock import RunLock, acquire
 from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.checkpoint.marker import Commit
@@ -136,7 +136,7 @@ class RunDirectory:
             check_inside(model_dir, writes)
             if writes:
                 self._lock = acquire(model_dir, give_up)
-        self.start = self.newest_intact()
+        self.start = self._chosen_start()
 
     def need(self, what: str) -> None:
         """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
@@ -173,6 +173,28 @@ class RunDirectory:
             "one, or start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
         )
 
+    def _chosen_start(self) -> Commit | None:
+        which = self._policy.restore
+        return self.newest_intact() if which is None and self.writes else self.chosen(which or choice.FINAL)
+
+    def deleted(self, path: str) -> bool:
+        """Returns whether a training has meanwhile deleted the checkpoint that this job was to start from.
+
+        `start` is then another one, if there is one.
+        """
+        if self.writes or self._workers.count > 1 or tf.io.gfile.exists(path + ".commit"):
+            return False
+        self.start = self._chosen_start()
+        return self.start is not None and self.start.path != path
+
+    def chosen(self, which: str | int) -> Commit | None:
+        """Returns the checkpoint that a word or a step names, see `choice.choose`; workers wait for each other."""
+        done = None
+        if self._workers.is_chief:
+            done = choice.choose(self.checkpoints, which, self._policy.best)
+            self._verified = done.path if done else None
+        return self._agreed(done)
+
     def peek(self) -> tuple[int, RunRecord]:
         """Returns the global batches consumed by `start` and its run record; 0 and an empty one without a `start`."""
         if not self.start:
@@ -206,23 +228,8 @@ class RunDirectory:
         return self._agreed(done)
 
     def best(self) -> Commit | None:
-        """Returns the best committed checkpoint by the policy's first `KeepBest`; None without one.
-
-        Raises:
-          UsageError: if the policy has no `KeepBest`.
-        """
-        rule = self._policy.best
-        if rule is None:
-            raise UsageError(
-                "there is no best checkpoint, because the policy names no metric; give "
-                'CheckpointPolicy(keep=(looplib.KeepLast(), looplib.KeepBest("eval/accuracy")))'
-            )
-        kept = commits.committed(self.checkpoints) if self.checkpoints else []
-        return next(iter(rule.select(kept)), None)
-
-    def agreed_best(self) -> Commit | None:
-        """Returns `best` as the chief sees it; workers wait for each other."""
-        return self._agreed(self.best())
+        """Returns the best checkpoint, see `choice.best`; None without a `model_dir`."""
+        return choice.best(self.checkpoints, self._policy.best) if self.checkpoints else None
 
     def check_intact(self, path: str) -> None:
         """Reads all of a checkpoint before TensorFlow does, because TensorFlow may crash on a damaged one.

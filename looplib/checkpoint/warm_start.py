@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import _keras, _tf
-from looplib.checkpoint import commits
+from looplib.checkpoint import choice, commits
 from looplib.checkpoint.matching import Match
 from looplib.checkpoint.names import Leaf, Live, Saved
 from looplib.checkpoint.snapshot import objects_of
@@ -118,20 +118,24 @@ def warm_start(objects: Mapping[str, Any], path: str) -> None:
 
     Args:
       objects: dict from attribute name to trackable object.
-      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for its newest; or the directory
-        of a SavedModel, which is that of the only model here.
+      path: a checkpoint, such as `<model_dir>/checkpoints/ckpt-1000`; a run directory, for the checkpoint that the run
+        ended with, or with "@latest", "@best" or "@1000" after it for another one; or the directory of a SavedModel,
+        which is that of the only model here.
 
     Raises:
       UsageError: if it cannot be read or fits nothing.
     """
     models = {name: value for name, value in objects.items() if _keras.is_layer(value)}
+    given, (path, which) = path, choice.divided(path)
     runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
+    if path != given and not runs:
+        raise UsageError(f"there is no checkpoint in {path}, although {given} names one; name a run directory")
     if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
         path = os.path.join(path, "variables", "variables")
         if len(models) == 1:
             models = _as_saved(next(iter(models.values())), path)
     elif runs:
-        path = commits.newest_intact(runs[0], tidy=False).path
+        path = choice.choose(runs[0], which).path
     take_what_fits(models, path.removesuffix(".index"))
 
 

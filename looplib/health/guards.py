@@ -21,7 +21,7 @@ class Guards:
       spike_score: the robust z-score from which a reported loss counts as a jump, such as 6; 0 scores no loss. The
         score is 0.6745 (loss - median) / MAD over the last `spike_window` reports (Iglewicz and Hoaglin, 1993).
       spike_window: how many reports the score is over; no loss is scored before there are half as many.
-      loss_limit: a reported loss above this limit leads to `on_spike` too; default infinity, which is no limit.
+      loss_limit: a reported loss above this limit leads to `on_spike` too; default None, or infinity, for no limit.
       loss_limit_from: the first step to whose report `loss_limit` applies; default 0.
       on_spike: "halt" or "rollback", for a jump or a loss above the limit.
       rollbacks: how many rollbacks a run may do, over all its restarts.
@@ -32,7 +32,7 @@ class Guards:
     non_finite: str = "halt"
     spike_score: float = 0.0
     spike_window: int = 50
-    loss_limit: float = math.inf
+    loss_limit: float | None = None
     loss_limit_from: int = 0
     on_spike: str = "rollback"
     rollbacks: int = 3
@@ -43,6 +43,7 @@ class Guards:
             raise UsageError(f"non_finite is {self.non_finite!r}; expected one of {', '.join(POLICIES)}")
         if self.on_spike not in ("halt", "rollback"):
             raise UsageError(f"on_spike is {self.on_spike!r}; expected halt or rollback")
+        object.__setattr__(self, "loss_limit", math.inf if self.loss_limit is None else self.loss_limit)
         if math.isnan(self.loss_limit):
             raise UsageError("loss_limit is NaN; expected a number, or infinity for none")
         for name, least in (("spike_window", 4), ("loss_limit_from", 0), ("rollbacks", 0)):

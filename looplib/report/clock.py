@@ -104,14 +104,15 @@ class Clock:
 
         Returns:
           `(line, verdict)`: all phases with their shares, the longest first; and the bottleneck of the run, a word
-          ending in "-bound", with a remedy to try.
+          ending in "-bound", with a remedy to try for a training.
         """
         seconds = self.seconds()
         wall = max(seconds.pop("wall"), 1e-9)
         ran = max(wall - seconds.get("suspended", 0.0), 1e-9)
         longest = sorted((item for item in seconds.items() if item[1] >= 0.0005), key=lambda item: -item[1])
         shares = ", ".join(f"{name} {value:.1f} ({format_share(value / wall)})" for name, value in longest)
-        return f"time {wall:.1f} s: {shares}", self._verdict(seconds, ran)
+        verdict = self._verdict(seconds, ran)
+        return f"time {wall:.1f} s: {shares}", verdict if self._calls.get("train") else verdict.partition("; ")[0]
 
     def _verdict(self, seconds: dict[str, float], wall: float) -> str:
         train, waited, evaluated = (seconds.get(name, 0.0) for name in ("train", "input", "evaluate"))

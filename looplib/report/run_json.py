@@ -42,6 +42,8 @@ class Standing:
 
     Attributes:
       step: the global step; the one that the error names if a guard has ended the run, whose loop may have gone on.
+        After a training, the one that it has reached.
+      final_step: the step of an earlier checkpoint, which was restored after the training; None if there was none.
       end: the step that the newest training goes to; None where it is not known.
       metrics: dict from split to dict of the last metrics.
       rollbacks: how often the run went back to a checkpoint.
@@ -50,6 +52,7 @@ class Standing:
     """
 
     step: int
+    final_step: int | None
     end: int | None
     metrics: dict[str, dict[str, float]]
     rollbacks: int

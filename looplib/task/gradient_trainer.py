@@ -127,11 +127,11 @@ class GradientTrainer(Trainer):
         clip_adaptive: float | None = None,
         average_decay: float | None = None,
         loss_scale: str | None = "auto",
-        freeze: Sequence[str] | str = (),
-        rematerialize: Sequence[str] | str = (),
-        no_decay: Sequence[str] | str = (),
+        freeze: Sequence[str] | str | None = None,
+        rematerialize: Sequence[str] | str | None = None,
+        no_decay: Sequence[str] | str | None = None,
         jit_compile: bool = False,
-        report: Sequence[str] = (),
+        report: Sequence[str] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         auto = micro_batches == "auto"
@@ -140,7 +140,7 @@ class GradientTrainer(Trainer):
         if not isinstance(jit_compile, bool):
             raise UsageError(f"jit_compile is {jit_compile!r}; expected True or False")
         self._gradients_compiled = jit_compile
-        self._gradient_report = checks.checked_reports(report)
+        self._gradient_report = checks.checked_reports(report or ())
         checks.check_model(model)
         trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)

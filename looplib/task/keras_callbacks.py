@@ -171,8 +171,8 @@ def _check(model: Any, callback: Any) -> None:
             raise UsageError(f"the callback {kind} does not work in looplib; use {_REPLACED[parent.__name__]}")
     if getattr(callback, "restore_best_weights", False):
         raise UsageError(
-            f"{kind} has restore_best_weights, which a restart would forget; use looplib.EarlyStopping, or "
-            "looplib.KeepBest and controller.restore_checkpoint(controller.best_checkpoint)"
+            f"{kind} has restore_best_weights, which a restart would forget; use "
+            "looplib.EarlyStopping(restore_best=True)"
         )
     for name in _IN_AN_EPOCH:
         if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):

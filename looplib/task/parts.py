@@ -12,14 +12,14 @@ from looplib.errors import UsageError, join_names
 
 
 def matching(
-    things: Sequence[Any], patterns: Sequence[str] | str, what: str,
+    things: Sequence[Any], patterns: Sequence[str] | str | None, what: str,
     name_of: Callable[[Any], str] = _keras.variable_path, kind: str = "variable",
 ) -> list[Any]:  # fmt: skip
     """Returns the variables, or layers, whose names contain a match of any pattern.
 
     Args:
       things: variables of Keras or TensorFlow, or layers.
-      patterns: regular expressions, for `re.search`; one or several.
+      patterns: regular expressions, for `re.search`; one or several, or None for none.
       what: name of the argument with the patterns, for messages.
       name_of: returns the name of one of the things.
       kind: what one of the things is called, for messages.
@@ -28,7 +28,7 @@ def matching(
       UsageError: for a pattern that is not a regular expression, or matches nothing.
     """
     chosen: dict[int, Any] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
         try:
             found = [thing for thing in things if re.search(pattern, name_of(thing))]
         except re.error as error:
@@ -40,7 +40,7 @@ def matching(
     return [thing for thing in things if id(thing) in chosen]
 
 
-def freeze(model: Any, patterns: Sequence[str] | str) -> list[Any]:
+def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
     """Freezes the matching variables; returns the variables that are still trained.
 
     A layer whose variables all match becomes `trainable = False`, so that its batch normalization uses its moving
@@ -48,7 +48,7 @@ def freeze(model: Any, patterns: Sequence[str] | str) -> list[Any]:
 
     Args:
       model: a Keras model of either family, or a `tf.Module`.
-      patterns: see `matching`; empty for none.
+      patterns: see `matching`; empty or None for none.
 
     Raises:
       UsageError: for a pattern that matches nothing, or if no variable is left.
@@ -93,12 +93,14 @@ def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tup
     return parts
 
 
-def leave_out_of_decay(optimizer_parts: Sequence[tuple[str, Any, list[Any]]], patterns: Sequence[str] | str) -> None:
+def leave_out_of_decay(
+    optimizer_parts: Sequence[tuple[str, Any, list[Any]]], patterns: Sequence[str] | str | None
+) -> None:
     """Leaves the matching variables out of the weight decay of their optimizers, which are not built yet.
 
     Args:
       optimizer_parts: as `divided` returns them.
-      patterns: see `matching`; empty for none.
+      patterns: see `matching`; empty or None for none.
 
     Raises:
       UsageError: for a pattern that matches nothing, or if no optimizer decays weights.
@@ -116,7 +118,7 @@ def leave_out_of_decay(optimizer_parts: Sequence[tuple[str, Any, list[Any]]], pa
             optimizer.exclude_from_weight_decay(var_list=own)
 
 
-def rematerialize(model: Any, patterns: Sequence[str] | str) -> None:
+def rematerialize(model: Any, patterns: Sequence[str] | str | None) -> None:
     """Lets the matching layers compute their activations again in the backward pass, by `tf.recompute_grad`.
 
     Only what goes into such a layer is kept for the gradient, so that a block of a deep model is a good choice.

@@ -104,9 +104,9 @@ class EarlyStopping(_Patient):
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
       mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
       restore_best: whether the controller is at its best checkpoint once a training has ended, early or not: step,
-        weights and the rest of the state, as by `controller.restore_checkpoint(best=True)`. It needs a `model_dir` and
-        `KeepBest` of this metric in `CheckpointPolicy.keep`. The run directory does not change, so the next start of
-        the program continues from the last step.
+        weights and the rest of the state, as by `controller.restore_checkpoint("best")`. It needs a `model_dir` and
+        `KeepBest` of this metric in `CheckpointPolicy.keep`. Jobs that evaluate, predict or export take this
+        checkpoint too. No checkpoint is moved or removed, and the next start of the program continues from the last.
       name: distinguishes it from another one of this class for this metric and mode; default "".
 
     Raises:
@@ -158,7 +158,7 @@ class EarlyStopping(_Patient):
     def on_end(self, controller: Any) -> None:
         """Restores the best checkpoint, if that was asked for."""
         if self.restore_best and self._best is not None:
-            controller.restore_checkpoint(best=True)
+            controller.restore_checkpoint("best")
 
 
 class ExportBest(_Patient):

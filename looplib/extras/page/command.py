@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 
 from looplib import files
@@ -11,6 +12,8 @@ from looplib.extras.page.read import read
 
 _MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory, in which runs are searched: a sweep has trial-0001/seed-0
+_SWEEP = "sweep.db"
+_OF_A_SWEEP = re.compile(r"(trial|seed)-\d+")  # the folders that a sweep makes, unlike those of a rerun beside them
 
 
 def report(directories: Sequence[str], output: str | None = None) -> int:
@@ -58,15 +61,18 @@ def _runs_in(directory: str) -> list[str]:
     return found
 
 
-def _search(directory: str, depth: int) -> Iterator[str]:
+def _search(directory: str, depth: int, of_a_sweep: bool = False) -> Iterator[str]:
+    """Yields the run directories in a directory; in that of a sweep, the trials alone."""
     names = {name.rstrip("/") for name in files.names_in(directory)}
     if {"run.json", "metrics.jsonl"} & names:
         yield directory
         return
+    of_a_sweep = of_a_sweep or _SWEEP in names
     for name in sorted(names) if depth < _DEEPEST else ():
         inner = os.path.join(directory, name)
-        if files.is_directory(inner) and not os.path.islink(inner):
-            yield from _search(inner, depth + 1)
+        belongs = not of_a_sweep or _OF_A_SWEEP.fullmatch(name)
+        if belongs and files.is_directory(inner) and not os.path.islink(inner):
+            yield from _search(inner, depth + 1, of_a_sweep)
 
 
 def _names(directories: Sequence[str]) -> list[str]:

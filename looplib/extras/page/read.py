@@ -39,8 +39,9 @@ def read(directory: str, name: str) -> Run:
     listed = [one for one in values.items(report.get("starts")) if isinstance(one, dict)]
     status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
     starts = [_start(one) for one in listed]
+    final = values.whole(report.get("final_step")) if status == "done" else None
     if not files.is_remote(directory) and (seen := read_status(directory)).state != "unknown":
-        status, step = seen.state, seen.step
+        status, step, final = seen.state, seen.step, seen.final
         if seen.detail.startswith(ENDED_EARLY):
             notes.append(f"{ENDED_EARLY[0].upper()}{ENDED_EARLY[1:]}, which is not among the starts below.")
         if status == "killed" and starts:  # it could not write so itself
@@ -60,6 +61,7 @@ def read(directory: str, name: str) -> Run:
         directory=values.text(directory, 1000),
         status=status,
         step=step,
+        final_step=final,
         started=values.text(report.get("started"), 40),
         error=values.text(report.get("error")),
         verdict=values.text(report.get("verdict"), 500),
@@ -120,12 +122,15 @@ def _records(directory: str, name: str, notes: list[str]) -> Iterator[Record]:
 def _start(report: dict[str, Any]) -> Start:
     restored = re.search(r"ckpt-(\d{1,15})$", values.text(report.get("restored_from")))
     status, step = values.text(report.get("status"), 40), values.whole(report.get("step"))
+    points = [values.whole(one.get("step")) for one in values.items(report.get("points")) if isinstance(one, dict)]
+    begun = int(restored[1]) if restored else None
+    idle = status == "done" and begun is not None and step == begun
     return Start(
         started=values.text(report.get("started"), 40),
         status=status,
         step=step,
-        restored_step=int(restored[1]) if restored else None,
-        trained=not (status == "done" and restored and step == int(restored[1])),
+        restored_step=begun,
+        trained=not idle or any(point is not None and point > begun for point in points),
         command=_command(report),
         commit=_program(report).get("commit", "")[:12],
         seconds=values.numbers(report.get("seconds")),

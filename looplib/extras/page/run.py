@@ -83,6 +83,7 @@ class Run:
       name: of the directory, below the one that the page is for.
       status: see `RunStatus.state`; what `run.json` says of a remote run; "" if that is not known.
       step: the last known step, or None.
+      final_step: the step of an earlier checkpoint that was restored after the training, or None.
       error: the sentence of a failure.
       seconds: dict from phase to seconds, over all starts, without the sum.
       wall: the sum.
@@ -101,6 +102,7 @@ class Run:
     directory: str
     status: str
     step: int | None
+    final_step: int | None
     started: str
     error: str
     verdict: str

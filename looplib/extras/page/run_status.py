@@ -25,6 +25,7 @@ class RunStatus:
       state: "running", "starting", "silent", "killed", "done", "preempted", "failed" or "unknown".
       detail: more about the state, such as the error of a failure; "" for nothing.
       step: the last known step, or None.
+      final: the step of an earlier checkpoint that was restored after the training, or None.
       end: the step that it trains to, or None.
       rate: steps per second, or None.
       age: seconds since it last wrote a record or its report; if there is none, since it started.
@@ -34,6 +35,7 @@ class RunStatus:
     state: str
     detail: str
     step: int | None
+    final: int | None
     end: int | None
     rate: float | None
     age: float
@@ -65,8 +67,11 @@ def read_status(folder: str) -> RunStatus:
         step = values.whole(train["step"])
     flags = report.get("flags") if isinstance(report.get("flags"), dict) else {}
     end = values.whole(report.get("end", flags.get("train_steps")))
-    metrics = _metrics(records, report)
-    return RunStatus(state, detail, step, end, rate, age, metrics)
+    final = values.whole(report.get("final_step")) if state == "done" else None
+    if final is not None:
+        detail = "; ".join(filter(None, [detail, f"back at step {final:,}"]))
+        records = []  # of what came after it; the report has its metrics
+    return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report))
 
 
 def _state(report: dict[str, Any], holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:

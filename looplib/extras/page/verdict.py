@@ -55,6 +55,9 @@ def _of_the_end(run: Run) -> Iterator[Finding]:
         text = f"The run had not ended when this page was written; its last report is of step {run.step or 0:,}."
         silent = "It has reported nothing for long; python -m looplib status names its process."
         yield Finding("note", text, silent if run.status == "silent" else "")
+    if run.final_step is not None:
+        text = f"The run trained to step {run.step:,} and went back to the checkpoint of step {run.final_step:,}"
+        yield Finding("note", f"{text}, which evaluations, predictions and exports take.")
     killed = sum(start.status == "killed" for start in run.starts)
     if killed and len(run.starts) > 1:
         were = "was" if killed == 1 else "were"
@@ -96,7 +99,8 @@ def _of_learning(run: Run) -> Iterator[Finding]:
         noise = _noise(run, curve, (found[best] + found[-1]) / 2) if rises else 0.0
         if lost > max(_WORSE * span, noise):
             ended = f"{text}, and {found[-1]:.4g} at the end."
-            advice = "Use the best checkpoint (--keep_best), train less long, or regularize more."
+            advice = "Use the best checkpoint (--keep_best, --checkpoint=best), train less long, or regularize more."
+            advice = advice if run.final_step is None else ""
             overfits = "loss" in metric and _falls(run.curve(f"train/{curve.name}"), int(steps[best]))
             yield Finding("note", ended + (" Training loss kept falling: it overfits." if overfits else ""), advice)
         elif first < best == len(found) - 1:

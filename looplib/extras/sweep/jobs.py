@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import optuna
 
 from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, UsageError
+from looplib.extras.sweep.study import Plan
 from looplib.extras.tools import children
 from looplib.extras.tools.runs import saved_step
 from looplib.report.records import read_jsonl
@@ -125,18 +126,18 @@ def curve(folder: str, metric: str) -> dict[int, float]:
     return {one["step"]: math.nan if one[name] is None else float(one[name]) for one in records if name in one}
 
 
-def result(folder: str, metric: str) -> float:
-    """Returns the last value of a metric.
+def result(folder: str, plan: Plan) -> float:
+    """Returns the value of a run that a sweep compares: the last one of its metric, or the best.
 
     Raises:
       UsageError: if the run has none, or it is not finite.
     """
-    found = curve(folder, metric)
-    value = found[max(found)] if found else None
-    if value is None:
+    metric, found = plan.metric, curve(folder, plan.metric)
+    if not found:
         records = read_jsonl(os.path.join(folder, "metrics.jsonl"))
         names = sorted({f"{one['split']}/{name}" for one in records for name in one if name not in ("step", "split")})
         raise UsageError(f"the run has no metric {metric}; name one with --metric: {', '.join(names) or 'it has none'}")
-    if not math.isfinite(value):
-        raise UsageError(f"{metric} is not finite at the end")
-    return value
+    values = [found[max(found)]] if plan.value == "last" else list(found.values())
+    if finite := list(filter(math.isfinite, values)):
+        return max(finite) if plan.goal == "max" else min(finite)
+    raise UsageError(f"{metric} is not finite{' at the end' if plan.value == 'last' else ''}")

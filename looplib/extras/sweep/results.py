@@ -56,7 +56,7 @@ def write(directory: str, plan: Plan, parameters: Sequence[Parameter], trials: S
     _plot(os.path.join(directory, "results.png"), directory, plan, parameters, best)
     if best:
         settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
-        say(f"best: {name_of(best[0])}, {plan.metric} {best[0].value:.6g} {settings}")
+        say(f"best: {name_of(best[0])}, {plan.compared} {best[0].value:.6g} {settings}")
     say(f"results.csv, results.txt and results.png are in {directory}")
 
 
@@ -64,7 +64,7 @@ def _rows(plan: Plan, parameters: Sequence[Parameter], trials: Sequence[FrozenTr
     several = plan.seeds > 1
     names = [one.flag.lstrip("-") for one in parameters]
     seeds = [f"seed {seed}" for seed in range(plan.seeds)] if several else []
-    rows: list[list[Cell]] = [["trial", "state", plan.metric, *["deviation"] * several, *seeds, *names, "error"]]
+    rows: list[list[Cell]] = [["trial", "state", plan.compared, *["deviation"] * several, *seeds, *names, "error"]]
     for trial in trials:
         known = values(trial)
         row: list[Cell] = [name_of(trial), _STATES[trial.state], trial.value]
@@ -117,7 +117,7 @@ def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter]
             axis.set_xscale("log")
         spread = [deviation(trial) or 0.0 for trial in best]
         axis.errorbar(settings, [trial.value for trial in best], spread, fmt="o", color="0.4", capsize=2)
-        axis.set(xlabel=parameter.flag, ylabel=plan.metric)
+        axis.set(xlabel=parameter.flag, ylabel=plan.compared)
         if best:
             axis.plot(settings[0], best[0].value, "o", color="tab:red", zorder=3)
     for axis in axes[1 + len(parameters) :]:

@@ -22,6 +22,7 @@ PRUNERS = {
     "halving": optuna.pruners.SuccessiveHalvingPruner,
     "hyperband": optuna.pruners.HyperbandPruner,
 }
+VALUES = ("last", "best")
 _FILE, _NAME, _PLAN = "sweep.db", "sweep", "plan"
 _LARGEST_GRID = 10_000
 _VALUE, _ERROR, _DEVIATION = "value of seed", "error", "deviation"
@@ -38,6 +39,7 @@ class Plan:
       goal: "max" or "min"; None to read it from the name of the metric.
       prune: a name in `PRUNERS`.
       seeds: under how many seeds to run each configuration; 0: once, with the command's own seed.
+      value: which value of the metric to compare, one of `VALUES`: the last of a run, or its best.
     """
 
     command: list[str]
@@ -46,6 +48,12 @@ class Plan:
     goal: str | None
     prune: str
     seeds: int
+    value: str = "last"  # as sweeps that were begun before there was a choice have it
+
+    @property
+    def compared(self) -> str:
+        """What the trials are compared by, as a person reads it."""
+        return self.metric if self.value == "last" else f"best {self.metric}"
 
 
 class Study:

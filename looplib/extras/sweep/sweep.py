@@ -15,7 +15,7 @@ from looplib import console, files
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
-from looplib.extras.sweep.study import PRUNERS, SEARCHES, Plan, Study, name_of, values
+from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
 from looplib.task.monitored import mode_of
@@ -63,7 +63,7 @@ def _check(plan: Plan, parallel: int, trials: int | None) -> None:
         raise UsageError(
             "the command is missing; write it after --, as in -- python -m trainers.my_trainer --config.a=1,2"
         )
-    for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min", None))):
+    for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min", None)), ("value", VALUES)):
         if (value := getattr(plan, name)) not in options:
             raise UsageError(f"--{name} is {value!r}; expected one of {', '.join(filter(None, options))}")
     for name, value in (("parallel", parallel), ("trials", trials)):
@@ -185,12 +185,12 @@ class _Sweep:
             return
         if code == EXIT_DONE:
             try:
-                value = jobs.result(job.folder, self._plan.metric)
+                value = jobs.result(job.folder, self._plan)
             except UsageError as error:
                 self._fail(job, str(error))
                 return
             self._study.note(trial, job.seed, value)
-            self._say(job, f"{self._plan.metric} {value:.6g}")
+            self._say(job, f"{self._plan.compared} {value:.6g}")
         elif job.stopped is not None:
             self._study.prune(trial)
             self._say(job, f"stopped at step {saved_step(job.folder)}: other trials were better there")

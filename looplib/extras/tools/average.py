@@ -1,4 +1,4 @@
-"""`python -m looplib average DIR OUTPUT`: the mean of the newest checkpoints of a run."""
+"""`python -m looplib average DIR OUTPUT`: the mean of successive checkpoints of a run."""
 
 import os
 from typing import Any
@@ -6,20 +6,21 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.checkpoint import commits
+from looplib.checkpoint import choice, commits
 from looplib.errors import EXIT_DONE, UsageError, whole_number
 
 
-def average(directory: str, output: str, last: int = 5) -> int:
-    """Writes the mean of the newest checkpoints of a run as a run directory of its own.
+def average(directory: str, output: str, last: int = 5, checkpoint: str = choice.LATEST) -> int:
+    """Writes the mean of successive checkpoints of a run as a run directory of its own.
 
     Floating-point values are averaged in float64 (Izmailov et al., 2018, arXiv:1803.05407); everything else is the
-    newest checkpoint's. The result is for `--mode=eval --model_dir=OUTPUT` and `--warm_start=OUTPUT`.
+    last checkpoint's. The result is for `--mode=eval --model_dir=OUTPUT` and `--warm_start=OUTPUT`.
 
     Args:
       directory: a run directory, or one that holds checkpoints; unchanged.
       output: the new directory.
       last: number of checkpoints.
+      checkpoint: the last of them: "latest", "final", "best" or a step, see `choice.choose`.
 
     Returns:
       The exit code.
@@ -28,12 +29,15 @@ def average(directory: str, output: str, last: int = 5) -> int:
       UsageError: if there are fewer intact checkpoints, they are of different models, or `output` has files.
     """
     whole_number("--last", last)
-    found = [done for done in commits.committed(commits.place_of(directory)) if not commits.verify(done)]
+    folder = commits.place_of(directory)
+    end = choice.choose(folder, choice.check(checkpoint, "--checkpoint"))
+    found = [done for done in commits.committed(folder) if end and done.step <= end.step and not commits.verify(done)]
     found = sorted(found, key=lambda done: done.step)[-last:]
     if len(found) < last:
+        up_to = f" up to step {end.step}" if end and checkpoint != choice.LATEST else ""
         raise UsageError(
-            f"{directory} has {len(found)} intact checkpoints, and --last is {last}; keep more of them in the training "
-            "(--keep_last), or average fewer"
+            f"{directory} has {len(found)} intact checkpoints{up_to}, and --last is {last}; keep more of them in the "
+            "training (--keep_last), or average fewer"
         )
     if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
         raise UsageError(f"{output} is not empty; name a new directory for the average")

@@ -229,7 +229,7 @@ def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tupl
     if replicas_differ:  # then the totals of the replicas are compared as a sum
         state["running"]["totals"] = np.sum(state["running"].get("totals", []), axis=0).tolist()
     for title, tree in (
-        ("run.json", {key: run.get(key) for key in ("status", "step", "metrics")}),
+        ("run.json", {key: run.get(key) for key in ("status", "step", "final_step", "metrics")}),
         ("run_state of the final checkpoint", state),
     ):
         numbers.update({("", f"{title} {path}"): value for path, value in _flat(tree) if not _TIMES.search(path)})

@@ -32,6 +32,7 @@ def redirect(strategy: str, mode: str) -> dict[str, Any]:
     values = {
         "model_dir": tempfile.mkdtemp(prefix="looplib-dry-run-"),
         "mode": "train" if mode == "train" else "train_and_eval",
+        "checkpoint": "final",
         "steps_per_loop": 1,
         "checkpoint_interval": 1,
     }

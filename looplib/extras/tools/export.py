@@ -3,11 +3,14 @@
 import os
 import subprocess
 
+from looplib.checkpoint import choice
 from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, UsageError
 from looplib.extras.tools import recorded_run
 
 
-def export(directory: str, output: str | None, *, tflite: bool = False, averages: bool = True) -> int:
+def export(
+    directory: str, output: str | None, *, tflite: bool = False, averages: bool = True, checkpoint: str = choice.FINAL
+) -> int:
     """Runs the command of a run's first start once more, in one process, with --mode=export.
 
     Args:
@@ -15,6 +18,7 @@ def export(directory: str, output: str | None, *, tflite: bool = False, averages
       output: the new directory; None for `export/step-<step>` in the run directory.
       tflite: whether to write a TFLite file too.
       averages: whether averaged weights are exported, if there are any.
+      checkpoint: "final", "latest", "best" or a step, see `choice.choose`.
 
     Returns:
       The exit code.
@@ -25,7 +29,7 @@ def export(directory: str, output: str | None, *, tflite: bool = False, averages
     directory = os.path.abspath(directory)
     command, folder = recorded_run.command_of(recorded_run.report_of(directory), directory)
     flags = [f"--model_dir={directory}", "--mode=export", "--strategy=auto", "--nodry_run", "--max_time="]
-    flags += [f"--export_tflite={tflite}", f"--export_averages={averages}"]
+    flags += [f"--checkpoint={checkpoint}", f"--export_tflite={tflite}", f"--export_averages={averages}"]
     flags += [f"--export={os.path.abspath(output)}"] if output else []
     try:
         done = subprocess.run([*command, *flags], cwd=folder, check=False)

@@ -1,13 +1,14 @@
 """`python -m looplib inspect DIR`: the checkpoints of a run directory, and which of them are intact."""
 
+import contextlib
 import os
 import time
 
 import tensorflow as tf
 
-from looplib.checkpoint import commits
+from looplib.checkpoint import choice, commits
 from looplib.console import printable
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.report.formats import format_seconds
 
 
@@ -44,6 +45,11 @@ def inspect(directory: str, verify: bool = False) -> int:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:
             print(printable("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip()))
+    if ended := choice.final(folder):
+        print(f"the run ended with step {ended.step} (--checkpoint=final)")
+    with contextlib.suppress(UsageError):  # where no metric decides
+        if best := choice.best(folder):
+            print(f"the best is step {best.step} (--checkpoint=best)")
     aside = os.path.join(folder, commits.SET_ASIDE)
     if tf.io.gfile.isdir(aside) and (names := sorted(tf.io.gfile.listdir(aside))):
         print(printable(f"set aside in {aside}: {', '.join(name.rstrip('/') for name in names)}"))

@@ -55,7 +55,7 @@ function runTable(runs) {
     return [
       { value: run.name, shown: toggle(run) },
       { value: run.status, shown: badge(run.status) },
-      { value: run.step, shown: number(run.step) },
+      { value: run.step, shown: number(run.step) + (run.final_step === null ? "" : ` (back at ${number(run.final_step)})`) },
       ...values,
       { value: run.wall || null, shown: duration(run.wall || null) },
       { value: rate, shown: number(rate) },

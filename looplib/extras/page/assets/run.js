@@ -71,22 +71,13 @@ function tiles(run) {
       return tile(`${curve.split} ${curve.name}`, number(curve.last.value), detail);
     });
   const rate = drawn.find((curve) => curve.name === "steps_per_second");
-  const count = restartsOf(run);
   return el(
     "div",
     { class: "tiles" },
     metrics,
     run.step === null
       ? null
-      : tile(
-          "steps",
-          number(run.step),
-          count > 0
-            ? `${number(count)} restart${count === 1 ? "" : "s"}${run.rollbacks ? `, ${run.rollbacks} rollback${run.rollbacks === 1 ? "" : "s"}` : ""}`
-            : run.rollbacks
-              ? `${run.rollbacks} rollbacks`
-              : "without a restart",
-        ),
+      : tile("steps", number(run.step), courseOf(run)),
     rate ? tile("steps a second", number(median(rate.values)), "median") : null,
     run.wall ? tile("time", duration(run.wall), `${percent((run.seconds.train ?? 0) / run.wall)} training`) : null,
     run.totals.parameters === undefined
@@ -97,6 +88,17 @@ function tiles(run) {
           run.totals.parameters < 1000 ? "of the model" : number(run.totals.parameters),
         ),
   );
+}
+
+/** What happened to the run on its way: restarts, rollbacks, and an earlier checkpoint that was restored at the end. */
+function courseOf(run) {
+  const counted = (count, what) => (count ? `${number(count)} ${what}${count === 1 ? "" : "s"}` : null);
+  const parts = [
+    counted(restartsOf(run), "restart"),
+    counted(run.rollbacks, "rollback"),
+    run.final_step === null ? null : `back at step ${number(run.final_step)}`,
+  ].filter(Boolean);
+  return parts.length ? parts.join(", ") : "without a restart";
 }
 
 /** How often the run was started again, without the starts that found nothing to train. */
