@@ -25,6 +25,7 @@ TESTS = {
     "records": ["records"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": [
+        "another_batch_size",
         "batch_sizes",
         "evaluator",
         "gradient_trainer",
