@@ -108,7 +108,9 @@ LENGTHS = np.random.default_rng(1).integers(1, 32, 200)
 PLANS = {
     "ids": lambda: 100,
     "kept": lambda: looplib.Kept(LENGTHS > 16),
-    "mixture": lambda: looplib.Mixture({"a": 90, "b": 30}, {"a": 3, "b": 1}, {4: {"a": 1, "b": 3}, 9: {"a": 1, "b": 1}}),
+    "mixture": lambda: looplib.Mixture(
+        {"a": 90, "b": 30}, {"a": 3, "b": 1}, {4: {"a": 1, "b": 3}, 9: {"a": 1, "b": 1}}
+    ),
     "packed": lambda: looplib.Packed(LENGTHS, 32),
 }
 
@@ -140,7 +142,9 @@ def test_records_continue_with_the_example_that_follows_however_they_are_read(bl
 
 def test_batches_of_buckets_are_chosen_together_and_another_size_is_refused():
     order = looplib.Buckets(LENGTHS, [8, 16, 32])
-    with pytest.raises(looplib.UsageError, match=r"of a global batch together.*had batches of 8, then 12; continue with 8"):
+    with pytest.raises(
+        looplib.UsageError, match=r"of a global batch together.*had batches of 8, then 12; continue with 8"
+    ):
         context(12, 6, [Span(6, 6, 8)]).indices(order)
 
 
@@ -302,7 +306,9 @@ def test_a_pipeline_that_skips_leaves_out_the_examples_that_were_read_and_says_s
 
 def test_a_pipeline_that_skips_refuses_a_size_that_does_not_come_to_its_place(tmp_path):
     read_plain(tmp_path, 8, 3)
-    with pytest.raises(looplib.UsageError, match="has read 24 examples, in batches of 8, then 16, and no number of bat"):
+    with pytest.raises(
+        looplib.UsageError, match="has read 24 examples, in batches of 8, then 16, and no number of bat"
+    ):
         read_plain(tmp_path, 16, 6)
     assert read_plain(tmp_path, 12, 4) == [i % 64 for i in range(24, 36)]  # what was refused has changed nothing
     with pytest.raises(looplib.UsageError, match="had batches of 8, then 12, then 6, and those of Plain.dataset vary"):
@@ -313,7 +319,7 @@ def test_a_pipeline_that_starts_by_itself_is_told_the_batches_of_the_present_siz
     late = context(12, 6, [Span(6, 6, 8)])
     assert late.start_step == 4
     with pytest.raises(looplib.UsageError, match="has read 48 examples, in batches of 8, then 10, and no number"):
-        context(10, 6, [Span(6, 6, 8)]).start_step
+        _ = context(10, 6, [Span(6, 6, 8)]).start_step
 
 
 @pytest.mark.parametrize("strategy", ["default", *more(["mirrored_x2"])])

@@ -5,7 +5,6 @@ which the next batch begins whatever its size is.
 """
 
 import dataclasses
-import math
 from fractions import Fraction
 
 from looplib.errors import UsageError
@@ -50,8 +49,7 @@ class Epoch:
 
     def steps(self, size: int) -> float:
         """Returns the steps of an epoch with global batches of some examples."""
-        steps = self.examples / size
-        return math.ceil(steps) if self.whole or steps == int(steps) else float(steps)
+        return -(-self.examples // size) if self.whole or self.examples % size == 0 else float(self.examples / size)
 
     def after(self, examples: int, batches: int, size: int) -> int:
         """Returns the examples that have come after some, and after further batches of one size."""
@@ -60,16 +58,16 @@ class Epoch:
         first = self.batches(examples, self._next(examples), size)
         if batches < first:
             return examples + batches * size
-        epochs, rest = divmod(batches - first, math.ceil(self.examples / size))
+        epochs, rest = divmod(batches - first, -(-self.examples // size))
         return self._next(examples) + epochs * self.examples + rest * size
 
     def batches(self, examples: int, target: int | Fraction, size: int) -> int:
         """Returns how many batches of one size it takes from some examples on, until a number of them has come."""
         end = self._next(examples)
         if not self.whole or target <= end:
-            return math.ceil(Fraction(target - examples) / size)
+            return -(-(target - examples) // size)
         epochs, rest = divmod(target - end, self.examples)
-        return self.batches(examples, end, size) + epochs * math.ceil(self.examples / size) + math.ceil(rest / size)
+        return self.batches(examples, end, size) + epochs * -(-self.examples // size) - (-rest // size)
 
     def _next(self, examples: int) -> int:
         """Returns where the epoch that some examples lead into ends."""

@@ -250,7 +250,8 @@ class InputContext:
             return self.seed if self._unnamed == 1 else derived_seed(self.seed, f"call {self._unnamed}")
         if not isinstance(name, str) or not name:
             raise UsageError(f"the name of an order of examples is {name!r}; expected a text")
-        if (others := self._named.setdefault(name, plan.size)) != plan.size:
+        others = self._named.setdefault(name, plan.size)
+        if others != plan.size:
             raise UsageError(
                 f"two calls for {others} and for {plan.size} examples have the name {name!r}, by which they would "
                 "share an order; give them different names, or as many examples"

@@ -1,7 +1,6 @@
 """Positions: which examples of a run, or of an evaluation, each batch of an input pipeline has, by their places."""
 
 import dataclasses
-import math
 
 import tensorflow as tf
 
@@ -69,7 +68,7 @@ class Positions:
         num_examples, size, steps = epoch.examples, self.sizes.size, epoch.steps(self.sizes.size)
         epochs, done = divmod(self.sizes.before(self.sizes.first, epoch), num_examples)
         # As if the epoch in which the present size begins had `steps` batches of it, of which `missing` came before.
-        missing = steps - math.ceil((num_examples - done) / size)
+        missing = steps + (done - num_examples) // size
         moved = tf.constant(done - missing * size, tf.int64)
 
         @tf.autograph.experimental.do_not_convert
@@ -87,7 +86,7 @@ class Positions:
         The last one may be smaller. See `of_a_training` for what is made.
         """
         batch = self._batch
-        rounds, rest = divmod(math.ceil(num_examples / batch), self.num_replicas)
+        rounds, rest = divmod(-(-num_examples // batch), self.num_replicas)
         own = rounds * self.replicas_per_pipeline
         own += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
 
