@@ -49,10 +49,14 @@ def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Colle
       rates: returns the names of `Trainer.rates`.
     """
 
+    right = set()  # groups of names; an eager loop calls the step many times
+
     def checked(inputs: Any) -> Any:
         outputs = step_fn(inputs)
-        if isinstance(outputs, dict):
-            check(who, [name for name in outputs if isinstance(name, str)], rates())
+        names = frozenset(name for name in outputs if isinstance(name, str)) if isinstance(outputs, dict) else ()
+        if names not in right:
+            check(who, names, rates())
+            right.add(names)
         return outputs
 
     return checked
