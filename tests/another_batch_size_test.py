@@ -356,3 +356,19 @@ def test_a_record_of_batches_that_no_run_has_is_refused():
     assert not Batches(8, (Span(4, 4, 8), Span(3, 3, 16))).holds(9, 9)
     assert not Batches(8, (Span(4, 4, 2**30), Span(5, 2**40, 2**30))).holds(2**41, 2**41)
     assert Run(3, Batches(8, (Span(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
+
+
+def test_keras_callbacks_refuse_epochs_that_do_not_end_with_a_report(tmp_path):
+    x = np.zeros([32, 1], "float32")
+    for size in (8, 16):
+        model = keras3.Sequential([keras3.Input((1,)), keras3.layers.Dense(1)])
+        model.compile(keras3.optimizers.SGD(0.0), "mse")
+        trainer = looplib.KerasTrainer(model, x, x, callbacks=[keras3.callbacks.ReduceLROnPlateau("loss")])
+        with looplib.Controller(trainer=trainer, global_batch_size=size, model_dir=tmp_path, writers=[]) as controller:
+            if size == 8:
+                controller.train(epochs=1)
+                continue
+            with pytest.raises(
+                looplib.UsageError, match="this run had batches of 8, then 16, so that.*continue with 8"
+            ):
+                controller.train(epochs=2)

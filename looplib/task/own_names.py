@@ -48,7 +48,6 @@ def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Colle
       who: its name, for the message.
       rates: returns the names of `Trainer.rates`.
     """
-
     right = set()  # groups of names; an eager loop calls the step many times
 
     def checked(inputs: Any) -> Any:
