@@ -232,7 +232,7 @@ class Controller:
         """
         loops = self._run.loops
         train_steps = loops.steps_of(train_steps, epochs)
-        interval = whole_number("eval_interval", loops.steps_of(eval_interval, 1 if eval_interval is None else None))
+        interval = whole_number("eval_interval", loops.steps_of_an_epoch() if eval_interval is None else eval_interval)
         eval_steps = task_loop.check_evaluation(loops.evaluations, eval_steps)
         self._train(train_steps, interval, eval_steps)
         return self._run.last_evaluation

@@ -59,9 +59,106 @@ def test_the_seed_decides_the_order():
 @pytest.mark.parametrize("n", [1, 10_000, *more([3, 257, 1797, 65_537, 1_281_167, 2**40])])
 def test_ids_that_xla_draws_are_those_of_the_pipeline(n):
     c = context(seed=2**31 + 5, num_replicas=2, start_step=n // 3)
-    expected = np.stack(list(c.indices(n).take(6).as_numpy_iterator()))
+    expected = np.stack(list(c.indices(n, repeat=True).take(6).as_numpy_iterator()))
     drawn = tf.function(lambda first: c.draw(first, 6), jit_compile=True, autograph=False)
     np.testing.assert_array_equal(drawn(tf.constant(2 * (n // 3), tf.int64)), expected)
+
+
+def ids_of_calls(calls, steps=30, **changes):
+    """The ids that several calls in one `dataset` give, each with its arguments: `[calls, steps * batch]`."""
+    c = context(**changes)
+    return [np.concatenate([*c.indices(n, **named).take(steps).as_numpy_iterator()]) for n, named in calls]
+
+
+def test_each_call_has_an_order_of_its_own_or_names_the_one_that_it_shares():
+    n = 24
+    alone, *_ = ids_of_calls([(n, {})])
+    unnamed = ids_of_calls([(n, {})] * 3)
+    named = ids_of_calls([(n, {"name": "x"}), (n, {}), (n, {"name": "y"}), (n, {"name": "x"}), (n, {})])
+    np.testing.assert_array_equal(unnamed[0], alone)  # that of earlier versions
+    np.testing.assert_array_equal([named[1], named[4], named[3]], [alone, unnamed[1], named[0]])
+    orders = [*unnamed, named[0], named[2]]
+    for order in orders:
+        assert (np.sort(order.reshape(-1, n), axis=1) == np.arange(n)).all()
+    for one, other in itertools.combinations(orders, 2):  # two independent orders agree at one in n places
+        assert (one == other).mean() < 4 / n
+    for workers, replicas in ((1, 4), (2, 4)):
+        parts = []
+        for worker in range(workers):
+            c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, start_step=10)
+            data = [c.indices(n), c.indices(n)][1].take(20 * replicas // workers)
+            parts.append(np.stack(list(data.as_numpy_iterator())).reshape(20, -1))
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1).ravel(), unnamed[1][80:])
+
+
+def test_seeds_and_what_xla_draws_are_those_of_the_call():
+    c = context()
+    (_, first), (_, second) = (next(iter(c.indices(24, seeds=True))) for _ in range(2))
+    assert not np.isin(first, second).any()
+    expected = np.stack(list(c.indices(24).take(6).as_numpy_iterator()))
+    drawn = tf.function(lambda first: c.draw(first, 6), jit_compile=True, autograph=False)
+    np.testing.assert_array_equal(drawn(tf.constant(0, tf.int64)), expected)
+    records = [b"%d" % i for i in range(480)]
+    one, other, shared, again = (
+        np.concatenate([*c.records(records, block=4, name=name).take(60).as_numpy_iterator()])
+        for c in [context()] for name in (None, None, "rows", "rows")
+    )  # fmt: skip
+    assert (one == other).mean() < 0.05 and (shared == again).all()
+
+
+def test_a_name_of_an_order_is_a_text_and_of_one_number_of_examples():
+    c = context()
+    c.indices(24, name="rows")
+    with pytest.raises(looplib.UsageError, match="two calls for 24 and for 25 examples have the name 'rows'"):
+        c.resident(np.zeros(25), name="rows")
+    with pytest.raises(looplib.UsageError, match="the name of an order of examples is 3; expected a text"):
+        c.indices(24, name=3)
+
+
+@pytest.mark.parametrize("sizes", [(48, 1000), (1000, 48)])
+def test_an_epoch_of_several_calls_has_each_example_of_all(sizes, caplog):
+    class Zipped(toy.Regression):
+        def dataset(self, context):
+            first, second = (context.indices(n) for n in sizes)
+            context.steps_per_epoch = self.steps or context.steps_per_epoch
+            both = tf.data.Dataset.zip(first, second)
+            return both.map(lambda i, j: (i % 37, tf.gather(toy.X, i % 37), tf.gather(toy.Y, j % 37)))
+
+    for steps, expected in ((None, 250), (6, 12)):
+        trainer = Zipped()
+        trainer.steps = steps
+        with toy.controller(make_strategy("default"), trainer) as controller:
+            assert controller.train(2, epochs=None)["epoch"] == round(2 / (steps or 125), 3)
+            assert controller._run.loops.steps_of(None, 2) == expected
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("Zipped.dataset asks context for examples 2 times without a name" in line for line in said) == 2
+
+
+def test_an_epoch_that_is_no_number_of_steps_is_refused():
+    for steps in (0, -2, float("nan")):
+        with pytest.raises(
+            looplib.UsageError, match="context.steps_per_epoch is .*; expected a positive number or None"
+        ):
+            context().steps_per_epoch = steps
+
+
+def test_fewer_examples_than_a_batch_are_refused_where_none_is_to_repeat():
+    few = "asked for 7 examples, and a global batch has 8.*use a global batch size of up to 7.*or pass repeat=True"
+    for ask in (
+        lambda c, **more: c.indices(7, **more),
+        lambda c, **more: c.resident(np.zeros(7), **more),
+        lambda c, **more: c.records([b"x"] * 7, **more),
+        lambda c, **more: c.indices(looplib.Kept(np.arange(9) < 7), **more),
+        lambda c, **more: c.records(looplib.Kept(np.arange(9) < 7, [b"x"] * 9), **more),
+    ):
+        with pytest.raises(looplib.UsageError, match=few):
+            ask(context())
+        assert next(iter(ask(context(), repeat=True))).shape == [8]
+        assert next(iter(ask(context(training=False)))).shape == [7]
+    assert next(iter(context(of_global_batches=True).indices(7, whole_epochs=True))).shape == [7]
+    assert next(iter(context().indices(8))).shape == [8]
+    with pytest.raises(looplib.UsageError, match="use a global batch size of up to 37"):
+        toy.controller(make_strategy("default"), toy.Regression(), global_batch_size=38)
 
 
 def test_a_permutation_of_imagenet_size_is_one():
@@ -139,7 +236,8 @@ def test_seeds_augment_alike_on_any_number_of_replicas():
 
 def test_batches_have_the_size_that_was_asked_for():
     assert context(num_replicas=4).per_replica_batch_size == 2
-    assert next(iter(context(num_replicas=4).indices(3))).shape == [2]  # even where an epoch is shorter than a batch
+    few = context(num_replicas=4).indices(3, repeat=True)  # even where an epoch is shorter than a batch
+    assert next(iter(few)).shape == [2]
 
 
 @pytest.mark.parametrize(

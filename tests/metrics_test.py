@@ -1,5 +1,6 @@
 """Reductions are exact over steps, replicas and uneven batches, and say how they reduce or fail."""
 
+import importlib
 import itertools
 
 import numpy as np
@@ -309,3 +310,71 @@ def test_other_metrics_at_a_later_step_are_a_sentence():
 def test_a_metric_that_is_no_number_is_a_sentence():
     with pytest.raises(looplib.UsageError, match="is not a number.*loop_end"):
         evaluate(None, Values(8, lambda i, v: {"v": looplib.total(tf.ones([2, 2]))}))
+
+
+class Named(looplib.Trainer):
+    """Returns metrics of some names, from its step or from `loop_end`."""
+
+    def __init__(self, step=(), end=(), rates=()):
+        self.step, self.end, self.rate_names = step, end, rates
+
+    @property
+    def rates(self):
+        return dict.fromkeys(self.rate_names, 1.0)
+
+    def dataset(self, context):
+        return context.indices(32)
+
+    def step_fn(self, ids):
+        return {name: tf.ones_like(ids) for name in ("loss", *self.step)}
+
+    def loop_end(self, metrics):
+        return {**metrics, **dict.fromkeys(self.end, 5)}
+
+
+def build(trainer, **settings):
+    return looplib.Controller(trainer=trainer, global_batch_size=8, steps_per_loop=1, writers=[], **settings)
+
+
+OWN = ["epoch", "examples", "steps_per_second", "skipped_steps", "examples_checksum", "batch_sizes/more"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_metric_with_the_name_of_one_of_looplib_s_is_refused_when_the_controller_is_built(name):
+    said = f"returned a metric named '{name}', which looplib adds to reports; give yours another name"
+    with pytest.raises(looplib.UsageError, match=f"Named.step_fn {said}"):
+        build(Named([name]), loop="graph")
+    evaluator = Values(8, lambda i, v: {"value": v, name: v})
+    with pytest.raises(looplib.UsageError, match=f"Values.step_fn {said}"):
+        looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[], loop="graph")
+    with pytest.raises(looplib.UsageError, match=f"Named.step_fn {said}"):
+        build(Named([name])).train(1)  # in the eager loop, which traces no step before
+    with pytest.raises(looplib.UsageError, match=f"Named.loop_end {said}"):
+        build(Named(end=[name])).train(1)
+
+
+def test_a_loop_end_may_pass_on_the_examples_and_no_other_number_of_them():
+    evaluator = Values(12, lambda i, v: {"value": v})
+    assert evaluate(None, evaluator)["examples"] == 12
+    evaluator.loop_end = lambda metrics: {**metrics, "examples": metrics["examples"] + 1}
+    with pytest.raises(looplib.UsageError, match="Values.loop_end returned a metric named 'examples'"):
+        evaluate(None, evaluator)
+
+
+def test_a_rate_has_a_name_of_its_own():
+    with pytest.raises(looplib.UsageError, match="returned a metric named 'tokens', which its rates have too"):
+        build(Named(["tokens"], rates=["tokens"]), loop="graph")
+    with pytest.raises(looplib.UsageError, match="returned a metric named 'epoch', which looplib adds"):
+        build(Named(rates=["epoch"]), loop="graph")
+
+
+@pytest.mark.parametrize("family", ["keras", "tf_keras"])
+def test_a_compiled_metric_with_such_a_name_is_refused_when_the_controller_is_built(family):
+    keras = importlib.import_module(family)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError(name="examples")])
+    x = np.zeros([16, 1], "float32")
+    trainer = looplib.KerasTrainer(model, x, x, validation_data=(x, x))
+    for tasks in ({"trainer": trainer}, {"evaluator": trainer.evaluator()}):
+        with pytest.raises(looplib.UsageError, match="compiled Sequential returned a metric named 'examples', which"):
+            looplib.Controller(**tasks, global_batch_size=8, writers=[], loop="graph")

@@ -46,7 +46,8 @@ def read(plan, steps, workers=1, replicas=1, seeds=False, **changes):
     local, parts = replicas // workers, []
     for worker in range(workers):
         c = context(num_replicas=replicas, num_pipelines=workers, pipeline_index=worker, **changes)
-        batches = [tf.nest.flatten(batch) for batch in c.indices(plan, seeds).take(steps * local).as_numpy_iterator()]
+        found = c.indices(plan, seeds, repeat=True).take(steps * local)
+        batches = [tf.nest.flatten(batch) for batch in found.as_numpy_iterator()]
         parts.append([np.stack(part).reshape(steps, -1, *part[0].shape[1:]) for part in zip(*batches)])
     return [np.concatenate(columns, axis=1) for columns in zip(*parts)]
 
@@ -280,7 +281,7 @@ def test_epochs_are_known_where_there_are_any():
             "whole epochs of looplib.Mixture, whose epochs do not end with a batch",
         ),
         (
-            lambda: context().indices(looplib.Mixture({"a": 4, "b": looplib.Packed([3], 8)}, {"a": 1, "b": 1})),
+            lambda: context().indices(looplib.Mixture({"a": 9, "b": looplib.Packed([3], 8)}, {"a": 1, "b": 1})),
             "the sources a, b of a mixture have examples of different kinds",
         ),
     ],

@@ -12,6 +12,7 @@ from conftest import make_strategy
 from looplib.checkpoint import commits
 from looplib.checkpoint.manager import peek
 from looplib.errors import UsageError
+from looplib.task.batches import Span
 from looplib.task.record import EngineChoice, RunningTotals, RunRecord
 
 RECORD = RunRecord(
@@ -27,6 +28,7 @@ RECORD = RunRecord(
     engines={"train": EngineChoice("graph", 4, {"graph": 0.001})},
     seed=2**62,
     global_batch_size=8,
+    earlier_batches=[Span(4, 1, 16)],
     loop="auto",
     examples=7,
     files={"a.tfrecord": "00ff"},
@@ -84,14 +86,14 @@ def test_a_field_that_a_newer_version_added_is_kept_and_refuses_nothing():
 
 
 def test_a_newer_format_is_refused_by_name():
-    with pytest.raises(UsageError, match=r"in a/ckpt-1 has the format 2, and this looplib reads formats up to 1; ins"):
-        RunRecord.from_json('{"format": 2, "reported": 7}', "a/ckpt-1")
+    with pytest.raises(UsageError, match=r"in a/ckpt-1 has the format 3, and this looplib reads formats up to 2; ins"):
+        RunRecord.from_json('{"format": 3, "reported": 7}', "a/ckpt-1")
 
 
 VALUES = [None, True, 1.5, 10**400, "x", [], [[]], {}, {"a": None}, {"a": "x"}, {"a": [1]}, [None], ["x"], [{}]]
 
 
-@pytest.mark.parametrize("name", sorted({*OLD, "input_offset", "rollbacks", "format"} - {"actions"}))
+@pytest.mark.parametrize("name", sorted({*OLD, "input_offset", "rollbacks", "earlier_batches", "format"} - {"actions"}))
 def test_a_value_is_of_its_fields_type_or_refused_in_a_sentence(name):
     refused = 0
     for value in VALUES:

@@ -34,6 +34,7 @@ RUNS = {
     "actions": [["--config.kind=actions", "--profile=13:5"]],
     "slow": [["--train_steps=20", "--config.waits=0.05", f"--config.hangs_again_at={HANGS}", "--stall_limit=3"]],
     "other_rate": [["--train_steps=20"], ["--config.rate=0.06"]],  # from step 21 on
+    "other_size": [["--train_steps=20"], ["--global_batch_size=16"]],
 }
 
 
@@ -253,6 +254,24 @@ def test_runs_part_where_a_resumed_one_has_another_learning_rate(runs, capfd):
     assert re.search(
         r"part before step 21, first in the variables\n  variables: \S*learning_rate \(0.05\d* and 0.0\d+\)", out
     )
+
+
+def test_a_step_after_another_batch_size_has_the_examples_that_it_had(runs, tmp_path, capfd):
+    folder, _ = runs("other_size")
+    context = looplib.InputContext(
+        global_batch_size=50, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=0, training=True, start_step=0
+    )
+    stream = np.concatenate([*context.indices(50).take(10).as_numpy_iterator()])
+    for step, ids in ((20, stream[19 * 8 : 20 * 8]), (30, stream[20 * 8 + 9 * 16 : 20 * 8 + 10 * 16])):
+        assert main(["replay", str(folder), f"--step={step}", f"--save={tmp_path / f'{step}.npz'}"]) == EXIT_DONE
+        assert f"bit by bit, to what the run reported at step{'s 10 and 20' * (step == 20)}" in capfd.readouterr().out
+        with np.load(tmp_path / f"{step}.npz") as batch:
+            assert batch["example_ids"].tolist() == ids.tolist()
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "checkpoints" / "ckpt-20.commit").unlink()
+    assert main(["replay", str(copy), "--step=30"]) == 1
+    said = "had batches of 8 from step 1 on and 16 from step 21 on, and a replay from step 0 to 30 has one size"
+    assert said in capfd.readouterr().err
 
 
 def test_equal_runs_are_equal_as_far_as_both_go(runs, tmp_path, capsys):

@@ -113,7 +113,7 @@ class Order(looplib.Trainer):
     def step_fn(self, inputs):
         weights = 1 + tf.range(tf.size(inputs["number"], tf.int64)) + 10 * self.global_step
         self.sum.assign_add(tf.reduce_sum(weights * inputs["number"]))
-        return {"examples": looplib.total(tf.size(inputs["number"]))}
+        return {"rows": looplib.total(tf.size(inputs["number"]))}
 
 
 @pytest.mark.parametrize("engine", ["xla", *more(["auto", "graph"])])

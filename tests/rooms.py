@@ -36,6 +36,7 @@ TESTS = {
     "records": ["records"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": [
+        "another_batch_size",
         "batch_sizes",
         "evaluator",
         "gradient_trainer",

@@ -365,6 +365,11 @@ def peek(path: str) -> tuple[int, RunRecord]:
             f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
             f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
         )
+    if record.global_batch_size is not None and not record.saved_batches.holds(step, step + record.input_offset):
+        raise UsageError(
+            f"the run record in {path} has batches of {record.saved_batches} examples, of which no run comes to step "
+            f"{step}; name another checkpoint"
+        )
     return step, record
 
 

@@ -95,7 +95,9 @@ class Recovery:
             trouble.what, target.step, trouble.resume_after, done + 1, self._guards.rollbacks
         )  # fmt: skip
         offset = trouble.resume_after + self._store.input_offset - target.step
-        return Rollback(target.path, done + 1, offset)
+        record = self._store.record
+        batches = None if record.global_batch_size is None else record.saved_batches.back_to(target.step)
+        return Rollback(target.path, done + 1, offset, batches)
 
     def _not_finite(self) -> list[str]:
         """Returns the names of the variables that are not finite here, or else on another worker."""

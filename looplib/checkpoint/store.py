@@ -14,8 +14,16 @@ from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.run_directory import RunDirectory
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError
+from looplib.task.batches import Batches
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState
+
+# What a changed setting does, by its field of the run record.
+_CONSEQUENCES = {
+    "seed": "the order of examples differs from an uninterrupted run",
+    "global_batch_size": "the batches are larger or smaller, and begin after the examples that were read",
+    "loop": "the last bits may differ from an uninterrupted run",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +34,13 @@ class Rollback:
       path: the checkpoint to restore.
       rollbacks: how often the run has gone back, this time included.
       input_offset: global batches that rollbacks have left out, those of this one included.
+      batches: the sizes of the global batches; None where looplib reads none.
     """
 
     path: str
     rollbacks: int
     input_offset: int
+    batches: Batches | None
 
 
 class Store:
@@ -206,6 +216,8 @@ class Store:
             self._read_position(path)
         if rollback:
             self.record.rollbacks, self.record.input_offset = rollback.rollbacks, rollback.input_offset
+            if rollback.batches:  # the checkpoint may be of a time before the last change of their size
+                self.record.batches_are(rollback.batches)
         self.saved_step = step if os.path.dirname(path) == self._directory.checkpoints else None
         return path, step
 
@@ -251,7 +263,7 @@ class Store:
             theirs = getattr(self.record, name)
             if theirs is not None and theirs != ours:
                 logging.warning(
-                    "%s was %s in the checkpoint and is %s in this run: from step %d, %s from an uninterrupted run",
+                    "%s was %s in the checkpoint and is %s in this run: from step %d, %s",
                     name, theirs, ours, step,
-                    "the last bits may differ" if name == "loop" else "the order of examples differs",
+                    _CONSEQUENCES[name],
                 )  # fmt: skip

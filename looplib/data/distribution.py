@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +18,7 @@ from looplib.data.stream import Stream
 from looplib.errors import UsageError
 from looplib.records.damage import LeftOut
 from looplib.records.fingerprint import fingerprint
+from looplib.task.batches import Batches, Span
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext, per_replica_batch_size
 from looplib.task.trainer import Trainer
@@ -33,6 +34,7 @@ def distribute(
     seed: int,
     training: bool,
     start_step: int = 0,
+    earlier: Sequence[Span] = (),
     overfit_batch: bool = False,
     bad_records: LeftOut | None = None,
     how: str = "auto",
@@ -47,6 +49,7 @@ def distribute(
       seed: the run's seed.
       training: whether this is training data.
       start_step: global batches that the run has consumed.
+      earlier: those of other sizes.
       overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
       bad_records: the damaged records that the run has left out, and how many it may; None for none.
       how: one of `devices.DISTRIBUTES`.
@@ -69,7 +72,8 @@ def distribute(
     )
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own
-    pipelines = Pipelines(task, settings, start_step, workers, on_host, whole, overfit_batch)
+    sizes = Batches(global_batch_size, tuple(earlier))
+    pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, overfit_batch)
 
     def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
         if remote:  # each worker builds its own; the coordinator looks at one
@@ -107,13 +111,13 @@ def distribute(
         may_be_empty=not training and not infinite and replicas > 1 and not whole,
         start_step=start_step,
         positioned=context.positioned,
-        skipped=0 if context.positioned else start_step * max(1, replicas // workers.count),
+        skipped=pipelines.skipped * max(1, replicas // workers.count),
         arrays=arrays,
         in_turn=pipelines.in_turn and on_cpus,
         sure=min(pipelines.sure),
         batch_size=batch_size,
         sized=pipelines.sized,
-        steps_per_epoch=context.steps_per_epoch,
+        epoch=context.epoch,
         examples=context.examples,
         fingerprint=fingerprint(context.sources) if training else {},
         ids=context.ids,

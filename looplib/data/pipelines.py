@@ -10,6 +10,7 @@ from looplib import _tf
 from looplib.cluster.collectives import Workers
 from looplib.data import doubts, global_batches
 from looplib.errors import UsageError
+from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
 from looplib.task.shares import KINDS
@@ -36,6 +37,7 @@ class Pipelines:
       task: the trainer or evaluator.
       settings: the arguments of `InputContext` that all pipelines share.
       start_step: global batches that the run has consumed.
+      sizes: of the run's global batches.
       workers: the workers of the strategy.
       on_host: whether the batches go through no iterator of tf.distribute.
       whole: whether each makes global batches, which are then divided among the replicas.
@@ -46,6 +48,7 @@ class Pipelines:
       replicas: the number of replicas.
       newest: the pipeline that was built last.
       contexts: the `InputContext` of each that was built.
+      skipped: steps that each leaves out to begin where the run is; 0 for those that begin there by themselves.
       cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
       shares: the batches of each from the beginning of the data, as tf.data says it.
       sure: steps that each is certain to have.
@@ -59,13 +62,14 @@ class Pipelines:
         task: Trainer | Evaluator,
         settings: dict[str, Any],
         start_step: int,
+        sizes: Batches,
         workers: Workers,
         on_host: bool,
         whole: bool,
         overfit_batch: bool,
     ) -> None:
         self.who = type(task).__name__
-        self._task, self._settings, self._start_step = task, settings, start_step
+        self._task, self._settings, self._start_step, self._sizes = task, settings, start_step, sizes
         self._workers, self._on_host, self._whole = workers, on_host, whole
         self.replicas = settings["num_replicas"]
         self._overfit_batch = overfit_batch
@@ -75,7 +79,8 @@ class Pipelines:
         self.shares: list[int] = []
         self.sure: list[int] = []
         self.sized, self.fixed, self.in_turn = True, False, False
-        self._warned = False
+        self.skipped = 0
+        self._warned = self._said = self._said_orders = False
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
         """Builds the pipeline of a `tf.distribute.InputContext`."""
@@ -97,9 +102,9 @@ class Pipelines:
         self.shares.append(int(dataset.cardinality()))
         if training and not self._on_host and self._workers.count > 1:
             dataset = self._ended_together(dataset)
-        skip = 0 if context.positioned else self._start_step * replicas
-        if skip and not self._on_host:
-            dataset = dataset.skip(skip)
+        self.skipped = 0 if context.positioned else self._to_skip()
+        if self.skipped and not self._on_host:
+            dataset = dataset.skip(self.skipped * replicas)
         cardinality = int(dataset.cardinality())
         endless = cardinality == tf.data.INFINITE_CARDINALITY
         # Behind tf.distribute's iterators sizes are not known.
@@ -144,12 +149,22 @@ class Pipelines:
             pipeline_index=0 if self._whole else tf_context.input_pipeline_id,
             num_pipelines=1 if self._whole else tf_context.num_input_pipelines,
             start_step=start_step,
+            earlier=self._sizes.earlier if start_step else (),
             **settings,
         )
         dataset = self._task.dataset(context)
         if not isinstance(dataset, tf.data.Dataset):
             raise UsageError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
+            )
+        if context.training and context.calls_without_name > 1 and not self._said_orders:
+            self._said_orders = True
+            logging.warning(
+                "%s.dataset asks context for examples %d times without a name, and each time they come in another "
+                "order; those of inputs and targets that belong together need one name=, others may have one of their "
+                "own",
+                self.who,
+                context.calls_without_name,
             )
         positioned = context.training and context.positioned
         if positioned and not _tf.is_by_element(dataset, context.made, any_other=context.asked_for_its_start):
@@ -163,6 +178,32 @@ class Pipelines:
         if positioned:
             self._warn_of_state(_tf.stateful_ops_of_maps(dataset, context.made), resumes=start_step > 0)
         return context, dataset
+
+    def _to_skip(self) -> int:
+        """Returns the steps that a pipeline leaves out which is no function of a position; says so for other batches.
+
+        Raises:
+          UsageError: if the batches of the pipeline are none that have as many examples as the run has consumed.
+        """
+        sizes, size = self._sizes, self._sizes.size
+        if not sizes.earlier:
+            return self._start_step
+        if self._task.batch_size_varies:
+            raise UsageError(
+                f"the run had batches of {sizes}, and those of {self.who}.dataset vary, so that it is not known which "
+                f"examples it has read; continue with {sizes.original}, make the data with context.indices or "
+                "context.records, or start a new run from the weights (--warm_start)"
+            )
+        steps = sizes.whole(self._start_step)
+        if not self._said:
+            logging.warning(
+                "the run had batches of %s: %s.dataset leaves out the first %d examples, as %d batches of %d; these "
+                "are the ones that were read if all batches are full and the order of the examples does not depend on "
+                "their size",
+                sizes, self.who, steps * size, steps, size,
+            )  # fmt: skip
+        self._said = True
+        return steps
 
     def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
         """Warns once if maps may not repeat their results at a resume; without a resume, only of random numbers."""
@@ -187,6 +228,7 @@ class Pipelines:
                 num_pipelines=num_pipelines,
                 numbers=numbers,
                 start_step=0,
+                earlier=self._sizes.earlier,
                 **self._settings,
             )
         )

@@ -23,9 +23,11 @@ class Place:
 
     Attributes:
       step: number of steps before it.
+      skipped: steps that a pipeline which is no function of the number of the batch leaves out to begin there.
     """
 
     step: int
+    skipped: int
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,7 +60,7 @@ class RemoteStream(Stream):
         if self.start_step:
             others = "by a new pipeline on each worker, which skips its share of the batches"
             self._note(f"resumes after step {self.start_step} {'from its position' if self.by_number else others}")
-        return Place(self.start_step)
+        return Place(self.start_step, self.skipped)
 
     def next_as_optional(self, iterator: Place) -> tf.experimental.Optional:
         """Returns the first batch, always: the coordinator only checks whether there is one."""

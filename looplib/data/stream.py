@@ -7,8 +7,10 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.cluster.collectives import Workers
 from looplib.data.lengths import Lengths
 from looplib.records.reading import Reads
+from looplib.task.batches import Epoch
 
 
 def counted_from_0(iterator: Any) -> Any:
@@ -43,7 +45,7 @@ class Stream:
       sure: number of steps, from the first on, that certainly have a batch of full size for each replica.
       batch_size: examples of a batch of full size.
       sized: whether batches need no check of their size: it is static, or it may vary.
-      steps_per_epoch: steps in which the data comes once; None where that is not known.
+      epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples there are; None where that is not known.
       fingerprint: of the files of a training, see `records.fingerprint`.
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
@@ -69,7 +71,7 @@ class Stream:
     batch_size: int
     sized: bool = True
     in_turn: bool = False
-    steps_per_epoch: float | None = None
+    epoch: Epoch | None = None
     examples: int | None = None
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     ids: tf.data.Dataset | None = None
@@ -79,6 +81,11 @@ class Stream:
     block: int = 1
     passed: int = dataclasses.field(default=0, init=False)
     _iterated: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps whose batches are left out."""
+        return self.skipped // max(1, self.strategy.num_replicas_in_sync // Workers(self.strategy).count)
 
     @property
     def ahead(self) -> bool:

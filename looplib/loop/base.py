@@ -15,6 +15,7 @@ from looplib.loop.step import Step
 from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.report.shown import Shown
+from looplib.task.batches import Batches, Epoch, Span
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
@@ -137,6 +138,7 @@ class Specification:
       steps_per_loop: steps of a call.
       counter: int64 `tf.Variable` of finished steps, or None.
       start_step: global batches that were consumed before.
+      earlier: those of other sizes.
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
       overfit_batch: whether each step gets the first batch of the data.
@@ -154,6 +156,7 @@ class Specification:
     steps_per_loop: int = 1
     counter: tf.Variable | None = None
     start_step: int = 0
+    earlier: tuple[Span, ...] = ()
     non_finite: str = "off"
     chosen: EngineChoice | None = None
     overfit_batch: bool = False
@@ -233,12 +236,13 @@ class Loop(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+    def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """Makes the next `run` start with the data after some global batches.
 
         Args:
           start_step: number of global batches.
           position: bytes from `position` at that step, which spare the pipeline to read and skip earlier batches.
+          batches: the sizes of the global batches; None leaves them as they are.
         """
 
     @abc.abstractmethod
@@ -258,14 +262,25 @@ class TrainingLoop(Loop):
     """The loop of a trainer, whose position in the data is saved and restored.
 
     Attributes:
-      steps_per_epoch: steps in which the data comes once; None where that is not known.
+      batches: the sizes of the global batches; None for data that looplib does not read.
+      epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples the data has; None where that is not known.
       fingerprint: of the files of the data, see `records.fingerprint`; None where it is not known.
     """
 
-    steps_per_epoch: float | None = None
+    batches: Batches | None = None
+    epoch: Epoch | None = None
     examples: int | None = None
     fingerprint: dict[str, str] | None = None
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The steps in which the data comes once; None where that is not known."""
+        return self.epoch.steps(self.batches.size) if self.epoch else None
+
+    def epochs_at(self, step: int) -> float | None:
+        """Returns how often the data has come at a step; None where the length of an epoch is not known."""
+        return float(self.batches.trained(step, self.epoch) / self.epoch.examples) if self.epoch else None
 
     @abc.abstractmethod
     def position(self) -> bytes | None:

@@ -7,10 +7,11 @@ import tensorflow as tf
 
 from looplib.errors import UsageError
 from looplib.loop.packing import Packer, batch_size
+from looplib.task import own_names
 from looplib.task.reductions import total
 
 # Totals of a step: larger batches less smaller ones, examples more than expected, batches.
-METRICS = ("batch_sizes/larger", "batch_sizes/more", "batch_sizes/count")
+METRICS = own_names.BATCH_SIZES
 
 
 class BatchSizes:

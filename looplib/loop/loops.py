@@ -5,6 +5,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +22,7 @@ from looplib.loop.task_loop import TaskLoop
 from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.task import checks
+from looplib.task.batches import Batches, Epoch
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice, RunRecord
 from looplib.task.trainer import Trainer
@@ -66,6 +68,10 @@ class LoopSettings:
     def recorded(self) -> dict[str, int | str | None]:
         """The settings that decide the numbers to come, by the names of their fields in the run record."""
         return {"seed": self.seed, "global_batch_size": self.global_batch_size, "loop": self.loop}
+
+    def batches_after(self, record: RunRecord, step: int) -> Batches | None:
+        """Returns the sizes of the global batches of a run that continues from a step; None if it has none."""
+        return None if self.global_batch_size is None else record.batches(step, self.global_batch_size)
 
     @property
     def flags(self) -> dict[str, int | str | None]:
@@ -127,11 +133,13 @@ class Loops:
         if trainer:
             self._warn_of_others(trainer)
             checks.build_optimizers(trainer, settings.strategy, settings.loop)
+            batches = settings.batches_after(record, start_step - record.input_offset)
             self.training = make_loop(
                 "train",
                 trainer,
                 global_batch_size=settings.global_batch_size,
                 start_step=start_step,
+                earlier=batches.earlier if batches else (),
                 counter=self.global_step,
                 non_finite=non_finite,
                 overfit_batch=settings.overfit_batch,
@@ -216,14 +224,23 @@ class Loops:
             raise UsageError(f"steps is {steps} and epochs is {epochs}; give one of the two")
         if epochs is None:
             return steps
-        if self.steps_per_epoch is None:
+        epoch = self._epoch(epochs)
+        if not isinstance(epochs, (int, float)) or not (epochs > 0 and math.isfinite(epochs)):
+            raise UsageError(f"epochs is {epochs!r}; expected a positive number")
+        examples = Fraction(str(float(epochs))) * epoch.examples  # 0.1 as it is written
+        return self.training.batches.step_of(examples, epoch)
+
+    def steps_of_an_epoch(self) -> int:
+        """Returns the steps of an epoch with the present batch size; raises `UsageError` if that is not known."""
+        return math.ceil(self._epoch(1).steps(self.training.batches.size))
+
+    def _epoch(self, epochs: float) -> Epoch:
+        if self.training.epoch is None:
             raise UsageError(
                 f"epochs is {epochs}, and the length of the training data is not known; give steps, or make the data "
                 "with context.indices or a KerasTrainer, or set context.steps_per_epoch in dataset"
             )
-        if not isinstance(epochs, (int, float)) or not epochs > 0:
-            raise UsageError(f"epochs is {epochs!r}; expected a positive number")
-        return math.ceil(epochs * self.steps_per_epoch)
+        return self.training.epoch
 
     def check_end(self, end: int) -> int | None:
         """Checks the step to train to; returns it, or None for the end of the data.

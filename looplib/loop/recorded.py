@@ -54,7 +54,10 @@ class RecordedParts:
         self._warn_of_other_data(record, step)
         self._learning_rates.after_restore(record.learning_rates, step)
         self._actions.load(record.actions)
-        self._loops.training.rewind(step + record.input_offset, position)
+        batches = self._loops.settings.batches_after(record, step)
+        if batches:
+            record.batches_are(batches)
+        self._loops.training.rewind(step + record.input_offset, position, batches)
         self._loops.training.reducer.load(record.running)
         self._window.start = step
 

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
+from looplib.task import own_names
+from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.record import EngineChoice
@@ -54,9 +56,10 @@ class TaskLoop(TrainingLoop):
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
+        self.batches = Batches(spec.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
         self._stream = self._distribute()
-        self.steps_per_epoch, self.examples = self._stream.steps_per_epoch, self._stream.examples
+        self.epoch, self.examples = self._stream.epoch, self._stream.examples
         self.fingerprint = self._stream.fingerprint or None
         self._first_stream = self._stream  # which the inner loop reads all iterators with
         backend = _backend(spec)
@@ -78,7 +81,9 @@ class TaskLoop(TrainingLoop):
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
-        decorators: list[Decorator] = []
+        decorators: list[Decorator] = [
+            functools.partial(own_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
+        ]
         if self._spec.training and example_checksum.enabled():
             decorators.append(lambda step_fn: example_checksum.add_to(step_fn, lambda: self.task.global_step))
         if self._sizes is not None:
@@ -90,6 +95,11 @@ class TaskLoop(TrainingLoop):
             decorators.append(functools.partial(global_share.add_to, task=self.task))
         return [*decorators, *backend.decorators()]
 
+    @property
+    def _rates(self) -> Collection[str]:
+        """The names of the trainer's rates."""
+        return self.task.rates.keys() if isinstance(self.task, Trainer) else ()
+
     def _distribute(self) -> Stream:
         spec = self._spec
         return distribution.distribute(
@@ -99,6 +109,7 @@ class TaskLoop(TrainingLoop):
             seed=spec.seed,
             training=spec.training,
             start_step=self._start_step,
+            earlier=self.batches.earlier,
             overfit_batch=spec.overfit_batch,
             bad_records=spec.bad_records,
             how=spec.distribute,
@@ -196,7 +207,7 @@ class TaskLoop(TrainingLoop):
         self._counted_before = 0 if self._spec.training else int(self._spec.counter)
         self._iterator, self._position = self._stream.iterate(self._position), None
         _reading.add(self)
-        self._sure = self._stream.sure - (0 if self._stream.positioned else self._start_step)
+        self._sure = self._stream.sure - self._stream.skipped_steps
         if not self._inner.traces:
             with self._clock.phase("compile"):
                 self._inner.trace(self._iterator)
@@ -231,7 +242,10 @@ class TaskLoop(TrainingLoop):
         metrics = self._sizes.check(metrics) if self._sizes else metrics
         # The user's `loop_end` does not see the checksum.
         checksum = {name: metrics.pop(name) for name in [example_checksum.METRIC] if name in metrics}
-        return {**as_numbers(self.who, self.task.loop_end(metrics)), **checksum}
+        before = dict(metrics)
+        finished = as_numbers(self.who, self.task.loop_end(metrics))
+        own_names.check_finished(self.who, before, finished, self._rates)
+        return {**finished, **checksum}
 
     def shown(self) -> dict[str, Shown]:
         """See `Loop`."""
@@ -243,12 +257,19 @@ class TaskLoop(TrainingLoop):
             self._sizes.look(self.reducer.packer, self.reducer.state().totals)
         return self._stream.position(self._iterator) if self._iterator is not None else self._position
 
-    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+    def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""
         self._end_data()
         self._position = position
-        if start_step != self._start_step:
-            self._start_step = start_step
+        batches = batches or self.batches
+        remote = isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
+        if remote and batches.earlier != self.batches.earlier:
+            raise UsageError(
+                f"the checkpoint is of a run with batches of {batches}, and the workers of the strategy "
+                "parameter_server read theirs already; build a new controller to continue from it"
+            )
+        if (start_step, batches) != (self._start_step, self.batches):
+            self._start_step, self.batches = start_step, batches
             self._stream = self._distribute()
             self._stream.share(self._first_stream)
 
@@ -296,12 +317,15 @@ class TaskLoop(TrainingLoop):
     def foresee_end(self, target: int) -> None:
         """See `TrainingLoop`."""
         lengths = self._stream.lengths
-        ends = lengths is not None and lengths.steps is not None and (target == -1 or target > lengths.steps)
+        if lengths is None or lengths.steps is None:
+            return
+        last = lengths.steps + (0 if self._stream.positioned else self._start_step - self._stream.skipped_steps)
+        ends = target == -1 or target > last
         if ends and (left_out := lengths.left_out()) and Workers(self._strategy).is_chief:
             logging.warning(
                 "%s.dataset lasts for %d steps: it has %s; give each replica as many batches, or repeat() them",
                 self.who,
-                lengths.steps,
+                last,
                 left_out,
             )
 

@@ -51,11 +51,11 @@ class Window:
             loss = metrics.get(self._training.task.loss_name)
             check_loss(losses, step, loss, self._guards, self._steps_per_loop)
             if steps and seconds:
-                metrics.setdefault("steps_per_second", round(steps / seconds, 2))
+                metrics["steps_per_second"] = round(steps / seconds, 2)
                 rates = self._training.task.rates
                 metrics.update({name: value * steps / seconds for name, value in rates.items()})
-            if self._training.steps_per_epoch:
-                metrics.setdefault("epoch", round(step / self._training.steps_per_epoch, 3))
+            if (epochs := self._training.epochs_at(step)) is not None:
+                metrics["epoch"] = round(epochs, 3)
         self.measure_from(step)
         return metrics
 

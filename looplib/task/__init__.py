@@ -3,6 +3,7 @@
 Names that other rooms may use, by file:
     actions: Action, ActionStates, Event, attending, stops_of, tell_saves
     averages: WeightAverages
+    batches: Batches, Epoch, Span
     buckets: Buckets
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     evaluator: Evaluator
@@ -23,11 +24,13 @@ Names that other rooms may use, by file:
     monitored: mode_of
     op_times: none
     own_loop: OwnLoop
+    own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in
     packed: Packed, PackedRows
     parts: none
     perturbation: VARIABLE, nudge, requested
     plans: Kept
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
+    positions: none
     profiling: Profile
     record: EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum

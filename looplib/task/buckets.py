@@ -51,7 +51,7 @@ class Buckets(Plan):
 
     def endless(self, run: Run) -> Locate:
         """See `Plan`."""
-        size, buckets = run.global_batch_size, len(self._counts)
+        size, buckets = run.batches.size, len(self._counts)
         counts, ids, edges = (tf.constant(array, tf.int64) for array in (self._counts, self._ids, self._edges))
         firsts = tf.cumsum(counts, exclusive=True)
         # Epoch e begins with batch sum(e * counts // size), which is up to `buckets` less than e * self.size / size.

@@ -74,7 +74,7 @@ class Evaluator(abc.ABC):
 
         Returns:
           A dict as `Trainer.step_fn` returns it. The number of examples is added as `examples`, counted from the
-          first dimension of the first tensor of `inputs`, unless the dict has an `examples` of its own.
+          first dimension of the first tensor of `inputs`.
         """
 
     @property

@@ -1,8 +1,10 @@
 """The input context: what a `dataset` function learns about its pipeline, batch sizes, and the keyed permutation."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,13 +14,24 @@ from looplib.errors import UsageError, whole_number
 from looplib.records import reading, sources
 from looplib.records.damage import LeftOut, tolerant
 from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
-from looplib.task.plans import Ids, Kept, Plan, Run, beside, plan_of
+from looplib.task.batches import Batches, Epoch, Span
+from looplib.task.plans import Ids, Kept, Plan, Run, beside, derived_seed, plan_of
+from looplib.task.positions import CHUNK_IDS, Positions
 
-_CHUNK, _CHUNK_IDS, _CHUNK_BYTES = 32, 8192, 1 << 22  # batches, ids and bytes of records that are drawn at once
+_CHUNK_BYTES = 1 << 22  # of records that are drawn at once
 _ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
 _BLOCK_BYTES = 1 << 18  # of neighbouring records that are read at once
 _LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What was asked of an `InputContext`: the name of the method, and two of its arguments."""
+
+    method: str
+    whole_epochs: bool
+    repeat: bool
 
 
 class InputContext:
@@ -33,14 +46,17 @@ class InputContext:
       replicas_per_pipeline: replicas that this pipeline feeds; its batches go to them in turn.
       seed: the run's seed, for shuffles and augmentation.
       training: False for an evaluation.
-      start_step: global batches that were consumed before this pipeline starts; 0 in a new run.
+      start_step: global batches that were consumed before this pipeline starts; 0 in a new run. Of a run whose batch
+        size has changed, as many batches of the present size as have the examples of those.
       arrays: the argument of `resident`, or None.
-      examples: how many examples `indices` was asked for; None if it was not.
+      examples: how many examples `indices` was asked for, the most of all calls; None if it was not.
       draw: makes the ids that `indices` was asked for last, in ops that XLA compiles: a function from the number of
         batches of this pipeline before (int64 scalar tensor) and how many to make, to int64 `[batches, b]`; None for
         other data.
-      steps_per_epoch: steps in which the data comes once, for `epochs` and reports; `indices` sets it, and a `dataset`
-        that repeats other data may. None where it is not known.
+      steps_per_epoch: steps in which the data comes once, for `epochs` and reports. `indices` sets it; after several
+        calls it is that of the most examples, so that each example of all of them has come. A `dataset` may set it,
+        such as one that repeats other data. None where it is not known.
+      epoch: how many examples come in `steps_per_epoch`; None where it is not known.
       of_global_batches: whether the task makes global batches, see `Trainer.batches`.
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
@@ -65,6 +81,7 @@ class InputContext:
         numbers: tf.data.Dataset | None = None,
         bad_records: LeftOut | None = None,
         only: np.ndarray | None = None,
+        earlier: Sequence[Span] = (),
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
@@ -79,6 +96,8 @@ class InputContext:
         self.numbers = numbers
         self.bad_records = bad_records
         self._only = only
+        self._sizes = Batches(self.global_batch_size, tuple(earlier))
+        self._unnamed, self._named = 0, {}  # the calls without a name, and the examples of those with one
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
         self.positioned = self.by_python = False
         self.asked_for_its_part = self.asked_for_its_start = False
@@ -87,7 +106,7 @@ class InputContext:
         self.ids: tf.data.Dataset | None = None  # what `indices` returned last, if an example has one
         self.in_turn = False  # whether those of each batch follow one another
         self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
-        self.steps_per_epoch: float | None = None
+        self.epoch: Epoch | None = None
         self.sources: list[sources.Source] = []
         self.reads: list[reading.Reads] = []
         self.positions: tf.data.Dataset | None = None
@@ -111,6 +130,7 @@ class InputContext:
             of_global_batches=self.of_global_batches,
             bad_records=self.bad_records,
             only=only,
+            earlier=self._sizes.earlier,
         )
 
     @property
@@ -128,12 +148,35 @@ class InputContext:
     def start_step(self) -> int:
         """The global batches consumed before; a `dataset` that reads it may start there itself."""
         self.asked_for_its_start = True
-        return self._start_step
+        return self._sizes.whole(self._start_step)
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The steps in which the data comes once; None where that is not known."""
+        return self.epoch.steps(self.global_batch_size) if self.epoch else None
+
+    @steps_per_epoch.setter
+    def steps_per_epoch(self, steps: float | None) -> None:
+        if steps is not None and not (math.isfinite(steps) and steps > 0):
+            raise UsageError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
+        self.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
+
+    @property
+    def calls_without_name(self) -> int:
+        """How often `indices`, `records` and `resident` were called without a name."""
+        return self._unnamed
 
     def indices(
-        self, num_examples: int | Plan, seeds: bool = False, *, shuffle: bool = True, whole_epochs: bool = False
+        self,
+        num_examples: int | Plan,
+        seeds: bool = False,
+        *,
+        shuffle: bool = True,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
     ) -> tf.data.Dataset:
-        """Makes batches of example ids, in an order that the run's seed alone decides.
+        """Makes batches of example ids, in an order that the run's seed decides.
 
         For training, epoch after epoch without end, each a keyed permutation of all ids (the op behind
         `tf.random.experimental.index_shuffle`): entering it at any position costs O(1), no shuffle buffer is held, and
@@ -152,6 +195,11 @@ class InputContext:
 
             return context.indices(len(x), seeds=True).map(augment, tf.data.AUTOTUNE)
 
+        Each call in one `dataset` has an order and seeds of its own, so that data sets of several calls can be zipped.
+        Calls with one `name` share them, such as those for inputs and targets that are kept apart.
+
+        A run that continues with another batch size begins at the next example.
+
         Args:
           num_examples: how many examples there are; ids are 0 to num_examples - 1. Or a plan, `Kept`, `Mixture`,
             `Packed` or `Buckets`, whose examples stand for the ids in what is returned.
@@ -159,37 +207,56 @@ class InputContext:
           shuffle: whether each epoch of a training has an order of its own; else all have the order of the ids.
           whole_epochs: whether each epoch of a training ends with a batch of its own, which may be smaller, as in
             Keras `fit`; only in a task of global batches (`Trainer.batches`).
+          name: names the order. Without one, the first call has the order of the run's seed, and each further one an
+            order by its number among the calls without a name.
+          repeat: whether a training with fewer examples than a global batch repeats examples within a batch; else
+            this is refused.
 
         Returns:
           A `tf.data.Dataset` of int64 ids `[b]`, or of (ids, seeds) with int32 seeds `[b, 2]`; b is
           per_replica_batch_size, or in the last batch of an evaluation less.
 
         Raises:
-          UsageError: if there is no example, or for whole epochs in a task of batches per replica or of a plan that has
-            none.
+          UsageError: if there is no example, or fewer than a global batch of a training; or for whole epochs in a task
+            of batches per replica or of a plan that has none.
         """
         plan = plan_of(num_examples, "indices", shuffle, whole_epochs)
-        found = plan.located(Run(self.seed, self.global_batch_size) if self.training else None)
+        seed = self._seed_of(plan, name)
+        found = plan.located(Run(seed, self._sizes) if self.training else None)
 
         @tf.autograph.experimental.do_not_convert
         def examples(positions: tf.Tensor) -> Any:  # a chunk of batches at once, at half the cost
-            return beside(found(positions), self._seeds(positions)) if seeds else found(positions)
+            return beside(found(positions), self._seeds(positions, seed)) if seeds else found(positions)
 
-        most = max(1, _CHUNK_IDS // (self.per_replica_batch_size * plan.width))
-        chunks = self._positions(plan, whole_epochs, "indices", most)
+        most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
+        chunks = self._positions(plan, Asked("indices", whole_epochs, repeat), most)
         self.in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
         batches = (chunks if self.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
         self.ids = batches if plan.width == 1 else None
-        ends = whole_epochs and plan.size % self.global_batch_size
-        drawn = isinstance(plan, Ids) and self.training and not seeds and not ends
-        self.draw = functools.partial(self._draw, RecordOrder(plan.size, self.seed, shuffle)) if drawn else None
+        epoch, order = Epoch(plan.size, whole_epochs), RecordOrder(plan.size, seed, shuffle)
+        drawn = isinstance(plan, Ids) and self.training and not seeds and self._sizes.full(epoch)
+        self.draw = functools.partial(_draw, order, self._places(), epoch) if drawn else None
         self.made.append(batches)
         return batches
 
-    @tf.autograph.experimental.do_not_convert
-    def _draw(self, order: RecordOrder, first: tf.Tensor, count: int) -> tf.Tensor:
-        positions = tf.reshape(self._batches_from(first, count), [-1])
-        return tf.reshape(order.ids_in_xla(positions), [count, self.per_replica_batch_size])
+    def _seed_of(self, plan: Plan, name: str | None) -> int:
+        """Returns the seed of the next call.
+
+        Raises:
+          UsageError: for a name that is none, or that another call has used for other examples.
+        """
+        if name is None:
+            self._unnamed += 1
+            return self.seed if self._unnamed == 1 else derived_seed(self.seed, f"call {self._unnamed}")
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"the name of an order of examples is {name!r}; expected a text")
+        others = self._named.setdefault(name, plan.size)
+        if others != plan.size:
+            raise UsageError(
+                f"two calls for {others} and for {plan.size} examples have the name {name!r}, by which they would "
+                "share an order; give them different names, or as many examples"
+            )
+        return derived_seed(self.seed, f"name {name}")
 
     def records(
         self,
@@ -199,6 +266,8 @@ class InputContext:
         shuffle: bool = True,
         seeds: bool = False,
         whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
     ) -> tf.data.Dataset:
         """Makes batches of records of files, or of another source, read by number in the order of `indices`.
 
@@ -221,14 +290,18 @@ class InputContext:
           shuffle: see `indices`.
           seeds: see `indices`.
           whole_epochs: see `indices`.
+          name: see `indices`.
+          repeat: see `indices`.
 
         Returns:
           A `tf.data.Dataset` of records: strings `[b]`, or a structure of arrays `[b, ...]` if the source has those; or
           of (records, seeds) with int32 seeds `[b, 2]`.
 
         Raises:
-          UsageError: if no file matches, a file is damaged, or there is no record.
+          UsageError: if no file matches, a file is damaged, or there is no record, or fewer than a global batch of a
+            training.
         """
+        asked = Asked("records", whole_epochs, repeat)
         if isinstance(source, Kept) and source.source is not None and block not in (None, 1):
             source = sources.Subset(source.source, source.ids)
         if isinstance(source, Plan):
@@ -240,49 +313,42 @@ class InputContext:
                     f"context.records was given {kind} and block={block}, and reads each record of such a plan by "
                     "itself; leave out block, which looplib.Kept and records without a plan can have"
                 )
-            return self._planned(plan_of(source, "records", shuffle, whole_epochs), seeds, whole_epochs)
+            plan = plan_of(source, "records", shuffle, whole_epochs)
+            return self._planned(plan, self._seed_of(plan, name), seeds, asked)
         source = sources.opened(source)
+        plan = Ids(len(source), source=source)
+        seed = self._seed_of(plan, name)
         if self.training and shuffle:
             block = self._block(source) if block is None else whole_number("block of context.records", block)
-        order = RecordOrder(len(source), self.seed, shuffle and self.training)
+        order = RecordOrder(len(source), seed, shuffle and self.training)
         if self.training and shuffle and block > 1:
-            order = BlockOrder(len(source), self.seed, block, self.global_batch_size)
-        return self.read(source, order, seeds=seeds, whole_epochs=whole_epochs)
+            order = BlockOrder(len(source), seed, block, self._sizes.original)  # of which the order depends
+        return self._ordered(plan, order, seed if seeds else None, asked)
 
-    def _planned(self, plan: Plan, seeds: bool, whole_epochs: bool) -> tf.data.Dataset:
-        found = plan.located(Run(self.seed, self.global_batch_size) if self.training else None)
+    def _planned(self, plan: Plan, seed: int, seeds: bool, asked: Asked) -> tf.data.Dataset:
+        found = plan.located(Run(seed, self._sizes) if self.training else None)
 
         @tf.autograph.experimental.do_not_convert
         def picks(positions: tf.Tensor) -> Any:
             ids, *known = plan.to_read(found(positions))
-            return Picks(ids, ids, ids + 1), *known, *([self._seeds(positions)] if seeds else [])
+            return Picks(ids, ids, ids + 1), *known, *([self._seeds(positions, seed)] if seeds else [])
 
-        return self._read(plan, picks, whole_epochs, reading.Reads(plan.source, False, isinstance(plan, Kept)))
+        return self._read(plan, picks, asked, reading.Reads(plan.source, False, isinstance(plan, Kept)))
 
-    def read(
-        self, source: sources.Source, order: Order, *, seeds: bool = False, whole_epochs: bool = False
-    ) -> tf.data.Dataset:
-        """Makes batches of the records that an order picks; see `records`, which chooses the order.
-
-        Args:
-          source: the records.
-          order: which record is at each position.
-          seeds: see `indices`.
-          whole_epochs: see `indices`.
-        """
+    def _ordered(self, plan: Plan, order: Order, seed: int | None, asked: Asked) -> tf.data.Dataset:
+        """Makes batches of the records that an order picks, with seeds that come from one; without seeds for None."""
 
         @tf.autograph.experimental.do_not_convert
         def picks(positions: tf.Tensor) -> Any:
             found = order.picks(tf.reshape(positions, [-1]))
             found = [tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found]
-            return (Picks(*found), self._seeds(positions)) if seeds else (Picks(*found),)
+            return (Picks(*found),) if seed is None else (Picks(*found), self._seeds(positions, seed))
 
         by_pieces = not isinstance(order, RecordOrder)
-        reads = reading.Reads(source, by_pieces, by_pieces or order.shuffle)
-        return self._read(Ids(len(source), source=source), picks, whole_epochs, reads)
+        return self._read(plan, picks, asked, reading.Reads(plan.source, by_pieces, by_pieces or order.shuffle))
 
     def _read(
-        self, plan: Plan, picks: Callable[[tf.Tensor], Any], whole_epochs: bool, reads: reading.Reads
+        self, plan: Plan, picks: Callable[[tf.Tensor], Any], asked: Asked, reads: reading.Reads
     ) -> tf.data.Dataset:
         source = plan.source
         self.sources.append(source)
@@ -290,7 +356,7 @@ class InputContext:
         batch = self.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
         source = tolerant(source, self.bad_records, replace=self.training) if self.tolerates else source
-        picked = self._positions(plan, whole_epochs, "records", most).map(picks, **_PARALLEL)
+        picked = self._positions(plan, asked, most).map(picks, **_PARALLEL)
         self.ids = picked.map(_ids).unbatch()
         if isinstance(plan.source, sources.Subset):
             self.ids = self.ids.map(functools.partial(tf.gather, tf.constant(plan.source.ids)))
@@ -302,50 +368,79 @@ class InputContext:
     def _block(self, source: sources.Source) -> int:
         if isinstance(source, sources.Blocked):
             return source.block
-        lanes = BlockOrder(len(source), self.seed, 1, self.global_batch_size).lanes
+        lanes = BlockOrder(len(source), self.seed, 1, self._sizes.original).lanes
         return max(1, min(int(_BLOCK_BYTES / sources.mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
 
-    def _positions(self, plan: Plan, whole_epochs: bool, asked: str, most: int) -> tf.data.Dataset:
+    def _positions(self, plan: Plan, asked: Asked, most: int) -> tf.data.Dataset:
         """Makes the positions of this pipeline's batches in the run, or in the evaluation.
 
         Args:
           plan: what stands there.
-          whole_epochs: see `indices`.
-          asked: the method that was called, for messages.
+          asked: what was called, and how.
           most: batches of a chunk, at most.
 
         Returns:
           Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
         """
-        num_examples = plan.size
-        if num_examples == 0:
-            raise UsageError(
-                f"the {'training' if self.training else 'evaluation'} data set is empty: context.{asked} was asked for "
-                "0 examples; check where the data is read from"
-            )
-        if whole_epochs and not self.of_global_batches:
-            raise UsageError(
-                f"context.{asked} was asked for whole epochs, and the smaller batch at their end may not reach all "
-                'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
-            )
-        self.positioned, self.examples = True, num_examples
-        self.positions = self._chunks(plan, whole_epochs, most)
+        self._check(plan, asked)
+        self.positioned, self.examples = True, max(self.examples or 0, plan.size)
+        if self.training:
+            epoch = Epoch(plan.size, asked.whole_epochs)
+            self.positions = self._places().of_a_training(epoch, most)
+            if plan.comes_in_epochs and (self.epoch is None or self.epoch.examples < plan.size):
+                self.epoch = epoch
+        else:
+            self.positions, self.batches = self._places().of_an_evaluation(plan.size)
         if self._only is not None:
             return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
         return self.positions
 
-    def _chunks(self, plan: Plan, whole_epochs: bool, most: int) -> tf.data.Dataset:
-        num_examples = plan.size
-        if not self.training:
-            return self._in_order(num_examples)
-        steps = num_examples / self.global_batch_size
-        if plan.comes_in_epochs:
-            self.steps_per_epoch = math.ceil(steps) if whole_epochs else steps
-        if whole_epochs and not steps.is_integer():
-            return self._in_epochs(num_examples)
-        return self._endless(most)
+    def _places(self) -> Positions:
+        return Positions(
+            self._sizes,
+            self._start_step,
+            self.num_replicas,
+            self.pipeline_index,
+            self.num_pipelines,
+            self.replicas_per_pipeline,
+            self.numbers,
+        )
 
-    def resident(self, arrays: Any, *, shuffle: bool = True, whole_epochs: bool = False) -> tf.data.Dataset:
+    def _check(self, plan: Plan, asked: Asked) -> None:
+        """Raises `UsageError` for examples of which no batches can be made."""
+        method, size = f"context.{asked.method}", self.global_batch_size
+        if plan.size == 0:
+            raise UsageError(
+                f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
+                "0 examples; check where the data is read from"
+            )
+        if asked.whole_epochs and not self.of_global_batches:
+            raise UsageError(
+                f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
+                'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
+            )
+        if self.training and plan.size < size and not (asked.whole_epochs or asked.repeat):
+            raise UsageError(
+                f"{method} was asked for {plan.size} examples, and a global batch has {size}, so that each batch would "
+                f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
+                "pass repeat=True if that is intended"
+            )
+        if self.training and plan.of_batches and self._sizes.earlier:
+            raise UsageError(
+                f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
+                f"together, so that its order depends on the batch size, and this run had batches of {self._sizes}; "
+                f"continue with {self._sizes.original}, or start a new run from the weights (--warm_start)"
+            )
+
+    def resident(
+        self,
+        arrays: Any,
+        *,
+        shuffle: bool = True,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
+    ) -> tf.data.Dataset:
         """Makes batches of rows of arrays that stay on the device, in the order of `indices`.
 
         Only the ids travel; the rows are gathered in the step, where XLA makes the gather part of its program. A
@@ -359,12 +454,14 @@ class InputContext:
           arrays: array or tensor `[n, ...]`, or a structure of these with one n.
           shuffle: see `indices`.
           whole_epochs: see `indices`.
+          name: see `indices`.
+          repeat: see `indices`.
 
         Returns:
           A `tf.data.Dataset` of int64 ids `[b]`, in place of which `step_fn` is given the rows.
 
         Raises:
-          UsageError: if the arrays have no rows, or not the same number.
+          UsageError: if the arrays have no rows, or not the same number, or if `indices` refuses that number.
         """
         lengths = [array.shape[0] if len(array.shape) else None for array in tf.nest.flatten(arrays)]
         if len(set(lengths)) != 1 or None in lengths:
@@ -373,65 +470,21 @@ class InputContext:
                 "number in each, that of the examples"
             )
         self.arrays = arrays
-        return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs)
+        return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs, name=name, repeat=repeat)
 
-    def _endless(self, most: int) -> tf.data.Dataset:
-        count = max(1, min(_CHUNK, _CHUNK_IDS // self.per_replica_batch_size, most))
-        count = 1 if self.numbers is not None else count
-
-        @tf.autograph.experimental.do_not_convert
-        def positions(first: tf.Tensor) -> tf.Tensor:
-            return self._batches_from(first, count)
-
-        first = self._start_step * self.replicas_per_pipeline
-        return (tf.data.Dataset.counter(first, count) if self.numbers is None else self.numbers).map(positions)
-
-    def _batches_from(self, first: tf.Tensor, count: int) -> tf.Tensor:
-        """Returns the positions of `count` batches of this pipeline from a number on, int64 `[count, b]`."""
-        size = self.per_replica_batch_size
-        batches = self._global_batch_index(first + tf.range(count, dtype=tf.int64))
-        return batches[:, None] * size + tf.range(size, dtype=tf.int64)
-
-    def _in_epochs(self, num_examples: int) -> tf.data.Dataset:
-        size, steps = self.global_batch_size, self.steps_per_epoch
-
-        @tf.autograph.experimental.do_not_convert
-        def positions(step: tf.Tensor) -> tf.Tensor:
-            epoch, first = step // steps * num_examples, step % steps * size
-            return (epoch + tf.range(first, tf.minimum(first + size, num_examples)))[None]
-
-        return (tf.data.Dataset.counter(self._start_step) if self.numbers is None else self.numbers).map(positions)
-
-    def _in_order(self, num_examples: int) -> tf.data.Dataset:
-        batch = self.per_replica_batch_size
-        batches = -(-num_examples // batch)
-        rounds, rest = divmod(batches, self.num_replicas)
-        own = rounds * self.replicas_per_pipeline
-        own += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
-
-        @tf.autograph.experimental.do_not_convert
-        def positions(element: tf.Tensor) -> tf.Tensor:
-            start = self._global_batch_index(element) * batch
-            return tf.range(start, tf.minimum(start + batch, num_examples))[None]
-
-        self.batches = own
-        first = self._start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
-        if self.numbers is None and self.num_pipelines == 1:
-            # Without a function: to prepare one takes an iterator as long as ids for many steps.
-            return tf.data.Dataset.range(first * batch, num_examples).batch(batch).batch(1, drop_remainder=True)
-        return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(positions)
-
-    def _seeds(self, positions: tf.Tensor) -> tf.Tensor:
-        """Returns seeds int32 `[k, b, 2]` of positions `[k, b]`."""
+    def _seeds(self, positions: tf.Tensor, seed: int) -> tf.Tensor:
+        """Returns seeds int32 `[k, b, 2]` of positions `[k, b]`, which come from one seed."""
         found = tf.reshape(
-            seeds_at(tf.reshape(positions, [-1]), self.seed, self.training), [*tf.unstack(tf.shape(positions)), 2]
+            seeds_at(tf.reshape(positions, [-1]), seed, self.training), [*tf.unstack(tf.shape(positions)), 2]
         )
         return tf.ensure_shape(found, [*positions.shape, 2])
 
-    def _global_batch_index(self, element: tf.Tensor) -> tf.Tensor:
-        """Returns the position of this pipeline's batch among the batches of all replicas, in step order."""
-        step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
-        return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica
+
+@tf.autograph.experimental.do_not_convert
+def _draw(order: RecordOrder, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
+    """Returns ids in ops that XLA compiles; see `InputContext.draw`."""
+    positions = places.batches(first, count, epoch)
+    return tf.reshape(order.ids_in_xla(tf.reshape(positions, [-1])), positions.shape)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -62,6 +62,13 @@ class KerasCallbacks(Action):
                 f"the Controller reports every {controller.steps_per_loop} steps; leave out its steps_per_loop, and "
                 "give a data set of unknown length tf.data.experimental.assert_cardinality"
             )
+        batches = controller.loops["train"].batches
+        if batches.earlier:
+            raise UsageError(
+                f"Keras callbacks take the metrics of whole epochs, and this run had batches of {batches}, so that its "
+                f"reports do not end with its epochs; continue with {batches.original}, or start a new run from the "
+                "weights (--warm_start)"
+            )
         self._begin_training()
         if self._logs is None:
             self._begin_epoch(controller.global_step // steps)

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
-from looplib.task import reductions, shares
+from looplib.task import own_names, reductions, shares
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
 from looplib.task.keras_callbacks import KerasCallbacks
@@ -176,6 +176,7 @@ def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
     """Returns the metrics of a step: the model's own objects, and what else its step returned, averaged."""
     found = {metric.name: metric for metric in model.metrics}
     results = set(model.get_metrics_result())
+    own_names.check(f"the compiled {type(model).__name__}", results)
     size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
     for name, value in (logs if isinstance(logs, dict) else {}).items():
         if name not in results and name not in found:

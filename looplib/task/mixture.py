@@ -83,7 +83,7 @@ class Mixture(Plan):
 
     def endless(self, run: Run) -> Locate:
         """See `Plan`."""
-        place = _Places([step * run.global_batch_size for step in self._steps], self._parts)
+        place = _Places([run.batches.before(step) for step in self._steps], self._parts)
         return self._locate([plan.endless(run.part(i)) for i, plan in enumerate(self._plans)], place)
 
     def once(self) -> Locate:

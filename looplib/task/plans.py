@@ -17,6 +17,7 @@ import tensorflow as tf
 from looplib.errors import UsageError, whole_number
 from looplib.records.order import RecordOrder, key_of, shuffled
 from looplib.records.sources import Source, opened
+from looplib.task.batches import Batches
 
 # From positions, int64 `[b]`, to the examples there: a structure of tensors `[b, ...]`.
 Locate = Callable[[tf.Tensor], Any]
@@ -28,16 +29,21 @@ class Run:
 
     Attributes:
       seed: the run's seed, or one derived from it.
-      global_batch_size: examples of one step over all replicas.
+      batches: the global batches.
     """
 
     seed: int
-    global_batch_size: int
+    batches: Batches
 
     def part(self, number: int) -> "Run":
         """Returns the same run with the seed of one of its parts, such as a source of a mixture."""
-        digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
-        return dataclasses.replace(self, seed=int.from_bytes(digest, "little", signed=True))
+        return dataclasses.replace(self, seed=derived_seed(self.seed, number))
+
+
+def derived_seed(seed: int, use: int | str) -> int:
+    """Returns a seed of int64 that is derived from another one for a use."""
+    digest = hashlib.blake2b(f"{seed}/{use}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 class Plan(abc.ABC):

@@ -2,8 +2,9 @@
 
 Every checkpoint holds it as one JSON object. A field that this version does not know is kept and written
 again, so that an older looplib loses nothing that a newer one has added. A change that an older looplib would
-misunderstand raises `FORMAT`; a higher format is refused by name, and a record without one has format 1. A checkpoint
-may come from somebody else, so that the type of every field is checked.
+misunderstand raises `FORMAT`; a higher format is refused by name, and a record without one has format 1. Format 2 is
+that of a run whose global batch size has changed; other records are written in format 1. A checkpoint may come from
+somebody else, so that the type of every field is checked.
 """
 
 import contextlib
@@ -19,8 +20,9 @@ import tensorflow as tf
 from looplib import files
 from looplib._tf import python_state_key
 from looplib.errors import UsageError
+from looplib.task.batches import Batches, Span
 
-FORMAT = 1
+FORMAT = 2
 
 
 class _MisfitError(ValueError):
@@ -112,6 +114,7 @@ class RunRecord:
       engines: dict from split to `EngineChoice`.
       seed: the run's seed; None in a record that has none, like the next two.
       global_batch_size: the examples of one step.
+      earlier_batches: the global batches of other sizes that came before.
       loop: the name of the engine.
       examples: how many examples the training data has; None where that is not known.
       files: checksums of the files of the training data, see `records.fingerprint`; None where there are none.
@@ -131,16 +134,37 @@ class RunRecord:
     engines: dict[str, EngineChoice] = dataclasses.field(default_factory=dict)
     seed: int | None = None
     global_batch_size: int | None = None
+    earlier_batches: list[Span] = dataclasses.field(default_factory=list)
     loop: str | None = None
     examples: int | None = None
     files: dict[str, str] | None = None
     names: VariableNames | None = None
     unknown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def saved_batches(self) -> Batches:
+        """The global batches of the run that saved the record, if it has a size."""
+        return Batches(self.global_batch_size, tuple(self.earlier_batches))
+
+    def batches(self, step: int, size: int) -> Batches:
+        """Returns the global batches of a run that continues from the record with a size.
+
+        Args:
+          step: the global step.
+          size: examples of each from now on.
+        """
+        if self.global_batch_size is None:
+            return Batches(size)
+        return self.saved_batches.resized(size, step, step + self.input_offset)
+
+    def batches_are(self, batches: Batches) -> None:
+        """Takes the global batches that the run has from now on."""
+        self.global_batch_size, self.earlier_batches = batches.size, list(batches.earlier)
+
     def to_json(self) -> str:
         """Returns the JSON text to save."""
         fields = dataclasses.asdict(self)
-        return json.dumps({**fields.pop("unknown"), "format": FORMAT, **fields})
+        return json.dumps({**fields.pop("unknown"), "format": FORMAT if self.earlier_batches else 1, **fields})
 
     @classmethod
     def in_checkpoint(cls, reader: Any, path: str) -> "RunRecord":
@@ -173,7 +197,7 @@ class RunRecord:
             raise _unreadable(path, str(error)) from error
         if not isinstance(saved, dict):
             raise _unreadable(path, f"it is {saved!r:.50}, expected a JSON object")
-        number = saved.pop("format", FORMAT)
+        number = saved.pop("format", 1)
         if type(number) is not int:
             raise _unreadable(path, f"its format is {number!r:.50}, expected a whole number")
         if number > FORMAT:
@@ -187,7 +211,7 @@ class RunRecord:
                 value = saved.pop(name)
                 try:
                     fields[name] = _parsed(value, kind)
-                except _MisfitError as error:
+                except ValueError as error:
                     what = f"its field {name!r} is {value!r:.100}, expected {_describe(kind)}"
                     raise _unreadable(path, what) from error
         return cls(**fields, unknown=saved)

@@ -88,7 +88,8 @@ class Trainer(abc.ABC):
         Returns:
           A dict from metric name to a tensor `[per_replica_batch, ...]` (one value an example, averaged over
           examples), `looplib.mean`, `looplib.total`, `looplib.last` or a Keras metric object that was updated.
-          The controller reduces each exactly over steps, replicas and workers.
+          The controller reduces each exactly over steps, replicas and workers. Names of metrics that looplib adds
+          to reports, such as `epoch` and `examples`, are refused.
         """
 
     @property

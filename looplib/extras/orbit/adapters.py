@@ -21,6 +21,8 @@ from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.optimizers import TrainingOptimizers
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
+from looplib.task import own_names
+from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of, variables_of
@@ -175,7 +177,9 @@ class _OrbitLoop(Loop):
 
     def read(self) -> dict[str, int | float]:
         """Returns the metrics of the last call since the last read, finished by `loop_end`."""
-        return as_numbers(self.who, self.task.loop_end(self.reducer.read()))
+        metrics = as_numbers(self.who, self.task.loop_end(self.reducer.read()))
+        own_names.check(self.who, metrics)
+        return metrics
 
     def _results(self, steps: int) -> dict[str, np.ndarray]:
         """Calls Orbit's object, and returns its metrics as a flat dict."""
@@ -201,7 +205,7 @@ class EvaluatorLoop(_OrbitLoop):
     def __init__(self, spec: Specification, evaluator: Any) -> None:
         super().__init__(spec, evaluator, evaluator.evaluate, getattr(evaluator, "eval_dataset", None))
 
-    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+    def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """Does nothing: each evaluation begins at the start of its data."""
 
     def close(self) -> None:
@@ -272,11 +276,17 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
             self._known = None
         return self._data.position()
 
-    def rewind(self, start_step: int = 0, position: bytes | None = None) -> None:
+    def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """Continues after `start_step` steps, if the position in the data is known.
 
         After a rollback, which has no position, the data continues after the bad steps.
         """
+        if batches and batches.earlier:
+            logging.warning(
+                "the run had batches of %s: looplib counts the batches that %s reads by itself, %d so far, whatever "
+                "their size",
+                batches, self.who, start_step,
+            )  # fmt: skip
         if position is None and self._ran:
             logging.info("the data of %s continues from its current position", self.who)
         else:

@@ -155,7 +155,7 @@ class RemoteLoop(InnerLoop):
 
     def _train(self, place: Place, steps: int) -> Ran:
         if place is not self._place and not self._by_number:
-            self._iterators = self._iterate(lambda: self._draw_own_share(place.step // self._workers))
+            self._iterators = self._iterate(lambda: self._draw_own_share(place.skipped // self._workers))
         self._place = place
         ahead = place.step - int(self._counter)  # batches that rollbacks have left out
         calls, given, done, waited, longest = collections.deque(), 0, 0, 0.0, 0.0

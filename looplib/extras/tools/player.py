@@ -38,6 +38,7 @@ class Order:
       debug: whether to stop in it, in Python's debugger.
       save: the file for the batch, `.npz`; "" for none.
       exact: whether the run had the engine of the replay, so that all bits have to be those that it reported.
+      batch_size: the run's global batch size in these steps; None if it is not known.
     """
 
     directory: str
@@ -48,6 +49,7 @@ class Order:
     debug: bool = False
     save: str = ""
     exact: bool = True
+    batch_size: int | None = None
 
     @property
     def news(self) -> str:
@@ -113,6 +115,7 @@ class Player:
     Args:
       controller: restored, before its first step.
       evaluate_every: steps between the run's evaluations, or None.
+      batch_size: the run's global batch size, or None if it is not known.
 
     Attributes:
       loop: the loop of the trainer.
@@ -120,13 +123,18 @@ class Player:
       reported: the metrics of each report on the way, by step.
 
     Raises:
-      UsageError: for a trainer with a loop of its own.
+      UsageError: for a trainer with a loop of its own, or another batch size.
     """
 
-    def __init__(self, controller: "Controller", evaluate_every: int | None) -> None:
+    def __init__(self, controller: "Controller", evaluate_every: int | None, batch_size: int | None) -> None:
         loop = controller.loops.get("train")
         if not isinstance(loop, TaskLoop):
             raise UsageError("a replay needs a trainer whose data and steps looplib runs; one of Orbit's runs its own")
+        if batch_size not in (None, loop.batches.size):
+            raise UsageError(
+                f"the run had batches of {batch_size} examples in this step, and its program now makes some of "
+                f"{loop.batches.size}; set the global batch size that it had"
+            )
         self.loop = loop
         self.reported: dict[int, dict[str, int | float]] = {}
         self._controller, self._evaluate_every = controller, evaluate_every

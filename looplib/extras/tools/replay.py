@@ -1,6 +1,7 @@
 """`python -m looplib replay DIR --step=N`: back to any step of a run, and a close look at it."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from typing import Any
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, join_names
 from looplib.extras.tools import recorded_run, rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
@@ -27,6 +28,7 @@ from looplib.report.records import read_jsonl
 _LAST_LINES = 20  # of a process that failed
 _NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
 _TICK = 0.1
+_SIZE = "global_batch_size"  # in a report
 
 
 def replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str = "") -> int:
@@ -90,8 +92,9 @@ class Replayable(Recorded):
           folder: an empty directory for all that the command writes.
 
         Raises:
-          UsageError: if the command fails.
+          UsageError: if the command fails, or the run has changed its batch size on the way.
         """
+        order = dataclasses.replace(order, batch_size=self._batch_size(start.step if start else 0, order.step))
         model_dir = os.path.join(folder, "run")
         os.makedirs(os.path.join(model_dir, "checkpoints"))
         for name in [*start.files, f"ckpt-{start.step}.commit"] if start else []:
@@ -133,16 +136,43 @@ class Replayable(Recorded):
             )
         raise UsageError(f"the command of {self.directory} ended with code {code} before step {order.step}; see above")
 
+    def _begins(self) -> list[int]:
+        """Returns the step that each start of the run was restored at."""
+        paths = [start.get("restored_from") for start in self._starts]
+        matches = [re.search(r"ckpt-(\d+)$", path) if isinstance(path, str) else None for path in paths]
+        return [int(match[1]) if match else 0 for match in matches]
+
     def _start_that_did(self, step: int) -> int:
         """Returns the number of the start that trained a step: the last one that was restored below it."""
+        return max([number for number, begin in enumerate(self._begins()) if begin < step], default=0)
+
+    def _batch_size(self, start: int, end: int) -> int | None:
+        """Returns the global batch size of the steps after one and up to another; None if it is not known.
+
+        Raises:
+          UsageError: if the run has changed it between them.
+        """
+        flags = self.report.get("flags")
+        sizes = [_whole(flags.get(_SIZE) if isinstance(flags, dict) else None)]
+        for number in range(len(self._starts) - 1, 0, -1):
+            changed = self._starts[number].get("changed")
+            values = changed.get(_SIZE) if isinstance(changed, dict) else None
+            sizes.insert(0, _whole(values[0]) if isinstance(values, list) and values else sizes[0])
+        turns = [start, *(begin for begin in self._begins() if start < begin < end)]
+        found = {step: sizes[self._start_that_did(step + 1)] for step in sorted(turns)}
+        if len(set(found.values())) > 1:
+            texts = [f"{size} from step {step + 1} on" for step, size in found.items()]
+            raise UsageError(
+                f"the run in {self.directory} had batches of {join_names(texts)}, and a replay from step {start} "
+                f"to {end} has one size; there is no checkpoint between the last change and that step, so name an "
+                "earlier step"
+            )
+        return found[start]
+
+    @property
+    def _starts(self) -> list[dict[str, Any]]:
         starts = self.report.get("starts")
-        found = 0
-        for number, start in enumerate(starts if isinstance(starts, list) else ()):
-            path = start.get("restored_from") if isinstance(start, dict) else None
-            match = re.search(r"ckpt-(\d+)$", path) if isinstance(path, str) else None
-            if match is None or int(match[1]) < step:
-                found = number
-        return found
+        return [one if isinstance(one, dict) else {} for one in starts] if isinstance(starts, list) else []
 
     @property
     def engine(self) -> Any:
@@ -158,6 +188,10 @@ class Replayable(Recorded):
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
         # Python's debugger follows one thread, and each replica has its own.
         return found + ["--strategy=auto", "--num_virtual_devices=1"] * debug
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _wait(process: subprocess.Popen, order: Order) -> int:

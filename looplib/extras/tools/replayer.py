@@ -41,7 +41,7 @@ def answer(controller: "Controller", evaluate_every: int | None) -> None:
     from looplib.extras.tools import step_view  # here, because every start of a binary imports this file
 
     order = Order(**json.loads(os.environ[VARIABLE]))
-    player = Player(controller, evaluate_every)
+    player = Player(controller, evaluate_every, order.batch_size)
     watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.policy.guards.stall_limit)
     with _telling(player, order), controller.clock.phase("train"), watchdog.watching():
         found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
