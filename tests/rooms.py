@@ -31,6 +31,7 @@ TESTS = {
         "inputs",
         "keras_trainer",
         "mixtures",
+        "plain",
         "plateau",
         "profile",
         "trainer",

@@ -3,13 +3,10 @@
 import atexit
 import dataclasses
 import functools
-import math
-import numbers
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -29,6 +26,7 @@ from looplib.loop.step import Step, StepFn
 from looplib.report.shown import Shown
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
+from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice
 from looplib.task.state import has_tables, variables_of
 from looplib.task.trainer import Trainer
@@ -428,14 +426,7 @@ def as_numbers(who: str, metrics: object) -> dict[str, int | float]:
     converted = {}
     for name, value in metrics.items():
         check_metric_name(who, name)
-        array = np.asarray(value)
-        if array.shape != () or not isinstance(array.item(), numbers.Real):
-            raise UsageError(
-                f"the metric {name!r} of {who} is not a number (shape {list(array.shape)}, {array.dtype}); derive "
-                "numbers from it in loop_end and leave it out of what loop_end returns"
-            )
-        value = array.item()
-        converted[name] = value if isinstance(value, int) or not math.isfinite(value) else float(value)
+        converted[name] = as_number(f"the metric {name!r} of {who}", value)
     return converted
 
 

@@ -26,6 +26,7 @@ Names that other rooms may use, by file:
     packed: Packed, PackedRows
     parts: none
     perturbation: VARIABLE, nudge, requested
+    plain: as_array, as_json, as_number, is_number
     plans: Kept
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     profiling: Profile

@@ -16,6 +16,7 @@ from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
 from looplib.task import model_table
+from looplib.task.plain import as_array, as_json
 from looplib.task.state import state_of, variables_of
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class Player:
         while finite and self.step < end:
             finite = self._run(Request(1))
             metrics = reducer.packer.unpack(*reducer.read())
-            plain = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            plain = {name: as_json(as_array(value)) for name, value in metrics.items()}
             traces.append(Trace(self.step, plain, self._checksums()))
         return traces
 
