@@ -26,6 +26,7 @@ TESTS = {
     "report": ["clock", "predictions", "program", "writers"],
     "task": [
         "batch_sizes",
+        "derived",
         "evaluator",
         "gradient_trainer",
         "inputs",

@@ -171,24 +171,16 @@ class Store:
             }
             self._checkpoints.add_scores(step, scores)
 
-    def restore(
-        self, path: str | os.PathLike[str] | None, rollback: Rollback | None = None
-    ) -> tuple[str, int] | tuple[None, None]:
-        """Restores the state.
+    def restore(self, path: str, rollback: Rollback | None = None) -> int:
+        """Restores the state; returns its step.
 
         Args:
-          path: the checkpoint; None takes the newest.
+          path: the checkpoint.
           rollback: the `Rollback` for which it is restored, or None.
-
-        Returns:
-          `(path, step)`, or `(None, None)` if there is no checkpoint.
 
         Raises:
           UsageError: if it cannot be read or belongs to another model.
         """
-        path = os.fspath(path) if path else self._directory.agreed_latest()
-        if path is None:
-            return None, None
         self._directory.check_intact(path)
         step, _ = peek(path)
         writes, partial = self._directory.writes, self._policy.partial
@@ -201,7 +193,7 @@ class Store:
         if rollback:
             self.record.rollbacks, self.record.input_offset = rollback.rollbacks, rollback.input_offset
         self.saved_step = step if os.path.dirname(path) == self._directory.checkpoints else None
-        return path, step
+        return step
 
     def _read_position(self, path: str) -> None:
         """Sets the position in the data: this worker's, if as many workers have saved theirs."""

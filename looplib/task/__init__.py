@@ -5,6 +5,7 @@ Names that other rooms may use, by file:
     averages: WeightAverages
     buckets: Buckets
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
+    derived: starting
     evaluator: Evaluator
     exported: Exported
     gradient_checks: none
