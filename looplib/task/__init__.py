@@ -15,7 +15,7 @@ Names that other rooms may use, by file:
     keras_callbacks: none
     keras_data: none
     keras_trainer: KerasTrainer
-    learning_rates: LearningRates
+    learning_rates: LearningRates, learning_rate
     loss_scale: none
     media: Media, histogram, image, text
     micro_batches: none
