@@ -3,31 +3,37 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from looplib import _keras
 from looplib.errors import UsageError
 from looplib.task.actions import Action, Event
+from looplib.task.callback_memory import load_memories, memories
 
 _REPLACED = {
-    "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller",
+    "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller, or the action "
+    "looplib.ExportBest",
     "BackupAndRestore": "model_dir of the Controller, which saves all state and continues from it",
     "TensorBoard": "model_dir of the Controller, which writes TensorBoard events",
     "TerminateOnNaN": "CheckpointPolicy(guards=looplib.Guards(non_finite=...)), which halts by default",
     "SwapEMAWeights": "the averages of looplib.GradientTrainer",
+    "OrbaxCheckpoint": "model_dir of the Controller, and CheckpointPolicy",
+    "CSVLogger": "Controller(trackers=[looplib.CsvWriter(model_dir)]) (--trackers=csv), whose tables have each step "
+    "once, also after a kill",
+    "RemoteMonitor": "trackers of the Controller, or a looplib.Writer of your own that sends the metrics, because its "
+    "`resume` says which records the run makes again",
+    "ProgbarLogger": "the console, which looplib writes by default",
 }
 _IN_AN_EPOCH = (
     "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",
     "on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end",
 )  # fmt: skip
-_SETTINGS = ("min_delta",)  # of which Keras 3 changes the sign, once it knows which values are better
 _OWN = ("steps_per_second", "epoch")  # of a report, beside the trainer's metrics
 
 
 class KerasCallbacks(Action):
     """Calls the callbacks of a `KerasTrainer` as `fit` does, at the start and the end of each epoch.
 
-    Their numbers, such as the best value and the epochs waited, are part of the checkpoints.
+    What they remember in their attributes is part of the checkpoints, where JSON can hold it, such as the best value
+    and the epochs waited; see `callback_memory.Memory`.
 
     Args:
       model: the model that they are for.
@@ -47,7 +53,7 @@ class KerasCallbacks(Action):
         self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
-        self._first = [_numbers(callback) for callback in self._callbacks]
+        self._memories = memories(self._callbacks)
 
     def on_start(self, controller: Any) -> None:
         """Begins the training, and its first epoch."""
@@ -84,18 +90,14 @@ class KerasCallbacks(Action):
             callback.on_train_end({})
 
     def state(self) -> dict[str, Any]:
-        """See `Action`: of each callback, the numbers that have changed since its training began."""
-        changed = [
-            {name: value for name, value in _numbers(callback).items() if first.get(name, ...) != value}
-            for callback, first in zip(self._callbacks, self._first)
-        ]
+        """See `Action`: of each callback, what has changed since its training began."""
+        changed = {name: memory.changed() for name, memory in self._memories.items()}
         return {"callbacks": changed, "logs": self._logs, "missing": self._missing, "begun": self._begun}
 
     def load(self, state: dict[str, Any]) -> None:
         """See `Action`."""
         self._begin_training()
-        for callback, first, changed in zip(self._callbacks, self._first, state["callbacks"]):
-            vars(callback).update({**first, **changed})
+        load_memories(self._memories, state["callbacks"])
         self._logs, self._missing, self._begun = state["logs"], list(state["missing"]), state["begun"]
 
     def _begin_training(self) -> None:
@@ -105,7 +107,8 @@ class KerasCallbacks(Action):
         self._model.stop_training = False
         for callback in self._callbacks:
             callback.on_train_begin({})
-        self._first = [_numbers(callback) for callback in self._callbacks]
+        for memory in self._memories.values():
+            memory.begin()
 
     def _begin_epoch(self, epoch: int) -> None:
         if epoch > self._begun:
@@ -144,12 +147,3 @@ def _check(model: Any, callback: Any) -> None:
                 f"the callback {kind} has {name}, which looplib does not call, because it runs many steps in one call "
                 "to the device; use on_epoch_end, or an action of the Controller, which is called after each report"
             )
-
-
-def _numbers(callback: Any) -> dict[str, Any]:
-    """Returns the attributes of a callback that are numbers, or None until they are."""
-    return {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in vars(callback).items()
-        if (value is None or isinstance(value, (bool, int, float, np.number))) and name not in _SETTINGS
-    }
