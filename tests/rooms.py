@@ -9,6 +9,7 @@ TESTS = {
     "data": ["bottleneck", "device_copies", "feeds", "global_batches", "lengths", "resident", "sources"],
     "extras": [
         "checks",
+        "every_kind",
         "foreign",
         "local_launch",
         "preflight",

@@ -28,7 +28,7 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice
-from looplib.task.state import has_tables, variables_of
+from looplib.task.state import tables_of, variables_of
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
@@ -338,7 +338,7 @@ class TaskLoop(TrainingLoop):
                 ", ".join(sorted(names)[:10]),
             )
         unsaved = self._inner.step.unsaved_ops
-        if self._inner.step.changes_tables and not has_tables(objects):
+        if self._inner.step.changes_tables and not tables_of(objects):
             unsaved.append("a lookup table that is no attribute of the trainer")
         if unsaved:
             logging.warning(

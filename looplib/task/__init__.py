@@ -4,6 +4,7 @@ Names that other rooms may use, by file:
     actions: Action, ActionStates, Event, attending, stops_of, tell_saves
     averages: WeightAverages
     buckets: Buckets
+    callback_memory: none
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     derived: starting
     evaluator: Evaluator
@@ -27,14 +28,14 @@ Names that other rooms may use, by file:
     packed: Packed, PackedRows
     parts: none
     perturbation: VARIABLE, nudge, requested
-    plain: as_array, as_json, as_number, is_number
+    plain: as_array, as_bytes, as_json, as_number, is_number
     plans: Kept
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     profiling: Profile
     record: EngineChoice, RunRecord, RunState, RunningTotals
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, weighed
-    state: InputState, ReplicaState, SlotOptimizer, differing_variables, has_tables, state_of, variables_below,
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, tables_of, variables_below,
         variables_of
     trainer: Trainer
 """

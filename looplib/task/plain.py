@@ -15,9 +15,15 @@ def as_array(value: Any) -> np.ndarray:
     value = _keras.tf_variable(value)
     try:
         # Numpy cannot convert a scalar tensor of a type that is not its own, such as bfloat16.
-        return np.asarray(value.numpy() if isinstance(value, (tf.Tensor, tf.Variable)) else value)
+        value = value.numpy() if isinstance(value, (tf.Tensor, tf.Variable)) else value
+        return np.asarray(value, object if isinstance(value, bytes) else None)  # numpy cuts off zeros at a text's end
     except (TypeError, ValueError, AttributeError, NotImplementedError):
         return np.asarray(type(value).__name__)
+
+
+def as_bytes(array: np.ndarray) -> bytes:
+    """Returns bytes that arrays of one type and shape have in common if their elements are equal; also for strings."""
+    return repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
 
 
 def is_number(array: np.ndarray) -> bool:
