@@ -57,6 +57,7 @@ _HOMES = {
     "histogram": "task.media",
     "image": "task.media",
     "last": "task.reductions",
+    "learning_rate": "task.learning_rates",
     "measure": "records.measured",
     "mean": "task.reductions",
     "open_records": "records.sources",

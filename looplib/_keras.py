@@ -156,6 +156,27 @@ def with_inner(outer: Iterable[Any]) -> list[Any]:
     return found
 
 
+def averaged(optimizer: Any, variables: Iterable[Any], with_updated: bool) -> list[tuple[tf.Variable, tf.Variable]]:
+    """Returns (variable, its moving average) for each average of weights that an optimizer with `use_ema` keeps.
+
+    Args:
+      optimizer: of either family, and built.
+      variables: those among which are all that it updates.
+      with_updated: also those of an optimizer that has made an update.
+    """
+    # Neither family has a public name for these.
+    averages = getattr(optimizer, "_model_variables_moving_average", None) or []
+    if not averages or (int(tf.identity(tf_variable(optimizer.iterations))) and not with_updated):
+        return []
+    if family(optimizer) == "tf_keras":
+        places = getattr(optimizer, "_index_dict", {})
+        numbers = [(variable, places.get(optimizer._var_key(variable))) for variable in variables]
+        pairs = [(variable, averages[number]) for variable, number in numbers if number is not None]
+    else:
+        pairs = zip(getattr(optimizer, "_trainable_variables", []), averages)
+    return [(tf_variable(variable), tf_variable(average)) for variable, average in pairs if average is not None]
+
+
 def scales_loss(optimizer: Any) -> bool:
     """Returns whether a Keras optimizer scales the loss, so that an overflow of its gradients is no fault."""
     return getattr(optimizer, "inner_optimizer", None) is not None

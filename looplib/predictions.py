@@ -3,7 +3,6 @@
 import hashlib
 import os
 
-import numpy as np
 import tensorflow as tf
 
 from looplib import _keras, console
@@ -16,6 +15,7 @@ from looplib.report import pieces
 from looplib.report.prediction_folder import PredictionFolder, Source
 from looplib.run import Run
 from looplib.task.evaluator import Evaluator
+from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import state_of, variables_of
 
 
@@ -88,7 +88,7 @@ def _checksum(strategy: tf.distribute.Strategy, evaluator: Evaluator) -> str:
     state = {name: part for name, part in state_of(evaluator).items() if not _keras.is_metrics(held.get(name))}
     digest = hashlib.sha256()
     for _, variable in variables_of(state):
-        value = np.asarray(strategy.experimental_local_results(variable)[0].numpy())
+        value = as_array(strategy.experimental_local_results(variable)[0])
         digest.update(f"{value.dtype} {value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).tobytes())
+        digest.update(as_bytes(value))
     return digest.hexdigest()

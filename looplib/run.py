@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shlex
 import warnings
@@ -38,6 +39,7 @@ from looplib.report.writer import Writer
 from looplib.report.writers import Writers, make_writers
 from looplib.task import checks, model_table
 from looplib.task.actions import ActionStates, Event
+from looplib.task.derived import starting
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import RunRecord
 from looplib.task.state import ReplicaState, differing_variables
@@ -172,10 +174,12 @@ class Run:
             own = ReplicaState(strategy, stable_names(objects, differing_variables(strategy, trainer, objects)))
         step, sync = self.loops.global_step, self.writers.sync
         self.store = Store(self.directory, policy, self.workers, objects, step, own, sync)
+        self._averages = functools.partial(starting, trainer, objects)
         if self.directory.start:
             self._restore_start(self.directory.start.path)
         else:
-            self.restored_from, start = begin(trainer, objects, step, policy, strategy)
+            with self._averages(restores=False):
+                self.restored_from, start = begin(trainer, objects, step, policy, strategy)
             if self.restored_from:
                 self.store.record.input_offset, self.store.record.reported = -start, {"train": start}
             if trainer:
@@ -214,11 +218,14 @@ class Run:
           path: the checkpoint; None takes the newest.
           rollback: the rollback that it is restored for, or None.
         """
-        with self.clock.phase("restore"):
-            optimizers = self._parts.optimizers if self.loops.training else None
-            path, step = self.store.restore(path, rollback, optimizers)
+        path = os.fspath(path) if path else self.directory.agreed_latest()
         if path is None:
             return None
+        # Else every variable gets a value of the checkpoint's.
+        some = self._averages(restores=True) if self._policy.partial else contextlib.nullcontext()
+        with self.clock.phase("restore"), some:
+            optimizers = self._parts.optimizers if self.loops.training else None
+            step = self.store.restore(path, rollback, optimizers)
         if self.loops.training:
             self.store.warn_of_changes(step, self._settings.recorded)
         self.restored_from, self.loops.torn = path, False

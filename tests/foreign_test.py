@@ -484,6 +484,26 @@ def test_variables_made_too_late_to_be_restored_are_refused_before_the_first_sav
     controller(Late()).train(8)  # where nothing is saved, nothing is lost
 
 
+def test_metrics_of_bfloat16_and_bool_are_kept_over_a_restart_and_guarded(tmp_path):
+    class Low(Line):
+        loss = 0.5
+
+        def train(self, num_steps):
+            super().train(num_steps)
+            return {"loss": tf.constant(self.loss, tf.bfloat16), "good": tf.constant(True)}
+
+    found = {"loss": 0.5, "good": 1}
+    trained = controller(Low(), model_dir=tmp_path)
+    assert trained.train(6).items() >= found.items()
+    trained.close()
+    again = controller(Low(), model_dir=tmp_path)
+    assert again.loops["train"].reducer.state() == found  # of a window that is not complete
+    bad = Low()
+    bad.loss = float("nan")
+    with pytest.raises(looplib.DivergenceError, match="loss"):
+        controller(bad).train(4)
+
+
 def test_metrics_that_are_no_numbers_are_sentences_and_loop_end_mends_them():
     class Odd(Line):
         def train(self, num_steps):

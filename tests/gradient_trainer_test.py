@@ -429,6 +429,77 @@ def test_reported_norms_are_numpys(name):
     assert metrics == pytest.approx(expected, rel=1e-4)
 
 
+RATES = [1.0, 0.5, 0.25, 0.125, 0.0625]
+
+
+def rated(keras):
+    """A weight, and an optimizer whose rate is `RATES` by the count of its updates."""
+    rate = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1, 2, 3], RATES)
+    layers = [keras.layers.InputLayer((1,)), keras.layers.Dense(1, use_bias=False)]
+    return keras.Sequential(layers), keras.optimizers.SGD(rate)
+
+
+class Slope(looplib.GradientTrainer):
+    """Its gradient is 1, so that the norm of the update is the rate."""
+
+    def __init__(self, keras, **settings):
+        super().__init__(*rated(keras), report=("learning_rate", "update_norm"), **settings)
+
+    def dataset(self, context):
+        return context.indices(8).map(lambda i: tf.ones_like(i, tf.float32)[:, None])
+
+    def loss_fn(self, inputs):
+        scale = tf.where(self.loss_scale is not None and tf.equal(self.global_step, 2), 1e36, 1.0)
+        return self.model(inputs, training=True)[:, 0] * scale
+
+
+class OwnSlope(looplib.Trainer):
+    """A step of one's own."""
+
+    def __init__(self, keras):
+        self.model, self.optimizer = rated(keras)
+
+    dataset = Slope.dataset
+
+    def step_fn(self, inputs):
+        (variable,) = self.model.trainable_variables
+        before = tf.identity(_keras.tf_variable(variable))
+        with tf.GradientTape() as tape:
+            loss = self.global_mean(self.model(inputs, training=True)[:, 0])
+        rate = looplib.learning_rate(self.optimizer)
+        self.optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+        moved = before - _keras.tf_variable(variable)
+        return {"learning_rate": looplib.last(rate), "update_norm": looplib.last(moved[0, 0])}
+
+
+@pytest.mark.parametrize(
+    "kind, name, settings",
+    [
+        (Slope, "mirrored_x2", dict(micro_batches=2)),
+        (Slope, "default", dict(loss_scale="dynamic")),
+        (OwnSlope, "default", {}),
+    ],
+)
+def test_the_reported_learning_rate_is_that_of_the_reported_step(keras, kind, name, settings):
+    strategy, seen = make_strategy(name), []
+    with strategy.scope():
+        trainer = kind(keras, **settings)
+    train(trainer, 5, strategy, steps_per_loop=1, actions=[lambda event: seen.append(event.metrics)])
+    used = RATES if "loss_scale" not in settings else [1.0, 0.5, 0.25, 0.25, 0.125]  # the overflow updates nothing
+    assert [metrics["learning_rate"] for metrics in seen] == pytest.approx(used)
+    moved = [rate * (step != 2 or "loss_scale" not in settings) for step, rate in enumerate(used)]
+    assert [metrics["update_norm"] for metrics in seen] == pytest.approx(moved)
+
+
+def test_the_learning_rate_of_an_optimizer_in_another_is_that_of_its_update():
+    for keras in (keras3, tf_keras):
+        _, inner = rated(keras)
+        holder = keras.optimizers if keras is keras3 else keras.mixed_precision
+        assert looplib.learning_rate(holder.LossScaleOptimizer(inner)) == 1.0
+    legacy = tf_keras.optimizers.legacy.SGD(tf_keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.5, 0.1]))
+    assert looplib.learning_rate(legacy) == 0.5 and looplib.learning_rate(tf_keras.optimizers.legacy.SGD(0.5)) == 0.5
+
+
 class Contrastive(looplib.GradientTrainer):
     """Two views of an example are found among those of the global batch."""
 

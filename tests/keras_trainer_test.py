@@ -1,6 +1,5 @@
 """KerasTrainer beside Keras `fit`: the same weights, losses and metrics from the same order of data."""
 
-import csv
 import itertools
 import json
 import subprocess
@@ -15,6 +14,7 @@ from faults.tampering import rewrite_run_state
 
 import looplib
 from looplib.errors import UsageError
+from looplib.task.keras_callbacks import KerasCallbacks
 
 pytestmark = pytest.mark.any_engine
 
@@ -118,7 +118,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(name, keras, tmp_path):
     assert reports["train"][0].metrics["loss"] == expected["train"][1].metrics["loss"]
 
 
-def callbacks_of(keras, folder):
+def callbacks_of(keras):
     seen = []
     return seen, [
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1.0)),
@@ -128,26 +128,89 @@ def callbacks_of(keras, folder):
             on_epoch_end=lambda epoch, logs: seen.append(("end", epoch)),
             on_train_end=lambda logs: seen.append(("end", "all")),
         ),
-        keras.callbacks.CSVLogger(str(folder / "log.csv")),
+        keras.callbacks.History(),
     ]
 
 
 @pytest.mark.few(1)
-def test_callbacks_observe_and_schedule_as_in_fit(keras, tmp_path):
-    (tmp_path / "fit").mkdir()
-    expected, callbacks = callbacks_of(keras, tmp_path / "fit")
-    weights, history = fitted("cnn", keras, callbacks=callbacks)
-    seen, callbacks = callbacks_of(keras, tmp_path)
+def test_callbacks_observe_and_schedule_as_in_fit(keras):
+    expected, theirs = callbacks_of(keras)
+    weights, history = fitted("cnn", keras, callbacks=theirs)
+    seen, callbacks = callbacks_of(keras)
     model, reports, _ = trained("cnn", keras, callbacks=callbacks)
     history = {name: values for name, values in history.items() if name not in ("lr", "learning_rate")}
     assert_as_in_fit(model, reports, (weights, history))
     assert seen == expected
-    ours, theirs = (list(csv.DictReader((folder / "log.csv").open())) for folder in (tmp_path, tmp_path / "fit"))
-    for row, other in zip(ours, theirs, strict=True):
-        assert row.keys() == other.keys()
-        assert {name: float(value) for name, value in row.items()} == pytest.approx(
-            {name: float(value) for name, value in other.items()}, rel=1e-5
-        )
+    ours, theirs = callbacks[-1], theirs[-1]
+    assert ours.epoch == theirs.epoch and ours.history.keys() == theirs.history.keys()
+    for name, values in theirs.history.items():
+        assert ours.history[name] == pytest.approx([float(value) for value in values], rel=1e-5)
+
+
+def remembering(keras):
+    class Remembering(keras.callbacks.Callback):
+        """Its memory is of every kind that is kept, and one that is not."""
+
+        def __init__(self, kept=True):
+            super().__init__()
+            self.kept, self.notes, self.best, self.order = kept, {"text": "", "all": []}, None, ()
+
+        def on_train_begin(self, logs=None):
+            self.best = np.float32(np.inf)
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.notes["all"].append([epoch, float(logs["loss"])])
+            self.notes["text"] += f"{epoch} "
+            self.best = min(self.best, np.float32(logs["loss"]))
+            if not self.kept:
+                self.order += (epoch,)
+
+    return Remembering
+
+
+@pytest.mark.few(1)
+def test_what_callbacks_remember_continues_after_restarts_and_a_crash(keras, tmp_path, caplog):
+    kind = remembering(keras)
+
+    def run(epochs, first=(), **settings):
+        made = [*first, kind(), keras.callbacks.History()]
+        try:
+            trained("mlp", keras, epochs=epochs, callbacks=made, **settings)
+        except ZeroDivisionError:
+            pass
+        return made[-2:]
+
+    whole, history = run(6)
+    policy = looplib.CheckpointPolicy(every_steps=3)  # an epoch has 4 steps
+    settings = dict(model_dir=tmp_path, checkpoints=policy)
+    run(2, **settings)
+    crash = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epoch == 4 and 1 / 0)
+    run(6, [crash], **settings)  # two epochs after the last save are lost
+    stop = keras.callbacks.EarlyStopping(monitor="loss", patience=9)  # takes nobody's memory
+    again, ours = run(6, [stop], **settings)
+    assert again.notes == whole.notes and again.best == whole.best and again.notes["text"] == "0 1 2 3 4 5 "
+    assert ours.epoch == history.epoch and ours.history == history.history
+    assert not [record for record in caplog.records if "not kept" in record.getMessage()]
+    with pytest.raises(looplib.UsageError, match="another number of callbacks Remembering than this program"):
+        run(7, [kind()], **settings)
+    caplog.clear()
+    (tmp_path / "other").mkdir()
+    trained("mlp", keras, epochs=1, callbacks=[kind(kept=False)], model_dir=tmp_path / "other")
+    (warning,) = {record.getMessage() for record in caplog.records if "not kept" in record.getMessage()}
+    assert "attribute order of the callback Remembering has changed and is a tuple" in warning
+
+
+def test_the_memory_of_callbacks_that_an_older_version_saved_is_read(keras):
+    model, _ = keras_scripts.build("mlp", keras)
+    stopping = keras.callbacks.EarlyStopping(monitor="loss")
+    callbacks = KerasCallbacks(model, [stopping])
+    callbacks.load({"callbacks": [{"best": 0.25, "wait": 2}], "logs": None, "missing": [], "begun": 3})
+    assert (stopping.best, stopping.wait) == (0.25, 2) and callbacks.state()["callbacks"]["EarlyStopping(loss)"][
+        "wait"
+    ] == 2
+    for foreign in (3, {"EarlyStopping(loss)": 3}, {"EarlyStopping(loss)": {"on_epoch_end": 3}}):
+        with pytest.raises(looplib.UsageError, match="the checkpoint has"):
+            callbacks.load({"callbacks": foreign, "logs": None, "missing": [], "begun": 3})
 
 
 @pytest.mark.parametrize("keras", ["keras", *more(["tf_keras"])], indirect=True)
@@ -213,6 +276,12 @@ REFUSED = {
     "BackupAndRestore": (lambda k: k.callbacks.BackupAndRestore("a"), "model_dir"),
     "TensorBoard": (lambda k: k.callbacks.TensorBoard("a"), "TensorBoard events"),
     "TerminateOnNaN": (lambda k: k.callbacks.TerminateOnNaN(), "Guards"),
+    "CSVLogger": (lambda k: k.callbacks.CSVLogger("a.csv", append=True), "looplib.CsvWriter"),
+    "a subclass": (
+        lambda k: type("Own", (k.callbacks.CSVLogger,), {})("a.csv"),
+        "callback Own does.*looplib.CsvWriter",
+    ),
+    "RemoteMonitor": (lambda k: k.callbacks.RemoteMonitor(), "looplib.Writer"),
     "batches": (lambda k: k.callbacks.LambdaCallback(on_train_batch_end=print), "on_epoch_end"),
     "best": (
         lambda k: k.callbacks.EarlyStopping(restore_best_weights=True),

@@ -9,6 +9,7 @@ TESTS = {
     "data": ["bottleneck", "device_copies", "feeds", "global_batches", "lengths", "resident", "sources"],
     "extras": [
         "checks",
+        "every_kind",
         "foreign",
         "local_launch",
         "preflight",
@@ -38,12 +39,14 @@ TESTS = {
     "task": [
         "another_batch_size",
         "batch_sizes",
+        "derived",
         "evaluator",
         "gradient_trainer",
         "inputs",
         "keras_trainer",
         "memories",
         "mixtures",
+        "plain",
         "plateau",
         "profile",
         "trainer",

@@ -138,18 +138,18 @@ class TaskTrainer(looplib.Trainer):
     def step_fn(self, inputs: Any) -> Mapping[str, Any]:
         """Calls the task's `train_step` on one replica's batch."""
         task = self._experiment.task
+        rate = looplib.learning_rate(self.optimizer)  # before the update, which counts on to the next step's
         logs = task.train_step(inputs, model=self.model, optimizer=self.optimizer, metrics=self.train_metrics)
-        return {"training_loss": _mean(logs[task.loss], inputs), **_by_name(self.train_metrics)}
+        values = {"training_loss": _mean(logs[task.loss], inputs), "learning_rate": looplib.last(rate)}
+        return {**values, **_by_name(self.train_metrics)}
 
     def initialize(self) -> None:
         """Loads the task's pre-trained checkpoint, if its configuration names one."""
         self._experiment.task.initialize(self.model)
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Adds the learning rate, and gives each number of a metric with several a name of its own."""
-        rate = self.optimizer.learning_rate
-        rate = rate(self.optimizer.iterations) if callable(rate) else rate
-        return {**_flat(metrics), "learning_rate": float(tf.convert_to_tensor(rate))}
+        """Gives each number of a metric with several a name of its own."""
+        return _flat(metrics)
 
 
 class TaskEvaluator(looplib.Evaluator):

@@ -12,10 +12,12 @@ import json
 import math
 import os
 import re
+import sys
 from typing import Any, TypedDict
 
 from looplib import files
 from looplib.errors import UsageError
+from looplib.task.plain import as_number
 
 FORMAT = 2
 
@@ -84,6 +86,7 @@ def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
       The new `Commit`.
     """
     fields = _load(done.path)
+    scores = {name: as_number(f"the score {name!r}", score) for name, score in scores.items()}
     finite = {name: score if math.isfinite(score) else None for name, score in scores.items()}
     _write(done.path, {**fields, "format": _format(done), "scores": {**fields["scores"], **finite}})
     return read(done.path)
@@ -123,8 +126,14 @@ def _check(done: Commit) -> None:
         if type(file["bytes"]) is not int or file["bytes"] < 0 or not isinstance(file["sha256"], str):
             raise ValueError(f"the size or checksum of {name} is of another type")
     for name, score in done.scores.items():
-        if score is not None and type(score) not in (int, float):
+        if score is not None and not _is_score(score):
             raise ValueError(f"the score {name!r:.100} is {score!r:.50}")
+
+
+def _is_score(value: object) -> bool:
+    if isinstance(value, int):  # older versions wrote Boolean scores as they were
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float)
 
 
 def _format(done: Commit) -> int:

@@ -182,28 +182,17 @@ class Store:
             }
             self._checkpoints.add_scores(step, scores)
 
-    def restore(
-        self,
-        path: str | os.PathLike[str] | None,
-        rollback: Rollback | None = None,
-        optimizers: Mapping[str, str] | None = None,
-    ) -> tuple[str, int] | tuple[None, None]:
-        """Restores the state.
+    def restore(self, path: str, rollback: Rollback | None = None, optimizers: Mapping[str, str] | None = None) -> int:
+        """Restores the state; returns its step.
 
         Args:
-          path: the checkpoint; None takes the newest.
+          path: the checkpoint.
           rollback: the `Rollback` for which it is restored, or None.
           optimizers: dict from the name of each of the trainer's optimizers to its class; None for an evaluation.
-
-        Returns:
-          `(path, step)`, or `(None, None)` if there is no checkpoint.
 
         Raises:
           UsageError: if it cannot be read or belongs to another model.
         """
-        path = os.fspath(path) if path else self._directory.agreed_latest()
-        if path is None:
-            return None, None
         self._directory.check_intact(path)
         step, record = peek(path)
         self._check_optimizers(path, record, optimizers)
@@ -219,7 +208,7 @@ class Store:
             if rollback.batches:  # the checkpoint may be of a time before the last change of their size
                 self.record.batches_are(rollback.batches)
         self.saved_step = step if os.path.dirname(path) == self._directory.checkpoints else None
-        return path, step
+        return step
 
     def _read_position(self, path: str) -> None:
         """Sets the position in the data: this worker's, if as many workers have saved theirs."""

@@ -11,6 +11,7 @@ import tensorflow as tf
 from looplib import _keras
 from looplib.errors import UsageError
 from looplib.task.media import Media
+from looplib.task.plain import as_array, as_number
 from looplib.task.reductions import Reduction, total, weighted_sum
 
 BatchSize = tuple[set[int], tf.Tensor]
@@ -186,9 +187,9 @@ class Packer:
                 metrics[slot.name] = value[0].item() if slot.shape == () else value.reshape(slot.shape)
         for name, result in results.items():
             if isinstance(result, dict):  # a Keras metric of several results
-                metrics.update({f"{name}_{key}": _number(value) for key, value in result.items()})
+                metrics.update({f"{name}_{key}": _number(name, value) for key, value in result.items()})
             else:
-                metrics[name] = _number(result)
+                metrics[name] = _number(name, result)
         return metrics
 
 
@@ -277,9 +278,9 @@ def _rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
     return tf.shape(leaf, tf.int64)[0]
 
 
-def _number(value: Any) -> Any:
-    value = np.asarray(value)
-    return value.item() if value.shape == () else value
+def _number(name: str, value: Any) -> Any:
+    array = as_array(value)
+    return as_number(f"the result of the Keras metric {name!r}", array) if array.shape == () else array
 
 
 def _is_number(tensor: tf.Tensor) -> bool:

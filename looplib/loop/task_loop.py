@@ -3,13 +3,10 @@
 import atexit
 import dataclasses
 import functools
-import math
-import numbers
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -32,8 +29,9 @@ from looplib.task import own_names
 from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
+from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice
-from looplib.task.state import has_tables, variables_of
+from looplib.task.state import tables_of, variables_of
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
@@ -368,7 +366,7 @@ class TaskLoop(TrainingLoop):
                 ", ".join(sorted(names)[:10]),
             )
         unsaved = self._inner.step.unsaved_ops
-        if self._inner.step.changes_tables and not has_tables(objects):
+        if self._inner.step.changes_tables and not tables_of(objects):
             unsaved.append("a lookup table that is no attribute of the trainer")
         if unsaved:
             logging.warning(
@@ -456,14 +454,7 @@ def as_numbers(who: str, metrics: object) -> dict[str, int | float]:
     converted = {}
     for name, value in metrics.items():
         check_metric_name(who, name)
-        array = np.asarray(value)
-        if array.shape != () or not isinstance(array.item(), numbers.Real):
-            raise UsageError(
-                f"the metric {name!r} of {who} is not a number (shape {list(array.shape)}, {array.dtype}); derive "
-                "numbers from it in loop_end and leave it out of what loop_end returns"
-            )
-        value = array.item()
-        converted[name] = value if isinstance(value, int) or not math.isfinite(value) else float(value)
+        converted[name] = as_number(f"the metric {name!r} of {who}", value)
     return converted
 
 

@@ -5,6 +5,7 @@ from looplib.health.non_finite import check_skipped
 from looplib.health.spikes import check_loss
 from looplib.loop.base import TrainingLoop
 from looplib.report.clock import Clock
+from looplib.task.plain import as_number
 
 
 class Window:
@@ -52,8 +53,8 @@ class Window:
             check_loss(losses, step, loss, self._guards, self._steps_per_loop)
             if steps and seconds:
                 metrics["steps_per_second"] = round(steps / seconds, 2)
-                rates = self._training.task.rates
-                metrics.update({name: value * steps / seconds for name, value in rates.items()})
+                for name, value in self._training.task.rates.items():
+                    metrics[name] = as_number(f"the rate {name!r} of {self._training.who}", value) * steps / seconds
             if (epochs := self._training.epochs_at(step)) is not None:
                 metrics["epoch"] = round(epochs, 3)
         self.measure_from(step)

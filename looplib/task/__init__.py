@@ -5,7 +5,9 @@ Names that other rooms may use, by file:
     averages: WeightAverages
     batches: Batches, Epoch, Span
     buckets: Buckets
+    callback_memory: none
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
+    derived: starting
     evaluator: Evaluator
     exported: Exported
     gradient_checks: none
@@ -15,7 +17,7 @@ Names that other rooms may use, by file:
     keras_callbacks: none
     keras_data: none
     keras_trainer: KerasTrainer
-    learning_rates: LearningRates
+    learning_rates: LearningRates, learning_rate
     loss_scale: none
     media: Media, histogram, image, text
     micro_batches: none
@@ -28,6 +30,7 @@ Names that other rooms may use, by file:
     packed: Packed, PackedRows
     parts: none
     perturbation: VARIABLE, nudge, requested
+    plain: as_array, as_bytes, as_json, as_number, is_number
     plans: Kept
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     positions: none
@@ -35,6 +38,6 @@ Names that other rooms may use, by file:
     record: EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, weighed
-    state: InputState, ReplicaState, SlotOptimizer, differing_variables, has_tables, state_of, variables_of
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, tables_of, variables_of
     trainer: Trainer
 """

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 from absl import logging
 
 from looplib.errors import UsageError, gist
+from looplib.task.plain import as_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Action:
     def state(self) -> Any:
         """Returns what the action remembers: numbers, strings, and lists and dicts of these.
 
-        Numpy numbers and arrays are kept as numbers and lists.
+        Scalars and arrays of numpy and TensorFlow are kept as numbers and lists.
         """
         return None
 
@@ -176,13 +176,6 @@ def _hooked(actions: Sequence[Callable[[Event], object]]) -> list[Action]:
     return [action for action in actions if isinstance(action, Action)]
 
 
-def _plain(value: object) -> object:
-    """Returns a numpy number or array as a value that JSON can hold."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is no number, string, list or dict")
-
-
 def _has_memory(action: Action) -> bool:
     """Returns whether an action has a `state` of its own."""
     saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
@@ -234,7 +227,7 @@ class ActionStates:
         for key, action in self._actions.items():
             state = action.state()
             try:
-                states[key] = json.loads(json.dumps(state, default=_plain))
+                states[key] = json.loads(json.dumps(state, default=as_json))
             except (TypeError, ValueError) as error:
                 raise UsageError(
                     f"{type(action).__name__}.state returned {state!r:.200}, which JSON cannot hold ({error}); return "

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import numbers
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,13 +15,22 @@ from looplib.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class _Averaged:
-    """The variables that are averaged; TensorFlow does not save what it holds, which is not part of the averages."""
+    """What is averaged; TensorFlow does not save what it holds, which is not part of the averages.
+
+    Attributes:
+      variables: the variables.
+      made: checksums of the values that the averages were made with.
+    """
 
     variables: list[tf.Variable]
+    made: list[int]
 
 
 class WeightAverages(tf.Module):
     """Exponential moving averages of variables, which start at the variables' values.
+
+    In a `Controller` these are the values after `Trainer.initialize`, a warm start or a restored checkpoint, unless
+    that has values for the averages as well, or the program has assigned some before.
 
     After each update, `average = decay * average + (1 - decay) * variable` (Polyak and Juditsky, 1992). The averages
     are variables themselves, one for each variable, and part of a checkpoint.
@@ -50,11 +60,21 @@ class WeightAverages(tf.Module):
                 f"the decay of weight averages is {decay!r}; expected a number between 0 and 1, such as 0.999"
             )
         self._decay = decay
-        self._averaged = _Averaged([_keras.tf_variable(variable) for variable in variables])
-        self.values = [
-            tf.Variable(variable.read_value(), trainable=False, name=f"average_{number}")
-            for number, variable in enumerate(self._averaged.variables)
-        ]
+        names = [f"average/{_keras.variable_path(variable)}" for variable in variables]
+        averaged = list(map(_keras.tf_variable, variables))
+        self.values = [tf.Variable(one.read_value(), trainable=False, name=name) for one, name in zip(averaged, names)]
+        self._averaged = _Averaged(averaged, list(map(_checksum, self.values)))
+
+    @property
+    def unchanged(self) -> list[tuple[tf.Variable, tf.Variable]]:
+        """(variable, its average) of the averages that have the values they were made with."""
+        made = zip(self._averaged.variables, self.values, self._averaged.made)
+        return [(variable, average) for variable, average, checksum in made if _checksum(average) == checksum]
+
+    @property
+    def pairs(self) -> list[tuple[tf.Variable, tf.Variable]]:
+        """(variable, its average) of all averages."""
+        return list(zip(self._averaged.variables, self.values))
 
     @property
     def originals(self) -> list[tf.Variable]:
@@ -64,7 +84,7 @@ class WeightAverages(tf.Module):
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Moves the averages towards the variables; in replica context."""
-        for average, variable in zip(self.values, self._averaged.variables):
+        for variable, average in self.pairs:
             value = variable.read_value()
             average.assign(average + tf.cast(1 - self._decay, value.dtype) * (value - average))
 
@@ -78,7 +98,11 @@ class WeightAverages(tf.Module):
             self._exchange()
 
     def _exchange(self) -> None:
-        for average, variable in zip(self.values, self._averaged.variables):
+        for variable, average in self.pairs:
             value = tf.identity(variable)
             variable.assign(tf.identity(average))
             average.assign(value)
+
+
+def _checksum(variable: tf.Variable) -> int:
+    return zlib.crc32(tf.identity(variable).numpy().tobytes())

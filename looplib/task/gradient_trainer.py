@@ -18,6 +18,7 @@ from looplib.task import parts, reductions
 from looplib.task import shares as global_shares
 from looplib.task.averages import WeightAverages
 from looplib.task.exported import Exported
+from looplib.task.learning_rates import learning_rate
 from looplib.task.reductions import Reduction
 from looplib.task.trainer import Trainer
 
@@ -85,8 +86,8 @@ class GradientTrainer(Trainer):
         and the update stay outside, so that it works on any number of replicas and workers, and with `loop="graph"`.
         Each new shape of a batch is compiled once, gradients are dense, and XLA leaves out assertions. `loop="eager"`
         computes op by op all the same.
-      report: metrics to add, each the last step's: "learning_rate", "gradient_norm" (before clipping), "weight_norm"
-        (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
+      report: metrics to add, each the last step's: "learning_rate" (of its update), "gradient_norm" (before clipping),
+        "weight_norm" (after the update), "update_norm", and "layer_norms" (the gradient norm of each variable).
 
     Attributes:
       micro_batches: the number of parts; None until "auto" is decided, when the step is traced.
@@ -268,7 +269,7 @@ class GradientTrainer(Trainer):
         gradients = self._global_gradients(backward)
         used = [number for number, gradient in enumerate(gradients) if gradient is not None]
         weights = [_keras.tf_variable(self._gradient_plan.trained[number]) for number in used]
-        metrics: dict[str, Any] = {}
+        metrics = self._learning_rates()  # before the update, which counts on
         if (
             self._gradient_clipping.any
             or self.loss_scale is not None
@@ -339,6 +340,14 @@ class GradientTrainer(Trainer):
 
     # Reports.
 
+    def _learning_rates(self) -> dict[str, Any]:
+        metrics = {}
+        if "learning_rate" in self._gradient_report:
+            for pattern, optimizer, _ in self._gradient_plan.parts:
+                name = f"learning_rate/{pattern or 'rest'}" if len(self._gradient_plan.parts) > 1 else "learning_rate"
+                metrics[name] = reductions.last(learning_rate(optimizer))
+        return metrics
+
     def _gradient_norms(self, dense: Sequence[tf.Tensor], used: Sequence[int]) -> dict[str, Any]:
         metrics = {}
         if "gradient_norm" in self._gradient_report:
@@ -356,11 +365,6 @@ class GradientTrainer(Trainer):
         if "update_norm" in self._gradient_report:
             updates = [weight.read_value() - old for weight, old in zip(weights, before)]
             metrics["update_norm"] = reductions.last(gradient_math.global_norm(updates))
-        if "learning_rate" in self._gradient_report:
-            for pattern, optimizer, _ in self._gradient_plan.parts:
-                rate = optimizer.learning_rate
-                name = f"learning_rate/{pattern or 'rest'}" if len(self._gradient_plan.parts) > 1 else "learning_rate"
-                metrics[name] = reductions.last(rate(optimizer.iterations) if callable(rate) else rate)
         return metrics
 
 

@@ -3,33 +3,38 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from absl import logging
-
 from looplib import _keras
 from looplib.errors import UsageError
-from looplib.task.actions import Action, Event, warn_of_other_memories
+from looplib.task.actions import Action, Event
+from looplib.task.callback_memory import Memories
 
 _REPLACED = {
-    "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller",
+    "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller, or the action "
+    "looplib.ExportBest",
     "BackupAndRestore": "model_dir of the Controller, which saves all state and continues from it",
     "TensorBoard": "model_dir of the Controller, which writes TensorBoard events",
     "TerminateOnNaN": "CheckpointPolicy(guards=looplib.Guards(non_finite=...)), which halts by default",
     "SwapEMAWeights": "the averages of looplib.GradientTrainer",
+    "OrbaxCheckpoint": "model_dir of the Controller, and CheckpointPolicy",
+    "CSVLogger": "Controller(trackers=[looplib.CsvWriter(model_dir)]) (--trackers=csv), whose tables have each step "
+    "once, also after a kill",
+    "RemoteMonitor": "trackers of the Controller, or a looplib.Writer of your own that sends the metrics, because its "
+    "`resume` says which records the run makes again",
+    "ProgbarLogger": "the console, which looplib writes by default",
 }
 _IN_AN_EPOCH = (
     "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",
     "on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end",
 )  # fmt: skip
-_SETTINGS = ("min_delta",)  # of which Keras 3 changes the sign, once it knows which values are better
 _OWN = ("steps_per_second", "epoch")  # of a report, beside the trainer's metrics
 
 
 class KerasCallbacks(Action):
     """Calls the callbacks of a `KerasTrainer` as `fit` does, at the start and the end of each epoch.
 
-    Their numbers, such as the best value and the epochs waited, are part of the checkpoints. They belong to the
-    callback of the same class, `monitor`, `mode` and `name`, which are attributes that it may have.
+    What they remember in their attributes is part of the checkpoints, where JSON can hold it, such as the best value
+    and the epochs waited; see `callback_memory.Memory`. It belongs to the callback of the same class, `monitor`, `mode`
+    and `name`, which are attributes that it may have.
 
     Args:
       model: the model that they are for.
@@ -45,13 +50,11 @@ class KerasCallbacks(Action):
         for callback in self._callbacks:
             _check(model, callback)
             callback.set_model(model)
-        self._names = [_name(callback) for callback in self._callbacks]
-        self._refuse_equal_names()
         self._trains = False
         self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
-        self._first = [_numbers(callback) for callback in self._callbacks]
+        self._memories = Memories(self._callbacks, vars(_keras.callback_base(self._model)()))
 
     def on_start(self, controller: Any) -> None:
         """Begins the training, and its first epoch."""
@@ -61,13 +64,6 @@ class KerasCallbacks(Action):
                 f"Keras callbacks take the metrics of whole epochs, of {steps or 'an unknown number of'} steps, and "
                 f"the Controller reports every {controller.steps_per_loop} steps; leave out its steps_per_loop, and "
                 "give a data set of unknown length tf.data.experimental.assert_cardinality"
-            )
-        batches = controller.loops["train"].batches
-        if batches.earlier:
-            raise UsageError(
-                f"Keras callbacks take the metrics of whole epochs, and this run had batches of {batches}, so that its "
-                f"reports do not end with its epochs; continue with {batches.original}, or start a new run from the "
-                "weights (--warm_start)"
             )
         self._begin_training()
         if self._logs is None:
@@ -95,50 +91,15 @@ class KerasCallbacks(Action):
             callback.on_train_end({})
 
     def state(self) -> dict[str, Any]:
-        """See `Action`: of each callback, the numbers that have changed since its training began."""
-        self._refuse_equal_names()
-        changed = {
-            name: {key: value for key, value in _numbers(callback).items() if first.get(key, ...) != value}
-            for name, callback, first in zip(self._names, self._callbacks, self._first)
-        }
+        """See `Action`: of each callback, what has changed since its training began."""
+        changed = self._memories.changed()
         return {"callbacks": changed, "logs": self._logs, "missing": self._missing, "begun": self._begun}
 
     def load(self, state: dict[str, Any]) -> None:
         """See `Action`."""
         self._begin_training()
-        changed = state["callbacks"]
-        if isinstance(changed, list):
-            changed = self._of_an_earlier_looplib(changed)
-        for name, callback, first in zip(self._names, self._callbacks, self._first):
-            vars(callback).update({**first, **changed.get(name, {})})
-        new = [name for name, one in zip(self._names, self._callbacks) if self._remembers(one) and name not in changed]
-        left = [name for name, numbers in changed.items() if numbers and name not in self._names]
-        warn_of_other_memories("callbacks", new, left)
+        self._memories.load(state["callbacks"])
         self._logs, self._missing, self._begun = state["logs"], list(state["missing"]), state["begun"]
-
-    def _of_an_earlier_looplib(self, changed: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Returns numbers by the names of the callbacks, where they were saved by their places."""
-        if len(changed) != len(self._callbacks):
-            return {f"callback {place}": numbers for place, numbers in enumerate(changed, 1)}
-        if len(changed) > 1 and any(changed):
-            logging.warning(
-                "the checkpoint names callbacks by their places, and %s continue with the numbers of these places; if "
-                "the callbacks were others then, start without callbacks until a checkpoint is saved",
-                ", ".join(self._names),
-            )
-        return dict(zip(self._names, changed))
-
-    def _remembers(self, callback: Any) -> bool:
-        """Returns whether a callback has numbers, beside those of all callbacks."""
-        return bool(_numbers(callback).keys() - vars(_keras.callback_base(self._model)()).keys())
-
-    def _refuse_equal_names(self) -> None:
-        for name, callback in zip(self._names, self._callbacks):
-            if self._names.count(name) > 1 and self._remembers(callback):
-                raise UsageError(
-                    f"two callbacks are {name}, and a checkpoint could not tell which of them a memory belongs to; "
-                    "give each an attribute `name` of its own"
-                )
 
     def _begin_training(self) -> None:
         if self._trains:
@@ -147,8 +108,7 @@ class KerasCallbacks(Action):
         self._model.stop_training = False
         for callback in self._callbacks:
             callback.on_train_begin({})
-        self._refuse_equal_names()
-        self._first = [_numbers(callback) for callback in self._callbacks]
+        self._memories.begin()
 
     def _begin_epoch(self, epoch: int) -> None:
         if epoch > self._begun:
@@ -178,8 +138,8 @@ def _check(model: Any, callback: Any) -> None:
             raise UsageError(f"the callback {kind} does not work in looplib; use {_REPLACED[parent.__name__]}")
     if getattr(callback, "restore_best_weights", False):
         raise UsageError(
-            f"{kind} has restore_best_weights, which a restart would forget; use "
-            "looplib.EarlyStopping(restore_best=True)"
+            f"{kind} has restore_best_weights, which a restart would forget; use looplib.EarlyStopping, or "
+            "looplib.KeepBest and controller.restore_checkpoint(controller.best_checkpoint)"
         )
     for name in _IN_AN_EPOCH:
         if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):
@@ -187,20 +147,3 @@ def _check(model: Any, callback: Any) -> None:
                 f"the callback {kind} has {name}, which looplib does not call, because it runs many steps in one call "
                 "to the device; use on_epoch_end, or an action of the Controller, which is called after each report"
             )
-
-
-def _name(callback: Any) -> str:
-    """Returns what a callback is and watches."""
-    held = vars(callback)
-    better = getattr(held.get("monitor_op"), "__name__", None)  # in place of a mode in tf_keras
-    known = (held.get("monitor"), held.get("mode", better), held.get("name"))
-    return f"{type(callback).__name__}({', '.join(one for one in known if isinstance(one, str))})"
-
-
-def _numbers(callback: Any) -> dict[str, Any]:
-    """Returns the attributes of a callback that are numbers, or None until they are."""
-    return {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in vars(callback).items()
-        if (value is None or isinstance(value, (bool, int, float, np.number))) and name not in _SETTINGS
-    }

@@ -1,4 +1,4 @@
-"""Learning rates on resume: a setting of the program that optimizers keep as state.
+"""Learning rates: that of a step, and on resume, where they are a setting that optimizers keep as state.
 
 A Keras optimizer holds a constant learning rate in a variable, so a checkpoint holds it too. All other settings of a
 program take effect at the step at which a run is started with new ones, and here the learning rate does too: a number
@@ -6,6 +6,9 @@ that differs from that of the run's last start replaces the restored one. An unc
 action may have changed the restored one.
 """
 
+from typing import Any
+
+import tensorflow as tf
 from absl import logging
 
 from looplib import _keras
@@ -55,6 +58,32 @@ class LearningRates:
                     "it; it was built with %g",
                     name, restored, step, rate,
                 )  # fmt: skip
+
+
+@tf.autograph.experimental.do_not_convert
+def learning_rate(optimizer: Any) -> tf.Tensor:
+    """Returns the learning rate of the update that follows, to report as `looplib.last` of it; in `step_fn`.
+
+    Call it before the update, because an update counts on to the next step of a schedule.
+
+    Args:
+      optimizer: Keras optimizer of either family.
+
+    Example:
+        ```python
+        rate = looplib.learning_rate(self.optimizer)
+        self.optimizer.apply_gradients(zip(gradients, variables))
+        return {"loss": losses, "learning_rate": looplib.last(rate)}
+        ```
+    """
+    optimizer = updating(optimizer)
+    if _keras.family(optimizer) == "keras":
+        return tf.convert_to_tensor(optimizer.learning_rate)
+    with tf.init_scope():  # legacy optimizers make their variables when they are first asked for them
+        rate, iterations = optimizer.learning_rate, optimizer.iterations
+    # Of a schedule, the public name has the rate of the update before.
+    rate = getattr(optimizer, "_learning_rate", rate)
+    return tf.convert_to_tensor(rate(iterations) if callable(rate) else rate)
 
 
 def updating(optimizer: object) -> object:

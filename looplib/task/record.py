@@ -164,7 +164,10 @@ class RunRecord:
     def to_json(self) -> str:
         """Returns the JSON text to save."""
         fields = dataclasses.asdict(self)
-        return json.dumps({**fields.pop("unknown"), "format": FORMAT if self.earlier_batches else 1, **fields})
+        number = FORMAT if self.earlier_batches else 1
+        text = json.dumps({**fields.pop("unknown"), "format": number, **fields})
+        RunRecord.from_json(text, "the checkpoint that is being saved")  # what cannot be read is not written
+        return text
 
     @classmethod
     def in_checkpoint(cls, reader: Any, path: str) -> "RunRecord":
@@ -267,6 +270,8 @@ def _parsed(value: Any, kind: Any) -> Any:
             return kind(**{name: _parsed(value[name], kinds[name]) for name in kinds})
     elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return value  # JSON has one kind of number
+    elif kind is float and type(value) is bool:
+        return int(value)  # older versions wrote Boolean metrics as they were
     elif type(value) is kind:  # a bool is not an int here
         return value
     raise _MisfitError

@@ -13,7 +13,10 @@ from absl import logging
 from looplib import _keras
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
+from looplib.task.plain import as_array, as_bytes
 from looplib.task.trainer import Trainer
+
+_UNREADABLE = (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error, tf.errors.OpError)
 
 
 class InputState(tf.train.experimental.PythonState):
@@ -60,21 +63,29 @@ class ReplicaState(tf.train.experimental.PythonState):
         Workers wait for each other.
         """
         arrays = {}
-        local = [np.stack([part.numpy() for part in parts]) for parts in self._parts.values()]
-        differs = [any(value.tobytes() != values[0].tobytes() for value in values[1:]) for values in local]
+        local = [np.stack([as_array(part) for part in parts]) for parts in self._parts.values()]
+        contents = [[as_bytes(values[at : at + 1]) for at in range(len(values))] for values in local]
+        differs = [len(set(parts)) > 1 for parts in contents]
         if local and self._workers.count > 1:
-            hashes = [zlib.crc32(values[0].tobytes()) for values in local]
+            hashes = [zlib.crc32(parts[0]) for parts in contents]
             differs = self._workers.gather(np.int64(differs)).any(axis=0) | np.ptp(
                 self._workers.gather(np.int64(hashes)), axis=0
             ).astype(bool)
         for name, values, differ in zip(self._parts, local, differs):
             if differ:
-                arrays[name] = self._workers.gather(values).reshape(-1, *values.shape[1:])
+                arrays[name] = self._of_all_workers(values)
         if not arrays:
             return b""
         with io.BytesIO() as file:
             np.savez(file, **arrays)
             return file.getvalue()
+
+    def _of_all_workers(self, values: np.ndarray) -> np.ndarray:
+        if values.dtype.kind != "O":
+            return self._workers.gather(values).reshape(-1, *values.shape[1:])
+        rows = self._workers.gather_tensors([[tf.constant(values, tf.string)]])
+        strings = tf.io.serialize_tensor(tf.concat([part for (part,) in rows], axis=0))
+        return np.frombuffer(strings.numpy(), np.uint8)  # numpy's files have strings as Python's pickles only
 
     def deserialize(self, string_value: bytes) -> None:
         """Takes the bytes that were saved, for `apply`."""
@@ -108,9 +119,11 @@ class ReplicaState(tf.train.experimental.PythonState):
                 kind = self._parts[name][0].dtype.as_numpy_dtype if name in self._parts else values.dtype
                 if values.dtype.kind == "V":  # numpy's files have no name for bfloat16
                     found[name] = values = values.view(kind)
+                elif kind is object and values.dtype == np.uint8:
+                    found[name] = values = tf.io.parse_tensor(values.tobytes(), tf.string).numpy()
                 if values.ndim == 0 or values.dtype != kind:
                     raise ValueError(f"its array {name:.100} is of another type")
-        except (ValueError, TypeError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except _UNREADABLE as error:
             raise UsageError(
                 f"the values of each replica in the checkpoint cannot be read ({gist(error)}); name another "
                 "checkpoint, or move this one away"
@@ -204,11 +217,11 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
     return [(names[key], variables[key]) for key in variables]
 
 
-def has_tables(objects: Mapping[str, Any]) -> bool:
-    """Returns whether some objects hold a lookup table that a step can change."""
+def tables_of(objects: Mapping[str, Any]) -> list[Any]:
+    """Lists the lookup tables that some objects hold and a step can change."""
     root = tf.train.Checkpoint(**objects)
     kinds = (tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
-    return any(isinstance(value, kinds) for value in tf.train.TrackableView(root).descendants())
+    return [value for value in tf.train.TrackableView(root).descendants() if isinstance(value, kinds)]
 
 
 @runtime_checkable

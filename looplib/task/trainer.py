@@ -138,7 +138,8 @@ class Trainer(abc.ABC):
             not a scalar.
 
         Returns:
-          The dict to report, with numbers only. Derive numbers from arrays, and leave the arrays out.
+          The dict to report, with numbers only: of Python, or scalars of numpy or TensorFlow, also Boolean ones, which
+          are reported as 0 or 1. Derive numbers from arrays, and leave the arrays out.
         """
         return metrics
 

@@ -170,6 +170,21 @@ def test_two_replicas_train_and_report_a_constant_learning_rate(tmp_path):
 
 
 @pytest.mark.any_engine
+@pytest.mark.parametrize("kind", ["sgd", "sgd_experimental"])
+def test_the_reported_learning_rate_is_that_of_the_reported_step(kind, tmp_path):
+    rate = {"type": "stepwise", "stepwise": {"boundaries": [1, 3], "values": [0.5, 0.2, 0.1]}}
+    overrides = {"trainer": {"optimizer_config": {"optimizer": {"type": kind}, "learning_rate": rate}}}
+    params = side_by_side.configuration("mock", str(tmp_path), side_by_side.merged(steps(5), overrides))
+    seen = []
+    controller, _ = side_by_side.controller(
+        params, f"{tmp_path}/run", actions=[lambda event: seen.append(event.metrics)]
+    )
+    with controller:
+        controller.train(5)
+    assert [metrics["learning_rate"] for metrics in seen] == pytest.approx([0.5, 0.5, 0.2, 0.2, 0.1])
+
+
+@pytest.mark.any_engine
 def test_looplib_trains_on_from_the_drivers_checkpoint_and_the_driver_reads_looplibs(both, tmp_path):
     name, params, directory, whole, _ = both
     if name != "resnet_imagenet":

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from looplib import _keras
 from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator, State
+from looplib.task.plain import as_array, as_number, is_number
 from looplib.task.record import RunningTotals
 
 
@@ -44,7 +43,11 @@ class Results(Accumulator):
 
     def state(self) -> State:
         """Returns the metrics that are not yet read."""
-        return {name: value.item() for name, value in self._metrics.items() if value.ndim == 0 and is_number(value)}
+        return {
+            name: as_number(name, value)
+            for name, value in self._metrics.items()
+            if value.ndim == 0 and is_number(value)
+        }
 
     def load(self, state: State) -> None:
         """See `Accumulator`."""
@@ -63,15 +66,9 @@ def flat(who: str, results: Any, prefix: str = "") -> Iterator[tuple[str, np.nda
         if isinstance(value, dict):
             yield from flat(who, value, f"{name}/")
         else:
-            value = value.value if _keras.is_variable(value) else value
-            yield name, np.asarray(tf.convert_to_tensor(value) if isinstance(value, tf.Variable) else value)
-
-
-def is_number(value: np.ndarray) -> bool:
-    """Returns whether an array holds numbers or booleans."""
-    return value.dtype.kind in "biuf"
+            yield name, as_array(value)
 
 
 def is_bad_loss(name: str, value: np.ndarray) -> bool:
     """Returns whether a metric is a loss by its name, and not finite."""
-    return "loss" in str(name).lower() and is_number(value) and not np.isfinite(value).all()
+    return "loss" in str(name).lower() and is_number(value) and not np.isfinite(value.astype(np.float64)).all()

@@ -142,7 +142,7 @@ def compare_tensors(
     readers = [tf.train.load_checkpoint(path) for path in (first, second)]
     keys = [reader.get_variable_to_shape_map().keys() - set(_NOT_COMPARED) for reader in readers]
     for key in sorted(keys[0] | keys[1]):  # one at a time, because a model may fill half of the memory
-        one, other = (reader.get_tensor(key) if key in own else None for reader, own in zip(readers, keys))
+        one, other = (_read(reader, key) if key in own else None for reader, own in zip(readers, keys))
         whole = np.asarray(one).dtype.kind in "iub"  # counters and seeds
         name = key.replace("/.ATTRIBUTES/VARIABLE_VALUE", "")
         where = f"{_TENSOR}{name}"
@@ -152,6 +152,15 @@ def compare_tensors(
             result.tensors += 1
             result.bytes += np.asarray(one).nbytes
     return result
+
+
+def _read(reader: Any, key: str) -> Any:
+    """Returns a tensor of a checkpoint; the entries of a lookup table, which have no order, in that of their keys."""
+    value, (name, _, part) = reader.get_tensor(key), key.rpartition("/")
+    if part not in ("table-keys", "table-values"):
+        return value
+    keys = reader.get_tensor(f"{name}/table-keys")
+    return value[sorted(range(len(keys)), key=lambda number: repr(keys[number]))]
 
 
 def decided_by_rounding(rounding: Sequence[Comparison]) -> float:
@@ -272,14 +281,13 @@ def _compare(
     Returns:
       (whether they are equal, the relative and the absolute difference if they have one, both as texts).
     """
-    a, b = np.asarray(one), np.asarray(other)
-    if one is None or other is None or a.shape != b.shape or "O" in a.dtype.kind + b.dtype.kind:
-        same = a.shape == b.shape and a.tolist() == b.tolist()
+    a, b = (np.asarray(x, object if isinstance(x, (bytes, str)) else None) for x in (one, other))
+    if one is None or other is None or a.shape != b.shape:
+        same = one is None and other is None
         return same, None, None, tuple("nothing" if x is None else _describe(x) for x in (one, other))
-    if not rtol or a.dtype.kind in "USb":
-        same, relative, most = a.dtype == b.dtype and a.tobytes() == b.tobytes(), None, None
-        wrong = _rows(a) != _rows(b) if a.dtype == b.dtype else np.ones([a.size, 1], bool)
-        gap = wrong = wrong.any(axis=1)
+    if not rtol or a.dtype.kind in "Ob":
+        gap = wrong = _differing(a, b)
+        same, relative, most = a.dtype == b.dtype and not wrong.any(), None, None
     else:
         x, y = (v.ravel() if v.dtype.kind == "c" else v.ravel().astype(np.float64) for v in (a, b))
         with np.errstate(invalid="ignore"):
@@ -290,16 +298,24 @@ def _compare(
         most = float(gap.max(initial=0))
         relative = float(most / max(np.nanmax(np.abs(x), initial=0), atol))
         same = not wrong.any()
+    if not a.size:
+        return same, relative, most, (_describe(a), _describe(b))
     if not a.shape:
         return same, relative, most, (str(a[()]), str(b[()]))
-    at = np.unravel_index(int((gap if same else wrong).argmax()), a.shape) if a.size else ()
+    at = np.unravel_index(int((gap if same else wrong).argmax()), a.shape)
     prefix = f"{list(map(int, at))} "
     count = f", {int(wrong.sum()):,} of {a.size:,} elements differ" if not same else ""
     return same, relative, most, (f"{prefix}{a[at]}", f"{prefix}{b[at]}{count}")
 
 
-def _rows(array: np.ndarray) -> np.ndarray:
-    return np.frombuffer(array.tobytes(), np.uint8).reshape(array.size, -1)
+def _differing(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns which elements of two arrays of one shape differ in a bit, bool `[size]`."""
+    if a.dtype != b.dtype:
+        return np.ones(a.size, bool)
+    if a.dtype.kind == "O":  # strings, which lie elsewhere
+        return np.array([x != y for x, y in zip(a.ravel().tolist(), b.ravel().tolist())], bool)
+    one, other = (np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, x.dtype.itemsize) for x in (a, b))
+    return (one != other).any(axis=1)
 
 
 def _describe(value: Any) -> str:

@@ -8,7 +8,6 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from looplib.errors import Preempted, UsageError, join_names
@@ -16,7 +15,8 @@ from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
 from looplib.task import model_table
-from looplib.task.state import state_of, variables_of
+from looplib.task.plain import as_array, as_bytes, as_json
+from looplib.task.state import state_of, tables_of, variables_of
 
 if TYPE_CHECKING:
     from looplib.controller import Controller
@@ -100,9 +100,10 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class _Moment:
-    """The state between two steps: values of the step's variables, the metrics so far, the places in run and data."""
+    """The state between two steps: of the variables and tables, the metrics so far, the places in run and data."""
 
-    values: list[np.ndarray]
+    values: list[Any]
+    tables: list[tuple[tf.Tensor, tf.Tensor]]
     totals: Any
     step: int
     data_step: int
@@ -195,7 +196,7 @@ class Player:
         while finite and self.step < end:
             finite = self._run(Request(1))
             metrics = reducer.packer.unpack(*reducer.read())
-            plain = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            plain = {name: as_json(as_array(value)) for name, value in metrics.items()}
             traces.append(Trace(self.step, plain, self._checksums()))
         return traces
 
@@ -206,18 +207,30 @@ class Player:
         others = [pair for pair in variables_of(state_of(self.loop.task)) if id(pair[1]) not in own]
         found: dict[str, str] = {}
         for name, variable in [*model, *others]:
-            value = np.asarray(variable.numpy())
+            value = as_array(variable)
             while name in found:  # optimizers of tf_keras give several slots one name
                 name += "'"
             scalar = value.size == 1
-            found[name] = str(value.item()) if scalar else CHECKSUM + hashlib.sha256(value.tobytes()).hexdigest()
+            found[name] = str(value.item()) if scalar else CHECKSUM + hashlib.sha256(as_bytes(value)).hexdigest()
+        for table in self._tables:
+            name = f"table {table.name}"
+            while name in found:
+                name += "'"
+            keys, values = (as_array(part).tolist() for part in table.export())
+            entries = sorted(zip(map(repr, keys), map(repr, values)))
+            found[name] = CHECKSUM + hashlib.sha256(repr(entries).encode()).hexdigest()
         return found
+
+    @property
+    def _tables(self) -> list[Any]:
+        return tables_of(state_of(self.loop.task))
 
     def note(self) -> _Moment:
         """Returns the state before the next step, for `go_back`."""
         values = [variable.numpy() for variable in self.loop.step.variables]
         position = self.loop.position()
-        return _Moment(values, self.loop.reducer.state(), self.step, self.step + self._offset, position)
+        tables = [table.export() for table in self._tables]
+        return _Moment(values, tables, self.loop.reducer.state(), self.step, self.step + self._offset, position)
 
     def go_back(self, moment: _Moment, fresh: bool = False) -> None:
         """Restores a state.
@@ -228,6 +241,9 @@ class Player:
         """
         for variable, value in zip(self.loop.step.variables, moment.values):
             variable.assign(value)
+        for table, (keys, values) in zip(self._tables, moment.tables):
+            table.remove(table.export()[0])
+            table.insert(keys, values)
         self.loop.task.global_step.assign(moment.step)
         self.loop.reducer.load(moment.totals)
         if fresh:

@@ -17,6 +17,7 @@ from looplib.report.formats import format_number
 from looplib.report.records import Record, read_jsonl
 from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer
+from looplib.task.plain import as_array, is_number
 from looplib.task.shares import Share
 from looplib.task.trainer import Trainer
 
@@ -178,7 +179,10 @@ class _View:
         for leaf in self._leaves:
             parts = tf.nest.flatten(leaf.value, expand_composites=True)
             for number, part in enumerate(parts):
-                found[leaf.name + (f".{number}" if len(parts) > 1 else "")] = np.asarray(part)
+                array = as_array(part)
+                # A file of numpy's has no name for bfloat16.
+                array = array.astype(np.float32) if array.dtype.kind == "V" else array
+                found[leaf.name + (f".{number}" if len(parts) > 1 else "")] = array
         return found
 
     # The step.
@@ -276,12 +280,9 @@ def _debugged(trainer: Trainer, call: Callable[[], list[np.ndarray]]) -> list[np
 
 
 def _weights(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Returns the values of the variables of a trainer's model, float64, by name."""
-    return {name: _array(variable) for name, variable, _ in model_table.variables(trainer)}
-
-
-def _array(value: Any) -> np.ndarray:
-    return np.asarray(value.numpy()).astype(np.float64)
+    """Returns the values of the variables of a trainer's model that are numbers, float64, by name."""
+    found = {name: as_array(variable) for name, variable, _ in model_table.variables(trainer)}
+    return {name: value.astype(np.float64) for name, value in found.items() if is_number(value)}
 
 
 def _norm(value: np.ndarray) -> float:
@@ -315,7 +316,7 @@ def _describe(value: Any) -> str:
     text = f"{kind}{value.dtype.name} {value.shape.as_list()}"
     flat = value.flat_values if isinstance(value, tf.RaggedTensor) else value
     flat = flat.values if isinstance(flat, tf.SparseTensor) else flat
-    array = np.asarray(flat)
+    array = as_array(flat)
     if not array.size or value.dtype == tf.string:
         return text
     if not (value.dtype.is_floating or value.dtype.is_integer):

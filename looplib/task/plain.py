@@ -1,0 +1,80 @@
+"""What users return, as Python's own numbers and lists: what records, markers and writers hold."""
+
+import numbers
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.errors import UsageError
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Returns a value as a numpy array; one of its name for what has no shape, such as a ragged list."""
+    value = _keras.tf_variable(value)
+    try:
+        # Numpy cannot convert a scalar tensor of a type that is not its own, such as bfloat16.
+        value = value.numpy() if isinstance(value, (tf.Tensor, tf.Variable)) else value
+        return np.asarray(value, object if isinstance(value, bytes) else None)  # numpy cuts off zeros at a text's end
+    except (TypeError, ValueError, AttributeError, NotImplementedError):
+        return np.asarray(type(value).__name__)
+
+
+def as_bytes(array: np.ndarray) -> bytes:
+    """Returns bytes that arrays of one type and shape have in common if their elements are equal; also for strings."""
+    return repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes()
+
+
+def is_number(array: np.ndarray) -> bool:
+    """Returns whether an array holds real numbers or booleans; TensorFlow's types, such as bfloat16, are among them."""
+    if array.dtype.kind != "V":
+        return array.dtype.kind in "biuf"
+    try:
+        kind = tf.as_dtype(array.dtype)
+    except TypeError:
+        return False
+    return kind.is_floating or kind.is_integer
+
+
+def as_number(what: str, value: Any) -> int | float:
+    """Returns one number as an int or a float.
+
+    Args:
+      what: what it is, for the message.
+      value: a bool or another real number of Python, a scalar of numpy, or a tensor or variable of shape [].
+
+    Raises:
+      UsageError: for something else.
+    """
+    array = as_array(value)
+    found = f"is not a number (shape {list(array.shape)}, {array.dtype})"
+    if array.shape == () and is_number(array):
+        number = _plain(array)
+        return int(number) if isinstance(number, bool) else number
+    if isinstance(value, numbers.Real):  # a fraction, or an int of more than 64 bits
+        try:
+            return float(value)
+        except OverflowError:
+            found = "is a number beyond those of float64"
+    raise UsageError(
+        f"{what} {found}; return a bool, an int, a float or a scalar of numpy or TensorFlow (loop_end can make numbers "
+        "of an array, and leave it out)"
+    )
+
+
+def as_json(value: Any) -> Any:
+    """Returns a scalar, an array or a tensor as what JSON can hold, for `json.dumps`.
+
+    Raises:
+      TypeError: for an object of another kind.
+    """
+    if not isinstance(_keras.tf_variable(value), (np.generic, np.ndarray, tf.Tensor, tf.Variable)):
+        raise TypeError(f"{type(value).__name__} is no number, string, list or dict")
+    return _plain(as_array(value))
+
+
+def _plain(array: np.ndarray) -> Any:
+    # `tolist` leaves numbers of long double and bfloat16 as they are.
+    wider = array.dtype.kind in "fV" and is_number(array)
+    return (array.astype(np.float64) if wider else array).tolist()
