@@ -174,8 +174,8 @@ def given(config: Any) -> dict[str, Any]:
                     break
     if places and repr(plain(typed(tree, type(config), str, ""))) != wanted:
         raise UsageError(
-            f"{config!r} is not what {type(config).__name__} makes of its own values; its __post_init__ has to leave as "
-            "it is what is not the default"
+            f"{config!r} is not what {type(config).__name__} makes of its own values; its __post_init__ may only "
+            "change fields that have their defaults"
         )
     return tree
 
