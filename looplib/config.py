@@ -3,28 +3,47 @@
 1. `launch.run`'s default, or the variant that --experiment names
 2. each --config_file, in order
 3. each `--config.<field>=<value>`
+
+The dataclass is made once, of the values of all of these, so that its `__post_init__` sees the final ones.
 """
 
+import contextlib
 import copy
 import dataclasses
 import difflib
-import enum
+import functools
 import os
 import re
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 import yaml
 from absl import flags, logging
-from ml_collections import config_flags
 
 from looplib import files
 from looplib.errors import UsageError, gist
+from looplib.field_types import (
+    At,
+    check,
+    dump,
+    fields,
+    hints,
+    is_config_dict,
+    is_listing,
+    load,
+    members,
+    name_of,
+    plain,
+    refuse_name,
+    typed,
+    update,
+)  # fmt: skip
 
 FILE = "config.yaml"  # in the run directory
+_MOST_BYTES = 1 << 20  # of a --config_file
 
 # As `command_line.FLAGS`: (name, define, default, help).
 PRINT_FLAG = (
@@ -38,48 +57,212 @@ FLAGS = (
 
 
 def define(config: Any, experiments: Mapping[str, Any], argv: Sequence[str]) -> Callable[[], Any]:
-    """Makes a flag of each field that the command line names.
+    """Makes a flag of each field, and of those in optional dataclasses that the command line names.
 
     Args:
       config: an instance of a dataclass, unchanged.
       experiments: variants of it by name.
-      argv: the command line, which is read already; the program first.
+      argv: the command line; the program first.
 
     Returns:
-      A function that returns the configuration once the flags are parsed.
+      A function that returns, once the flags are parsed, the configuration, a dict of values for other flags, which is
+      empty, and the configuration as YAML for --config_file.
 
     Raises:
-      UsageError: for an unknown variant or setting, or a file that cannot be read.
+      UsageError: for an unknown setting, or a field that no file can hold.
     """
     for name, variant in experiments.items():
-        if not isinstance(variant, type(config)):
+        if type(variant) is not type(config):
             raise TypeError(f"experiment {name!r} is a {type(variant).__name__}; expected a {type(config).__name__}")
-    argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
-    early = flags.FlagValues()
-    early.set_gnu_getopt(True)  # unknown flags may have their values as arguments of their own
-    for name, define_flag, default, help_text in FLAGS:
-        define_flag(name, default, help_text, flag_values=early)
-    early(argv, known_only=True)
-    if early.experiment is not None:
-        if early.experiment not in experiments:
-            _refuse_name(f"--experiment={early.experiment}", early.experiment, experiments, "a named variant")
-        config = experiments[early.experiment]
-    config = copy.deepcopy(config)
-    for path in early.config_file or ():
-        override(config, read(path), path)
-    for argument in argv[1:]:
-        if match := re.match(r"--?(?:no)?config\.([^=]+)", argument):
-            hint = _hint(config, match[1].split("."))
-            if typing.get_origin(hint) in (list, dict, typing.Literal) or hint in (list, dict):
-                raise UsageError(
-                    f"--config.{match[1]} is of the type {str(hint).replace('typing.', '')}, which a flag cannot set; "
-                    "set it in a --config_file"
-                )
-    try:
-        defined = config_flags.DEFINE_config_dataclass("config", config, sys_argv=argv)
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise UsageError(f"a --config flag is wrong: {error.args[0] if error.args else error}") from error
-    return lambda: defined.value
+    check(config, type(config), "config")
+    arguments = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)[1:]
+    named = (re.match(r"--?(?:no)?config\.([^=]+)", argument) for argument in arguments)
+    found = {path: _hint(config, path) for path in [*_paths(config), *(match[1] for match in named if match)]}
+    for path, hint in found.items():
+        make = flags.DEFINE_boolean if hint is bool else flags.DEFINE_string
+        make(f"config.{path}", None, f"A setting, {name_of(hint)}.")
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[f"config.{path}"])
+    return lambda: _read(config, experiments, found)
+
+
+def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[Any, dict[str, Any], str]:
+    """Returns the configuration that the flags describe; see `define`."""
+    name = flags.FLAGS["experiment"].value
+    if name is not None:
+        if name not in experiments:
+            refuse_name(f"--experiment={name}", name, experiments, "a named variant")
+        config = experiments[name]
+        check(config, type(config), f"config of --experiment={name}")
+    tree = given(config)
+    for file in flags.FLAGS["config_file"].value or ():
+        merge(tree, type(config), read(file), lambda where, file=file: f"{where} in {file}")
+    for path, hint in sorted(found.items(), key=lambda item: item[0].count(".")):
+        if flags.FLAGS[f"config.{path}"].present:
+            value = _reading(flags.FLAGS[f"config.{path}"].value, hint, path)
+            for name in reversed(path.split(".")):
+                value = {name: value}
+            merge(tree, type(config), value, _flag)
+    made = typed(tree, type(config), str, "")
+    return made, {}, text_of(made, tree)
+
+
+def _flag(where: str) -> str:
+    return f"--config.{where}"
+
+
+def _paths(config: Any) -> Iterator[str]:
+    """Yields the names of the settings in a value, those within them with a point."""
+    for name, value in fields(config).items():
+        yield from (name, *(f"{name}.{path}" for path in _paths(value)))
+
+
+def _hint(config: Any, path: str) -> Any:
+    """Returns the type of a setting, which a flag names."""
+    hint = type(config)
+    for name in path.split("."):
+        known = {name: type(value) for name, value in fields(config).items()} if is_config_dict(type(config)) else {}
+        for kind in filter(dataclasses.is_dataclass, members(hint)):
+            known |= hints(kind)
+        if not known:
+            raise UsageError(
+                f"{_flag(path)} is not a setting, because {name} would be in a value of the type {name_of(hint)}"
+            )
+        if name not in known:
+            refuse_name(_flag(path), name, known, f"a setting of {name_of(hint)}")
+        hint, config = known[name], fields(config).get(name)
+    return hint
+
+
+def _reading(text: str | bool, hint: Any, path: str) -> Any:
+    """Returns what the value of a flag holds: YAML, a list without brackets, or text as it is."""
+    if isinstance(text, bool):
+        return text
+    readings = [text]
+    lists = any(map(is_listing, members(hint)))
+    brackets = text.translate(str.maketrans("()", "[]")) if text.startswith("(") else f"[{text}]"
+    for yaml_text in (brackets, text) if lists else (text,):
+        with contextlib.suppress(yaml.YAMLError, ValueError):
+            if not isinstance(value := load(yaml_text), str):  # of text, YAML drops quotes and what is like a comment
+                readings.insert(0, value)
+    for reading in readings:
+        with contextlib.suppress(UsageError):
+            typed(reading, hint, _flag, path)
+            return reading
+    return readings[0] if not lists or isinstance(readings[0], list) else readings[1]
+
+
+def given(config: Any) -> dict[str, Any]:
+    """Returns the settings of a configuration as YAML holds them, for `merge`.
+
+    What `__post_init__` makes of the others is left out, so that it follows them.
+
+    Args:
+      config: an instance of a dataclass.
+
+    Raises:
+      UsageError: for a dataclass that makes other values of those that it has.
+    """
+    tree, wanted, places = plain(config), repr(plain(config)), list(_not_default(config))
+    for group in [places, *([place] for place in places)] if places else []:
+        trial = copy.deepcopy(tree)
+        for *above, name in group:
+            functools.reduce(dict.get, above, trial).pop(name, None)
+        with contextlib.suppress(UsageError):  # of a __post_init__ that misses something
+            if repr(plain(typed(trial, type(config), str, ""))) == wanted:
+                tree = trial
+                if group is places:
+                    break
+    if places and repr(plain(typed(tree, type(config), str, ""))) != wanted:
+        raise UsageError(
+            f"{config!r} is not what {type(config).__name__} makes of its own values; its __post_init__ may only "
+            "change fields that have their defaults"
+        )
+    return tree
+
+
+def _not_default(config: Any) -> Iterator[tuple[str, ...]]:
+    """Yields the paths of the fields whose value is not their default."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name) if field.init else None
+        if dataclasses.is_dataclass(value):
+            yield from ((field.name, *path) for path in _not_default(value))
+        elif field.init and _differs(field, value):
+            yield (field.name,)
+
+
+def _differs(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Returns whether a field has a default, and the value is another."""
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(plain(field.default_factory())) != repr(plain(value))
+    return field.default is not dataclasses.MISSING and repr(plain(field.default)) != repr(plain(value))
+
+
+def merge(tree: dict[str, Any], kind: Any, values: Mapping[Any, Any], at: At, path: str = "") -> None:
+    """Replaces settings by those of a file or a flag.
+
+    Args:
+      tree: settings as YAML holds them, by name; of a dataclass those in it.
+      kind: the dataclass.
+      values: the new ones.
+      at: see `field_types.At`.
+      path: of the dataclass within the configuration, with a point at its end.
+
+    Raises:
+      UsageError: for an unknown name, or a value of another type.
+    """
+    known = hints(kind)
+    for name, value in values.items():
+        where = f"{path}{name}"
+        if name not in known:
+            refuse_name(at(where), name, kind)
+        old, kinds = tree.get(name), [one for one in members(known[name]) if dataclasses.is_dataclass(one)]
+        if isinstance(value, Mapping) and kinds:
+            names = {*value, *(old or ())}
+            inner = next(
+                (one for wanted in (names, value) for one in kinds if hints(one).keys() >= set(wanted)), kinds[0]
+            )
+            tree[name] = old if isinstance(old, dict) and (len(kinds) == 1 or hints(inner).keys() >= names) else {}
+            merge(tree[name], inner, value, at, f"{where}.")
+        elif isinstance(value, Mapping) and is_config_dict(type(old)):
+            update(old, value, at, where)
+        else:
+            typed(value, known[name], at, where)
+            if lost := list(_left_out(old, value)):
+                logging.warning("%s replaces the whole dict, and leaves out %s", at(where), ", ".join(lost))
+            tree[name] = value
+
+
+def _left_out(old: Any, new: Any) -> Iterator[str]:
+    """Yields the entries of a dict, and of those in it, that another one does not have."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in old:
+            yield from (f"{name}.{path}" for path in _left_out(old[name], new[name])) if name in new else (str(name),)
+
+
+def text_of(config: Any, tree: Mapping[str, Any]) -> str:
+    """Returns a configuration as YAML for --config_file, with what `__post_init__` has made in comments.
+
+    Args:
+      config: the configuration.
+      tree: the settings that it is made of.
+    """
+    derived: dict[str, Any] = {}
+    text = dump(_written(config, tree, derived, ""))
+    return text + textwrap.indent(f"Made of these by the program:\n{dump(derived)}" * bool(derived), "# ")
+
+
+def _written(config: Any, tree: Mapping[str, Any], derived: dict[str, Any], path: str) -> dict[str, Any]:
+    found = {}
+    for field in (field for field in dataclasses.fields(config) if field.init):
+        name, value = field.name, getattr(config, field.name)
+        if name in tree and dataclasses.is_dataclass(value) and isinstance(tree[name], dict):
+            found[name] = _written(value, tree[name], derived, f"{path}{name}.")
+        elif name in tree:
+            found[name] = tree[name]
+        else:
+            found |= {} if _differs(field, value) else {name: plain(value, hints(type(config))[name])}
+            derived |= {f"{path}{name}": plain(value)} if _differs(field, value) else {}
+    return found
 
 
 def parse(argv: Sequence[str]) -> list[str]:
@@ -96,184 +279,47 @@ def parse(argv: Sequence[str]) -> list[str]:
     """
     try:
         return flags.FLAGS(argv)
-    except flags.IllegalFlagValueError as error:
-        match = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error), re.DOTALL)
-        if match and "config" in flags.FLAGS:
-            if hint := _hint(flags.FLAGS["config"].value, match[1].split(".")):
-                _refuse_type(f"--config.{match[1]}", match[2], hint)
-        raise UsageError(f"{error}") from error
     except flags.UnrecognizedFlagError as error:
-        setting = _setting_like(flags.FLAGS["config"].value, error.flagname) if "config" in flags.FLAGS else ""
-        hint = f"did you mean the setting {setting}? " if setting else ""
+        paths = [name.removeprefix("config.") for name in flags.FLAGS if name.startswith("config.")]
+        names = {**{path.rpartition(".")[2]: path for path in reversed(paths)}, **{path: path for path in paths}}
+        close = difflib.get_close_matches(error.flagname, names, n=1, cutoff=0.8)
+        hint = f"did you mean the setting {_flag(names[close[0]])}? " if close else ""
         raise UsageError(f"{error}; {hint}--help lists the flags") from error
     except flags.Error as error:
         raise UsageError(f"{error}; --help lists the flags") from error
-
-
-def _setting_like(config: Any, flag: str) -> str:
-    """Returns the flag of the setting whose name is nearest to that of an unknown flag; "" if none is near."""
-    paths = list(_paths(config))
-    names = {**{path.rpartition(".")[2]: path for path in reversed(paths)}, **{path: path for path in paths}}
-    close = difflib.get_close_matches(flag, names, n=1, cutoff=0.8)
-    return f"--config.{names[close[0]]}" if close else ""
-
-
-def _paths(config: Any) -> Iterable[str]:
-    """Yields the names of the settings of a dataclass, those of dataclasses in it with a point; of others none."""
-    for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
-        yield from [field.name, *(f"{field.name}.{name}" for name in _paths(getattr(config, field.name)))]
 
 
 def read(path: str) -> Mapping[str, Any]:
     """Returns the settings of a YAML file.
 
     Raises:
-      UsageError: if it cannot be read, or is not a mapping.
+      UsageError: if it cannot be read, is too large, or is not a mapping.
     """
     try:
         if files.is_remote(path):
-            text = files.read_text(path)
+            text = files.read_text(path, _MOST_BYTES)
         else:
             with open(path) as file:  # the user's own, so a link may be followed
-                text = file.read()
-        values = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError, tf.errors.OpError) as error:
+                text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES:,} characters")
+        values = load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, tf.errors.OpError) as error:
         raise UsageError(f"--config_file={path} cannot be read ({gist(error)})") from error
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"--config_file={path} holds a {type(values).__name__}; expected settings, as name: value")
     return values or {}
 
 
-def override(config: Any, values: Mapping[str, Any], source: str, path: str = "") -> None:
-    """Sets fields of a dataclass, and of those in it.
-
-    Args:
-      config: the instance of the dataclass.
-      values: its new values by name, as a YAML file has them.
-      source: where they come from, for messages.
-      path: the name of the dataclass within the configuration, with a point at its end.
-
-    Raises:
-      UsageError: for an unknown name, or a value of another type.
-    """
-    hints = typing.get_type_hints(type(config))
-    for name, value in values.items():
-        where = f"{path}{name}"
-        if name not in hints:
-            _refuse_name(f"{where} in {source}", str(name), hints, f"a setting of {type(config).__name__}")
-        setattr(config, name, _converted(value, hints[name], getattr(config, name), source, where))
-
-
-def write(directory: str, values: Mapping[str, Any]) -> None:
+def write(directory: str, text: str) -> None:
     """Writes a configuration into a run directory, for --config_file. A failure is a warning and does not end a run.
 
     Args:
       directory: the run directory.
-      values: the configuration as a mapping.
+      text: the configuration as YAML.
     """
     path = os.path.join(directory, FILE)
     try:
-        files.write_whole(path, dump(values))
+        files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
         logging.warning("%s cannot be written (%s)", path, error)
-
-
-def dump(values: Mapping[str, Any]) -> str:
-    """Returns a configuration as YAML.
-
-    Args:
-      values: the configuration as a mapping.
-    """
-    return yaml.safe_dump(_plain(values), sort_keys=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return value.name
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def _hint(config: Any, names: Sequence[str]) -> Any:
-    """Returns the type of a setting; None where the configuration does not declare it."""
-    hint = None
-    for number, name in enumerate(names):
-        if not dataclasses.is_dataclass(config):
-            return None
-        hints = typing.get_type_hints(type(config))
-        if name not in hints:
-            _refuse_name(
-                f"--config.{'.'.join(names[: number + 1])}", name, hints, f"a setting of {type(config).__name__}"
-            )
-        hint, config = hints[name], getattr(config, name)
-    return hint
-
-
-def _converted(value: Any, hint: Any, current: Any, source: str, where: str) -> Any:
-    """Returns the value that a YAML file has for a field, with the field's type."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        kinds = [kind for kind in arguments if kind is not type(None)]
-        if value is None and len(kinds) < len(arguments):
-            return None
-        for kind in sorted(kinds, key=lambda kind: type(value) is not kind)[:-1]:
-            try:
-                return _converted(value, kind, current, source, where)
-            except UsageError:
-                continue
-        hint = sorted(kinds, key=lambda kind: type(value) is not kind)[-1]
-        return _converted(value, hint, current, source, where)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        part = copy.deepcopy(current) if isinstance(current, hint) else hint()
-        override(part, value, source, f"{where}.")
-        return part
-    if isinstance(hint, type) and issubclass(hint, enum.Enum) and str(value) in hint.__members__:
-        return hint[value]
-    kind = origin or hint
-    if kind is typing.Literal:
-        if value in arguments:
-            return value
-        _refuse_type(f"{where} in {source}", value, hint)
-    if kind in (list, tuple) and isinstance(value, list):
-        inner = _inner_hints(kind, arguments, len(value))
-        if len(inner) == len(value):
-            return kind(
-                _converted(item, one, None, source, f"{where}[{number}]")
-                for number, (item, one) in enumerate(zip(value, inner))
-            )
-    elif kind is float and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-3 as text
-        except (TypeError, ValueError):
-            pass
-    elif kind is int and isinstance(value, bool):
-        pass
-    elif not isinstance(kind, type) or isinstance(value, kind):
-        return value
-    _refuse_type(f"{where} in {source}", value, hint)
-
-
-def _inner_hints(kind: type, arguments: tuple[Any, ...], count: int) -> Sequence[Any]:
-    """Returns the types of the elements of a list or tuple that has so many."""
-    if not arguments:
-        return [Any] * count
-    if kind is list or arguments[-1] is Ellipsis:
-        return [arguments[0]] * count
-    return arguments
-
-
-def _refuse_name(found: str, name: str, names: Iterable[str], what: str) -> NoReturn:
-    names = list(names)
-    close = difflib.get_close_matches(name, names, n=1)
-    nearest = f"did you mean {close[0]}? " if close else ""
-    raise UsageError(f"{found} is not {what}; {nearest}expected one of {', '.join(names) or '(there are none)'}")
-
-
-def _refuse_type(found: str, value: Any, hint: Any) -> NoReturn:
-    name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        name = f"one of {', '.join(hint.__members__)}"
-    raise UsageError(f"{found} is {value!r}; expected {name}")

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import _tf, command_line, console, runtime, source_locations
+from looplib import _tf, command_line, console, field_types, runtime, source_locations
 from looplib import config as configuration
 from looplib.checkpoint.run_directory import resolve
 from looplib.cluster import peers, tpu
@@ -46,6 +46,7 @@ from looplib.task.trainer import Trainer
 
 Build = Callable[[Any], tuple[Trainer | None, Evaluator | Mapping[str, Evaluator] | None]]
 Settings = Callable[[], tuple[Any, dict[str, Any]]]
+Read = Callable[[], tuple[Any, dict[str, Any], str]]  # also the YAML of the configuration, "" for a foreign one
 Started = Callable[[Any, Controller], object]
 Act = Callable[[Event], object]
 Mode = Callable[[Any, Controller], object]
@@ -100,13 +101,15 @@ def run(
     own = (configuration.PRINT_FLAG,) if settings or config is None else configuration.FLAGS
     for name, define, default, help_text in own:
         define(name, default, help_text)
-    if settings is None:
-        settings = _define_config(config, experiments or {}, argv) if config is not None else lambda: (None, {})
+    if settings is None and config is not None:
+        read = _define_config(config, experiments or {}, argv)
+    else:
+        read = functools.partial(_read_others, settings)
     for name, *_ in (*FLAGS, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     console.guard()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
-    binary = _Binary(build, config, settings, started, actions or (), modes or {})
+    binary = _Binary(build, config, read, started, actions or (), modes or {})
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
 
 
@@ -116,23 +119,25 @@ class _Binary:
 
     build: Build
     config: Any
-    settings: Settings
+    read: Read
     started: Started | None
     actions: Sequence[Act]
     modes: Mapping[str, Mode]
 
 
-def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[str] | None) -> Settings:
-    """Makes a flag of each field; returns a `settings` function."""
+def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[str] | None) -> Read:
+    """Makes a flag of each field; returns the function that reads them."""
     try:
-        of_the_flags = configuration.define(config, experiments, sys.argv if argv is None else argv)
+        return configuration.define(config, experiments, sys.argv if argv is None else argv)
     except UsageError as error:
         _end(_Session(), outcome.failed(str(error)))
     except flags.Error:
         app.parse_flags_with_usage(sys.argv if argv is None else argv)  # prints it, and ends
         raise
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])
-    return lambda: (of_the_flags(), {})
+
+
+def _read_others(settings: Settings | None) -> tuple[Any, dict[str, Any], str]:
+    return (*(settings() if settings else (None, {})), "")
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -221,9 +226,9 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         redirected = dry_run.redirect(values["strategy"], values["mode"])
         session.temporary = redirected["model_dir"]
         values.update(redirected)
-    config, others = binary.settings()
+    config, others, text = binary.read()
     if flags.FLAGS["print_config"].value:
-        print(configuration.dump(run_json.as_dict(config)), end="")
+        print(text or field_types.dump(run_json.as_dict(config)), end="")
         sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings())
@@ -242,8 +247,8 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
-    if trains and "config" in flags.FLAGS and controller.is_chief:
-        configuration.write(values["model_dir"], run_json.as_dict(config))
+    if trains and text and controller.is_chief:
+        configuration.write(values["model_dir"], text)
     if not trains and controller.is_chief:
         _warn_of_other_settings(values["model_dir"], config)
     if binary.started:

@@ -7,8 +7,7 @@ import pytest
 import yaml
 from nested import Colour, Config, Model
 
-from looplib import UsageError, config
-from looplib.report import run_json
+from looplib import UsageError, config, field_types
 
 SMALL = ("--train_steps=2", "--eval_interval=2", "--steps_per_loop=2", "--loop=eager")
 EVERYTHING = """
@@ -27,9 +26,9 @@ limits: {upper: 3}
 
 
 def overridden(text):
-    changed = Config()
-    config.override(changed, yaml.safe_load(text), "a.yaml")
-    return changed
+    tree = config.given(Config())
+    config.merge(tree, Config, field_types.load(text), lambda where: f"{where} in a.yaml")
+    return field_types.typed(tree, Config, str, "")
 
 
 def test_a_file_gives_every_field_a_value_of_the_fields_type():
@@ -40,7 +39,7 @@ def test_a_file_gives_every_field_a_value_of_the_fields_type():
 
 @pytest.mark.parametrize("original", [Config(), overridden(EVERYTHING)], ids=["default", "changed"])
 def test_what_is_dumped_gives_the_configuration_again(original):
-    assert overridden(config.dump(run_json.as_dict(original))) == original
+    assert overridden(config.text_of(original, config.given(original))) == original
 
 
 def test_a_part_that_a_file_leaves_out_stays():
@@ -117,8 +116,11 @@ BAD = {
     "--config.model.width=wide": "--config.model.width is 'wide'; expected int",
     "--config.model.dropout=high": "--config.model.dropout is 'high'; expected float | None",
     "--config.colour=green": "--config.colour is 'green'; expected one of RED, BLUE",
-    "--config.kind=y": "--config.kind is of the type Literal['x', 'y'], which a flag cannot set; set it in a --config_file",
-    "--config.weights=1.0": "--config.weights is of the type list[float], which a flag cannot set",
+    "--config.kind=z": "--config.kind is 'z'; expected Literal['x', 'y']",
+    "--config.weights=1,x": "--config.weights[1] is 'x'; expected float",
+    "--config.limits.x=1": "--config.limits.x is not a setting, because x would be in a value of the type dict",
+    "--config.rate.x=1": "--config.rate.x is not a setting, because x would be in a value of the type float",
+    "--config.shuffle=maybe": "flag --config.shuffle=maybe: ('Non-boolean argument to boolean flag', 'maybe')",
     "--fast": "Unknown command line flag 'fast'; --help lists the flags",
     "--shufle": "Unknown command line flag 'shufle'; did you mean the setting --config.shuffle? --help lists the flags",
     "--width=3": "Unknown command line flag 'width'; did you mean the setting --config.model.width?",
@@ -161,4 +163,4 @@ def test_the_run_directory_has_the_configuration_which_can_be_given_back(nursery
         other.output()
     )
     equal = nursery.life_of(*evaluation, f"--config_file={one}/config.yaml")
-    assert equal.code() == 0 and "settings" not in equal.output()  # differ neither from the training nor from that job
+    assert equal.code() == 0 and "settings " not in equal.output()  # differ neither from the training nor from that job

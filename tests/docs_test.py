@@ -254,6 +254,8 @@ def test_the_recipes_run_as_printed(results):
     out = printed(results["recipes"])
     assert "stopped early; the weights are the best" in out
     accuracies = [float(value) for value in re.findall(r"step +40  train  accuracy ([\d.]+)", out)]
+    by_age, neither, by_city = map(float, re.search(r"bought: \[(.*)\]", out)[1].split())
+    assert by_age > 0.9 > 0.1 > neither and by_city > 0.9
     assert len(accuracies) >= 6 and min(accuracies) > 0.8 and max(accuracies) > 0.95
 
 

@@ -27,6 +27,41 @@ if __name__ == "__main__":
 """
 
 
+TYPED = """
+import dataclasses, datetime, enum, pathlib
+import swept
+from looplib import launch
+
+class Kind(enum.Enum):
+    ADAM = "adam"
+    SGD = "sgd"
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    rate: float = 0.1
+    kind: Kind = Kind.ADAM
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rate: float = 0.0  # that of the first stage
+    start: float = 0.0
+    pause: float = 0.0
+    noise: float = 0.1
+    fails: bool = False
+    stages: list[Stage] = dataclasses.field(default_factory=lambda: [Stage(), Stage(0.2)])
+    rates: dict[Kind, float] = dataclasses.field(default_factory=lambda: {Kind.ADAM: 1e-4})
+    folder: pathlib.Path = pathlib.Path("data")
+    since: datetime.date = datetime.date(2024, 2, 29)
+    words: frozenset[str] = frozenset("abcdefgh")
+
+    def __post_init__(self):
+        object.__setattr__(self, "rate", self.rate or self.stages[0].rate)
+
+if __name__ == "__main__":
+    launch.run(swept.build, Config(), train_steps=10, eval_interval=10, global_batch_size=4, loop="eager")
+"""
+
+
 @pytest.fixture
 def forks(python, monkeypatch, nursery):
     """The command runs in forks."""
@@ -54,6 +89,16 @@ def test_a_resumed_run_is_repeated_bit_by_bit(run, forks, tmp_path, capfd):
     assert reports[0]["metrics"]["eval"] == reports[1]["metrics"]["eval"] and reports[1]["restarts"] == 0
     assert reports[1]["flags"]["seed"] == 3 and reports[0]["config"] == reports[1]["config"]
     assert [reports[1]["config"][name] for name in ("optimizer", "learning_rate")] == ["sgd", 0.002]
+
+
+def test_settings_of_every_kind_are_repeated(forks, python, tmp_path, capfd):
+    (program := tmp_path / "typed.py").write_text(TYPED)
+    flags = ["--config.stages=[{rate: 5e-1, kind: SGD}]", "--config.words=x,y,z", "--config.folder=12"]
+    subprocess.run([python, program, f"--model_dir={tmp_path / 'run'}", *flags], check=True, cwd=tmp_path)
+    assert main(["rerun", str(tmp_path / "run")]) == EXIT_DONE
+    assert "setting " not in capfd.readouterr().out
+    config = json.loads((tmp_path / "run-rerun" / "run.json").read_text())["config"]
+    assert config["rate"] == 0.5 and config["words"] == ["x", "y", "z"] and config["folder"] == "12"
 
 
 def changed(run, tmp_path, **values):

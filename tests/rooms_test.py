@@ -22,7 +22,7 @@ FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() 
 # ground level, whose files are small and have an order of their own.
 LEVELS = [
     {"errors", "files", "console", "source_locations", "_keras", "_tf"},
-    {"cluster", "records"},
+    {"cluster", "records", "field_types"},
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},

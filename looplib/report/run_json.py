@@ -323,6 +323,8 @@ def _strict(value: Any) -> Any:
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(item) for item in value]
+    if isinstance(value, (set, frozenset)):  # whose order differs between processes
+        return sorted(map(_strict, value), key=repr)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
