@@ -76,7 +76,7 @@ def average_of(trainer):
         return trainer.kept["averages"][0].values[0].numpy()
     if getattr(trainer, "averages", None):
         return trainer.averages.values[0].numpy()
-    (optimizer,) = _keras.optimizers(trainer)
+    (optimizer,) = _keras.optimizers(trainer).values()
     ((_, average),) = _keras.averaged(optimizer, trainer.model.trainable_variables, with_updated=True)
     return average.numpy()
 

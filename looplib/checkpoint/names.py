@@ -135,7 +135,7 @@ class Live:
                 found = [self.leaf_of(variable) for variable in part.variables]
                 held[type(part).__name__, id(part)] = [leaf for leaf in found if leaf]
             elif isinstance(part, WeightAverages):
-                for value, original in zip(part.values, part.originals):
+                for original, value in part.pairs:
                     if leaf := self.leaf_of(value):
                         leaf.kind, leaf.origin = "average", self.leaf_of(original)
         owned = {id(leaf) for leaves in held.values() for leaf in leaves}

@@ -76,11 +76,6 @@ class WeightAverages(tf.Module):
         """(variable, its average) of all averages."""
         return list(zip(self._averaged.variables, self.values))
 
-    @property
-    def originals(self) -> list[tf.Variable]:
-        """The variables that are averaged, in the order of `values`."""
-        return self._averaged.variables
-
     @tf.autograph.experimental.do_not_convert
     def update(self) -> None:
         """Moves the averages towards the variables; in replica context."""

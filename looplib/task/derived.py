@@ -44,6 +44,6 @@ def _pairs(trainer: Trainer, objects: Mapping[str, Any], restores: bool) -> list
     found = [value for value in tf.train.TrackableView(root).descendants() if isinstance(value, WeightAverages)]
     pairs = [pair for averages in found for pair in (averages.pairs if restores else averages.unchanged)]
     variables = [variable for _, variable in variables_of(objects)]
-    for optimizer in _keras.with_inner(_keras.optimizers(trainer)):
+    for optimizer in _keras.with_inner(_keras.optimizers(trainer).values()):
         pairs += _keras.averaged(optimizer, variables, with_updated=restores)
     return [(variable, average) for variable, average in pairs if average.dtype.is_floating]
