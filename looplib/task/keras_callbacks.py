@@ -65,6 +65,13 @@ class KerasCallbacks(Action):
                 f"the Controller reports every {controller.steps_per_loop} steps; leave out its steps_per_loop, and "
                 "give a data set of unknown length tf.data.experimental.assert_cardinality"
             )
+        batches = controller.loops["train"].batches
+        if batches.earlier:
+            raise UsageError(
+                f"Keras callbacks take the metrics of whole epochs, and this run had batches of {batches}, so that its "
+                f"reports do not end with its epochs; continue with {batches.original}, or start a new run from the "
+                "weights (--warm_start)"
+            )
         self._begin_training()
         if self._logs is None:
             self._begin_epoch(controller.global_step // steps)
@@ -138,8 +145,8 @@ def _check(model: Any, callback: Any) -> None:
             raise UsageError(f"the callback {kind} does not work in looplib; use {_REPLACED[parent.__name__]}")
     if getattr(callback, "restore_best_weights", False):
         raise UsageError(
-            f"{kind} has restore_best_weights, which a restart would forget; use looplib.EarlyStopping, or "
-            "looplib.KeepBest and controller.restore_checkpoint(controller.best_checkpoint)"
+            f"{kind} has restore_best_weights, which a restart would forget; use "
+            "looplib.EarlyStopping(restore_best=True)"
         )
     for name in _IN_AN_EPOCH:
         if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):
