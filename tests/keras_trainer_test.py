@@ -171,7 +171,10 @@ REFUSED = {
     "TensorBoard": (lambda k: k.callbacks.TensorBoard("a"), "TensorBoard events"),
     "TerminateOnNaN": (lambda k: k.callbacks.TerminateOnNaN(), "Guards"),
     "batches": (lambda k: k.callbacks.LambdaCallback(on_train_batch_end=print), "on_epoch_end"),
-    "best": (lambda k: k.callbacks.EarlyStopping(restore_best_weights=True), r"looplib.EarlyStopping\(restore_best=True\)"),
+    "best": (
+        lambda k: k.callbacks.EarlyStopping(restore_best_weights=True),
+        r"looplib.EarlyStopping\(restore_best=True\)",
+    ),
     "other": (lambda k: print, "callbacks"),
 }
 
