@@ -358,12 +358,10 @@ class Controller:
         """
         self._run.directory.need("restore_checkpoint")
         self._run.refuse_while_training("restore_checkpoint")
-        if checkpoint is None:  # such as a `best_checkpoint` where none has a score
-            raise UsageError('restore_checkpoint got None; expected "latest", "best", "final", a step or a path')
         if checkpoint == choice.LATEST:
             return self._run.restore(None)
-        named = isinstance(checkpoint, int) or checkpoint in (choice.BEST, choice.FINAL)
-        return self._run.restore_chosen(checkpoint) if named else self._run.restore(checkpoint)
+        is_path = isinstance(checkpoint, (str, os.PathLike)) and checkpoint not in (choice.BEST, choice.FINAL)
+        return self._run.restore(checkpoint) if is_path else self._run.restore_chosen(checkpoint)
 
     def show(self, media: Mapping[str, Media], split: str = "train") -> None:
         """Shows images, texts and histograms at the current step; for actions.

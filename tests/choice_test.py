@@ -13,6 +13,7 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.extras.page.read import read
 from looplib.extras.page.verdict import findings
+from looplib.extras.tools import recorded_run
 
 pytestmark = pytest.mark.any_engine
 
@@ -87,8 +88,8 @@ def test_a_controller_goes_to_any_checkpoint_that_is_named(run):
             path = controller.restore_checkpoint(which)
             assert (path, float(model.get_weights()[0].item())) == (f"{run}/checkpoints/ckpt-{step}", step)
         assert controller.best_checkpoint == f"{run}/checkpoints/ckpt-{BEST}"  # by the rule of the training
-        with pytest.raises(looplib.UsageError, match='got None; expected "latest", "best", "final", a step or a path'):
-            controller.restore_checkpoint(None)
+        with pytest.raises(looplib.UsageError, match="checkpoint is None; expected final, latest, best, or a step"):
+            controller.restore_checkpoint(None)  # such as the best one of a run without a score
     shutil.rmtree(run / "checkpoints" / "set_aside", ignore_errors=True)
     (run / "run.json").unlink()
     with pytest.raises(looplib.UsageError, match="the best is not known, because no metric decides it"):
@@ -172,6 +173,12 @@ def test_a_binary_and_the_commands_take_what_is_named(trained, run, nursery, tmp
     assert job(tmp_path / "mean") == ((BEST + KEPT) / 2, KEPT)
     assert cli(["average", str(run), str(tmp_path / "few"), "--last=2", "--checkpoint=best"]) == 2
     assert "has 1 intact checkpoints up to step 20, and --last is 2" in capsys.readouterr().err
+
+
+def test_all_that_was_trained_can_be_replayed(trained):
+    recorded_run.check_replay(str(trained[0]), LAST)
+    with pytest.raises(looplib.UsageError, match="--step is 61, but the run ended at step 60"):
+        recorded_run.check_replay(str(trained[0]), LAST + 1)
 
 
 def test_the_page_and_the_status_of_a_run_say_that_it_was_resumed_and_where_it_went_back(trained, capsys):
