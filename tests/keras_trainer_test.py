@@ -253,7 +253,7 @@ def test_callbacks_remember_by_what_they_watch(old, keras, tmp_path, caplog):
     rate = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.3, patience=9)
     reached = start(9, [rate, watching(keras, "loss")] if not old else [watching(keras, "loss")])
     assert reached == 4 * steps  # 1 is the best, and 2, 3 and 4 are not better
-    assert ("ReduceLROnPlateau(val_loss, auto) start without a memory" in caplog.text) == (not old)
+    assert ("start with a fresh one: ReduceLROnPlateau(val_loss, auto)" in caplog.text) == (not old)
 
 
 def test_callbacks_that_cannot_be_told_apart_are_refused(keras):

@@ -82,8 +82,8 @@ def test_a_memory_belongs_to_what_an_action_watches(case, tmp_path, caplog):
     assert FIRST < expected == run(tmp_path, LAST, stoppers(*now))
     pairs = ((now, before), (before, now))
     new, left = ([f"EarlyStopping({', '.join(one)})" for one in these if one not in others] for these, others in pairs)
-    assert ("start without a memory" in caplog.text) == bool(new) and all(name in caplog.text for name in new)
-    assert ("are left out" in caplog.text) == bool(left) and all(name in caplog.text for name in left)
+    assert ("start with a fresh one" in caplog.text) == bool(new) and all(name in caplog.text for name in new)
+    assert ("not used" in caplog.text) == bool(left) and all(name in caplog.text for name in left)
 
 
 def test_a_checkpoint_that_names_actions_by_class_and_number_continues(tmp_path, caplog):
@@ -108,7 +108,7 @@ def test_a_checkpoint_that_names_actions_by_class_and_number_continues(tmp_path,
         expected = [[value, [*of].index(value, 1)] for value, of in zip(best, values)]
         assert found == [one if memory else [None, -1] for one, memory in zip(expected, memories)]
         taken = "EarlyStopping(eval/accuracy, max) continues with the memory of EarlyStopping_1"
-        left = "the memories of EarlyStopping, EarlyStopping_1 are left out"
+        left = "memories in it that are not used: EarlyStopping, EarlyStopping_1"
         assert (taken in caplog.text, left in caplog.text) == (all(memories), not any(memories))
 
 

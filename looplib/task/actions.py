@@ -10,6 +10,7 @@ from typing import Any
 
 from absl import logging
 
+from looplib import console
 from looplib.errors import UsageError, gist
 from looplib.task.plain import as_json
 
@@ -282,7 +283,7 @@ def warn_of_other_memories(of: str, without: Iterable[str], left: Iterable[str])
       without: the names of those that the checkpoint has no memory of.
       left: the names in the checkpoint that this start does not have.
     """
-    parts = [f"{', '.join(sorted(without))} start without a memory"] if without else []
-    parts += [f"the memories of {', '.join(sorted(left))} are left out"] if left else []
+    parts = [f"without a memory in it, these start with a fresh one: {', '.join(sorted(without))}"] if without else []
+    parts += [f"memories in it that are not used: {console.printable(', '.join(sorted(left)))}"] if left else []
     if parts:
-        logging.warning("the %s are not those of the checkpoint: %s", of, "; ".join(parts))
+        logging.warning("the %s differ from those of the checkpoint; %s", of, "; ".join(parts))

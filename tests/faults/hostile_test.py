@@ -143,14 +143,17 @@ def check_damage(folder):
     assert (folder / "checkpoints" / "set_aside" / "ckpt-6").is_dir()
 
 
-def test_names_in_the_run_state_lead_nowhere(folder):
+def test_names_in_the_run_state_lead_nowhere(folder, caplog):
     def change(state):
         state["reported"] = {"train": 6, "../../victim/train": -1, "../victim": 0}
-        state["actions"] = {"../victim": 1}
+        state["actions"] = {"../victim": 1, "ExportBest\x1b[2J": ["../victim"]}
 
     rewrite_run_state(folder / "checkpoints" / "ckpt-6.commit", change)
     controller = train(folder, 10)
     assert controller.global_step == 10 and controller.restored_from.endswith("ckpt-6")
+    assert (
+        r"memories in it that are not used: ../victim, ExportBest\x1b[2J" in caplog.text and "\x1b" not in caplog.text
+    )
 
 
 LINKS = [
