@@ -110,6 +110,12 @@ def check(value: Any, hint: Any, found: str) -> None:
     if dataclasses.is_dataclass(value) and type(value) in members(hint):
         for name, one in fields(value).items():
             check(one, hints(type(value))[name], f"{found}.{name}")
+        for other in filter(dataclasses.is_dataclass, members(hint)):
+            if other is not type(value) and hints(other).keys() >= fields(value).keys():
+                raise UsageError(
+                    f"{found} is a {name_of(type(value))}, whose fields a {name_of(other)} has too; a file does not "
+                    "say which one it is; give each a field that the other lacks"
+                )
         return
     try:
         _CONVERTER.get_structure_hook(hint)

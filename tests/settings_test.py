@@ -203,6 +203,11 @@ class Twice:
         self.rate *= 2
 
 
+@dataclasses.dataclass
+class Thrice(Twice):
+    times: int = 3
+
+
 @pytest.mark.parametrize(
     "hint, value, sentence",
     [
@@ -212,6 +217,7 @@ class Twice:
         (float, None, "config.field is None; expected a value of its type, float"),
         (typing.Any, (1, 2), r"config.field is \(1, 2\); expected a value of its type, Any"),
         (float, True, "config.field is True"),
+        (Twice | Part | Thrice, Twice(), "is a Twice, whose fields a Thrice has too"),
         (Twice, Twice(3.0), "is not what Holder makes of its own values"),
     ],
 )
