@@ -276,8 +276,10 @@ _composing: list[Any] = []  # types whose hook of cattrs is asked for
 def _read_listing(hint: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     """Returns cattrs' hook, which takes whatever can be iterated over, also text, for lists alone."""
     _composing.append(hint)
-    hook = converter.get_structure_hook(hint, cache_result=False)
-    _composing.remove(hint)
+    try:
+        hook = converter.get_structure_hook(hint, cache_result=False)
+    finally:
+        _composing.remove(hint)
     arguments = typing.get_args(hint)
     count = len(arguments) if _is_a(typing.get_origin(hint), tuple) and Ellipsis not in arguments else None
 
