@@ -110,6 +110,12 @@ def check(value: Any, hint: Any, found: str) -> None:
     if dataclasses.is_dataclass(value) and type(value) in members(hint):
         for name, one in fields(value).items():
             check(one, hints(type(value))[name], f"{found}.{name}")
+        for other in filter(dataclasses.is_dataclass, members(hint)):
+            if other is not type(value) and hints(other).keys() >= fields(value).keys():
+                raise UsageError(
+                    f"{found} is a {name_of(type(value))}, whose fields a {name_of(other)} has too; a file does not "
+                    "say which one it is; give each a field that the other lacks"
+                )
         return
     try:
         _CONVERTER.get_structure_hook(hint)
@@ -270,8 +276,10 @@ _composing: list[Any] = []  # types whose hook of cattrs is asked for
 def _read_listing(hint: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     """Returns cattrs' hook, which takes whatever can be iterated over, also text, for lists alone."""
     _composing.append(hint)
-    hook = converter.get_structure_hook(hint, cache_result=False)
-    _composing.remove(hint)
+    try:
+        hook = converter.get_structure_hook(hint, cache_result=False)
+    finally:
+        _composing.remove(hint)
     arguments = typing.get_args(hint)
     count = len(arguments) if _is_a(typing.get_origin(hint), tuple) and Ellipsis not in arguments else None
 
