@@ -15,7 +15,7 @@ from typing import Any
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, join_names
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError
 from looplib.extras.tools import recorded_run, rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
@@ -163,7 +163,7 @@ class Replayable(Recorded):
         if len(set(found.values())) > 1:
             texts = [f"{size} from step {step + 1} on" for step, size in found.items()]
             raise UsageError(
-                f"the run in {self.directory} had batches of {join_names(texts)}, and a replay from step {start} "
+                f"the run in {self.directory} had batches of {' and '.join(texts)}, and a replay from step {start} "
                 f"to {end} has one size; there is no checkpoint between the last change and that step, so name an "
                 "earlier step"
             )
