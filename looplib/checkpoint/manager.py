@@ -23,6 +23,7 @@ from looplib.checkpoint.warm_start import describe_differences, take_what_fits
 from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.errors import UsageError, gist
+from looplib.task.plain import as_bytes
 from looplib.task.record import RunRecord, VariableNames
 
 _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
@@ -289,7 +290,7 @@ class Checkpoints:
             keys = [key for key in ours.get_variable_to_shape_map() if _tf.is_variable_key(key)]
             return any(
                 not theirs.has_tensor(key)  # after a partial restore
-                or np.asarray(ours.get_tensor(key)).tobytes() != np.asarray(theirs.get_tensor(key)).tobytes()
+                or as_bytes(np.asarray(ours.get_tensor(key))) != as_bytes(np.asarray(theirs.get_tensor(key)))
                 for key in keys
                 if not key.startswith("save_counter/")
             )
