@@ -446,7 +446,7 @@ class Slope(looplib.GradientTrainer):
         super().__init__(*rated(keras), report=("learning_rate", "update_norm"), **settings)
 
     def dataset(self, context):
-        return context.indices(8).map(lambda i: tf.ones_like(i, tf.float32)[:, None])
+        return context.indices(8, repeat=True).map(lambda i: tf.ones_like(i, tf.float32)[:, None])
 
     def loss_fn(self, inputs):
         scale = tf.where(self.loss_scale is not None and tf.equal(self.global_step, 2), 1e36, 1.0)
