@@ -223,8 +223,8 @@ class Stalling(toy.Regression):
                 print("stalled", flush=True)
                 time.sleep(1000)
             return i
-        first_of_step_10 = next(iter(super().dataset(context).skip(9)))[0][0]
         data = super().dataset(context)
+        first_of_step_10 = next(iter(data.skip(9)))[0][0]
         return data.map(lambda i, x, y: (tf.ensure_shape(tf.numpy_function(slow, [i], tf.int64), [8]), x, y))
 
     def step_fn(self, inputs):

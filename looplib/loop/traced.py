@@ -106,7 +106,8 @@ def _read_by(kind: type) -> frozenset[str]:
         name = todo.pop()
         method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         method = method.__wrapped__ if isinstance(getattr(method, "__wrapped__", None), types.FunctionType) else method
-        if name in seen or not isinstance(method, types.FunctionType) or method.__module__.startswith("looplib."):
+        module = getattr(method, "__module__", None) or ""  # None in a notebook's `exec`
+        if name in seen or not isinstance(method, types.FunctionType) or module.startswith("looplib."):
             continue
         seen.add(name)
         codes = [method.__code__]
