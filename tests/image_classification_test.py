@@ -55,8 +55,8 @@ def test_optimizers_follow_their_schedule(optimizer):
     rates = []
     action = lambda event: event.split == "train" and rates.append(event.metrics["learning_rate"])
     run(config, make_strategy("default"), 8, steps_per_loop=1, actions=[action])
-    # Read after the update, so of the next step: half a cosine over 10 steps.
-    np.testing.assert_allclose(rates, 0.01 * (1 + np.cos(np.pi * np.arange(1, 9) / 10)), rtol=1e-5)
+    # Half a cosine over 10 steps, from the first step's rate on.
+    np.testing.assert_allclose(rates, 0.01 * (1 + np.cos(np.pi * np.arange(8) / 10)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

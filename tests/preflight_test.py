@@ -120,7 +120,7 @@ def look(step_fn, dataset=None, cores=1, platform="TPU", model=None, batch=8, ke
         def dataset(self, context):
             if dataset:
                 return dataset(context)
-            return context.indices(64).map(lambda i: tf.ones([context.per_replica_batch_size, 4]))
+            return context.indices(64, repeat=True).map(lambda i: tf.ones([context.per_replica_batch_size, 4]))
 
         def step_fn(self, inputs):
             return step_fn(self, inputs)
@@ -193,7 +193,7 @@ def test_an_evaluation_of_batches_that_no_device_takes_tells_the_memory_that_is_
             self.model = model
 
         def dataset(self, context):
-            return context.indices(64).map(lambda i: tf.RaggedTensor.from_tensor(tf.ones([tf.size(i), 4])))
+            return context.indices(64, repeat=True).map(lambda i: tf.RaggedTensor.from_tensor(tf.ones([tf.size(i), 4])))
 
         def step_fn(self, inputs):
             return {"loss": tf.reduce_sum(self.model(inputs.to_tensor(shape=[None, 4])), 1)}

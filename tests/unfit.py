@@ -18,6 +18,10 @@ class Unfit(toy.Regression):
         super().__init__()
         self.faults = faults
 
+    def dataset(self, context):
+        data = context.indices(toy.NUM_EXAMPLES, repeat=True)
+        return data.map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
+
     def step_fn(self, inputs):
         outputs = super().step_fn(inputs)
         ids = inputs[0]
