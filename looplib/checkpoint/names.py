@@ -183,14 +183,16 @@ class Saved:
         children = [[(child.local_name, child.node_id) for child in node.children] for node in graph.nodes]
         ways = _paths(children.__getitem__, roots)
         self.leaves: dict[int, Leaf] = {}
+        self._shapes, self._dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         for number, paths in ways.items():
-            self._add(reader, graph, number, paths)
+            self._add(graph, number, paths)
         leaves = list(self.leaves.values())
         if names is None:
             kinds = {leaf.kind for leaf in live.leaves if leaf.origin}
             _Origins([(leaf.name, leaf) for leaf in leaves]).assign(leaves, None, kinds)
         else:
-            at = {path: self.leaves.get(_node_at(children, path)) for path in [*names.own, *names.slots]}
+            by_name = [{_escaped(name): child for name, child in of_node} for of_node in children]
+            at = {path: self.leaves.get(_node_at(by_name, path)) for path in [*names.own, *names.slots]}
             for path, name in names.own.items():
                 if leaf := at[path]:
                     leaf.name = name
@@ -199,21 +201,18 @@ class Saved:
                     leaf.kind, leaf.origin = kind, at[origin]
         for number, paths in ways.items():
             for slot in graph.nodes[number].slot_variables:
-                self._add(reader, graph, slot.slot_variable_node_id, paths)
+                self._add(graph, slot.slot_variable_node_id, paths)
                 if leaf := self.leaves.get(slot.slot_variable_node_id):
                     leaf.kind, leaf.origin = slot.slot_name, self.leaves.get(slot.original_variable_node_id)
         for leaf in self.leaves.values():
             leaf.paths = _of_others(leaf.paths, live.optimizers)
 
-    def _add(self, reader: Any, graph: Any, number: int, paths: _Paths) -> None:
+    def _add(self, graph: Any, number: int, paths: _Paths) -> None:
         for attribute in graph.nodes[number].attributes:
             key = attribute.checkpoint_key
-            if attribute.name == "VARIABLE_VALUE" and reader.has_tensor(key):
-                shape, dtype = (
-                    of()[key] for of in (reader.get_variable_to_shape_map, reader.get_variable_to_dtype_map)
-                )
-                name = attribute.full_name or key
-                self.leaves[number] = Leaf(name, tuple(shape), dtype.is_floating, dict(paths), key=key, node=number)
+            if attribute.name == "VARIABLE_VALUE" and key in self._shapes:
+                name, shape, floating = attribute.full_name or key, self._shapes[key], self._dtypes[key].is_floating
+                self.leaves[number] = Leaf(name, tuple(shape), floating, dict(paths), key=key, node=number)
 
 
 class Normal:
@@ -340,11 +339,11 @@ def _of_others(paths: _Paths, optimizers: set[str]) -> _Paths:
     return {root: way for root, way in paths.items() if root not in optimizers} or paths
 
 
-def _node_at(children: list[list[tuple[str, int]]], path: str) -> int:
+def _node_at(children: list[dict[str, int]], path: str) -> int:
     """Returns the number of the node at a path; -1 for none."""
     number = 0
     for name in path.split("/"):
-        number = next((child for own, child in children[number] if _escaped(own) == name), -1)
+        number = children[number].get(name, -1)
         if number < 0:
             break
     return number
