@@ -36,7 +36,7 @@ def check_finished(who: str, before: Mapping[str, Any], after: Mapping[str, Any]
       after: those that it returned.
       rates: those of `Trainer.rates`.
     """
-    kept = {name for name in after if name in before and after[name] == before[name]}
+    kept = {name for name in _OWN & before.keys() & after.keys() if after[name] == before[name]}
     check(f"{who}.loop_end", after.keys() - kept, rates)
 
 
