@@ -65,11 +65,7 @@ class Evaluations:
         return results
 
     def _follow(self, timeout: float | None) -> Iterator[None]:
-        """Restores each new checkpoint of another job.
-
-        Args:
-          timeout: seconds to wait for one; None waits forever.
-        """
+        """Restores each new checkpoint of another job, for which it waits some seconds, or forever."""
         run, known = self._run, None
         while path := run.directory.wait_for_newer(known, timeout):
             try:

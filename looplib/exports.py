@@ -116,10 +116,6 @@ def _sentence(record: Written, directory: str) -> str:
 class _Parts:
     """The files of an export.
 
-    Args:
-      exported: what to export.
-      folder: where to write.
-
     Attributes:
       left_out: why a part is not there.
       differences: the largest difference of each part from the trainer's function.

@@ -22,9 +22,6 @@ _IDS = 2**14  # that such an element has at most, beyond a hundred steps
 class _Buffer:
     """The element that was read last, and how many of its batches are used; on the device.
 
-    Args:
-      specs: of a batch.
-
     Attributes:
       parts: the element, variables `[n, ...]`.
     """

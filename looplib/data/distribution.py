@@ -128,13 +128,7 @@ def distribute(
 
 
 def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
-    """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves.
-
-    Args:
-      who: the class name of the task.
-      context: of its pipeline.
-      by_number: whether the pipeline makes a batch for each position.
-    """
+    """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves."""
     if context.by_python:
         raise UsageError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
@@ -152,14 +146,7 @@ def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: boo
 def _refuse_without_batches(
     pipelines: Pipelines, training: bool, cardinalities: list[int], lengths: Lengths | None
 ) -> None:
-    """Raises `UsageError` where a run begins with data that has not a batch for each replica.
-
-    Args:
-      pipelines: the pipelines of this process.
-      training: whether this is training data.
-      cardinalities: of the pipelines of all workers, in batches.
-      lengths: of the shares of a training; None for others.
-    """
+    """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
     if not any(cardinalities):
         raise UsageError(
             f"the {'training' if training else 'evaluation'} data set is empty: {pipelines.who}.dataset has no batch, "
@@ -177,14 +164,7 @@ def _refuse_without_batches(
 def _in_blocks(
     dataset: tf.data.Dataset, context: InputContext, batch_size: int, replicas: int
 ) -> tuple[Callable[..., Stream], tf.data.Dataset, Any]:
-    """Returns the stream of a training on CPUs, its pipeline, and the arrays whose rows a step has to gather.
-
-    Args:
-      dataset: the pipeline.
-      context: of this pipeline.
-      batch_size: examples of a step over all replicas.
-      replicas: number of replicas.
-    """
+    """Returns the stream of a training on CPUs, its pipeline, and the arrays whose rows a step has to gather."""
     arrays, block = context.arrays, block_of(dataset.element_spec, replicas)
     if block == 1:
         return HostStream, dataset, arrays
@@ -201,11 +181,6 @@ def _gathered(dataset: tf.data.Dataset, arrays: Any, batch_size: int) -> tuple[t
 
     In the program of a step, XLA of TensorFlow 2.20 divides the gather among threads. To wake one takes longer than to
     copy a small batch (docs/speed.md).
-
-    Args:
-      dataset: of ids.
-      arrays: the arrays.
-      batch_size: ids of a step.
     """
     first = [tf.convert_to_tensor(array[:1]) for array in tf.nest.flatten(arrays)]
     size = batch_size * sum(math.prod(row.shape) * row.dtype.size for row in first)

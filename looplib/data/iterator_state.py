@@ -150,15 +150,7 @@ def _texts(state: tf.Tensor) -> list[bytes]:
 
 @tf.function(input_signature=[tf.TensorSpec([None], tf.variant), tf.TensorSpec([], tf.int64)])
 def _pack(state: tf.Tensor, most: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Serializes an iterator's state piece by piece.
-
-    Args:
-      state: variant `[n]`, one for each buffered element and each stage of the pipeline.
-      most: int64, the bytes to stop after.
-
-    Returns:
-      (strings `[ceil(n / _PIECES)]`, the bytes that they hold, int64).
-    """
+    """Serializes a state, variant `[n]`, piece by piece; returns the pieces up to `most` bytes, and their bytes."""
     count = -(-tf.size(state) // _PIECES)
     pieces = tf.TensorArray(tf.string, count, element_shape=[])
     size, i = tf.constant(0, tf.int64), 0

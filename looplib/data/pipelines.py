@@ -180,11 +180,7 @@ class Pipelines:
         return context, dataset
 
     def _to_skip(self) -> int:
-        """Returns the steps that a pipeline leaves out which is no function of a position; says so for other batches.
-
-        Raises:
-          UsageError: if the batches of the pipeline are none that have as many examples as the run has consumed.
-        """
+        """Returns the steps that a pipeline without positions leaves out; says so for batches of another size."""
         sizes, size = self._sizes, self._sizes.size
         if not sizes.earlier:
             return self._start_step

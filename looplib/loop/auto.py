@@ -176,11 +176,7 @@ class AutoLoop(InnerLoop):
         return loop
 
     def _prepare(self, plan: Plan, seconds: float) -> Generator[_Wanted, _Took, GraphLoop | None]:
-        """Builds a loop once the training pays for it, where the graph loop takes so many seconds per step.
-
-        Returns:
-          The loop, or None if it cannot run.
-        """
+        """Builds a loop once the training pays for it, by the graph loop's time; returns None if it cannot run."""
         if plan == Plan():
             return self._graph
         cost = _READY[plan.loop] * self._tracing * _PAYS_BACK

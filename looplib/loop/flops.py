@@ -130,11 +130,7 @@ def _of_einsum(op: tf.Operation) -> int:
 
 
 def _rounds(op: tf.Operation) -> int:
-    """Returns how often a loop runs that counts from 0, or that is the gradient of one.
-
-    Raises:
-      _Unknown: for any other.
-    """
+    """Returns how often a loop runs that counts from 0, or that is the gradient of one; raises `_Unknown` else."""
     condition = _tf.graphs_called(op, "cond")[0]
     limits = []
     for compared in condition.get_operations():

@@ -145,11 +145,7 @@ class TrainingOptimizers:
         return apply
 
     def _make_ready(self, optimizer: Any, variables: list[Any] | None) -> None:
-        """Builds an optimizer that has no variables yet, and checks those that it is to update.
-
-        Raises:
-          UsageError: for variables that replicas cannot update each for itself.
-        """
+        """Builds an optimizer that has no variables yet; refuses those that replicas cannot update by themselves."""
         if not optimizer.built and variables:  # Keras would build it next, and that may make others inside of it
             optimizer.build(variables)
         self._prepare(optimizer)
@@ -225,13 +221,7 @@ class TrainingOptimizers:
 
 
 class _Replacement:
-    """A method of one object in place of its class's.
-
-    Args:
-      owner: the object.
-      name: the method's name.
-      make: makes the method from the one that it replaces.
-    """
+    """A method of one object in place of its class's, made from the one that it replaces."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         before = vars(owner).pop(name, None)
@@ -253,11 +243,7 @@ class _Replacement:
 
 
 def _adapter(optimizer: Any) -> type:
-    """Returns the class by which Keras 3 adapts an optimizer to tf.distribute.
-
-    Raises:
-      UsageError: if it is not as looplib knows it.
-    """
+    """Returns the class by which Keras 3 adapts an optimizer to tf.distribute."""
     found = next((cls for cls in type(optimizer).__mro__ if cls.__module__ == _ADAPTER), None)
     if found is None or any(name not in vars(found) for name in (_SUM, *_UPDATES)):
         raise UsageError(

@@ -123,11 +123,7 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def _nothing(self) -> Any:
-        """Makes the outputs of a replica without examples.
-
-        Raises:
-          UnknownOutputsError: if the step was neither traced nor called before, as may be in the eager loop.
-        """
+        """Makes the outputs of a replica without examples, once a step was traced or called."""
         if self.packer.slots is None:
             raise UnknownOutputsError
         contribution = tf.zeros([self.packer.size], tf.float64)

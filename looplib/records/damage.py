@@ -124,11 +124,7 @@ class Tolerant:
         return self.__getitems__([number])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """Returns records by number.
-
-        Raises:
-          UsageError: if more records are damaged than may be.
-        """
+        """Returns records by number."""
         try:
             return items(self._source, numbers)
         except BadRecordError:

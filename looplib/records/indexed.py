@@ -196,16 +196,7 @@ class IndexedFiles(Numbered):
         return f"record {row} (byte {self._offsets[index][row]})"
 
     def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
-        """Takes the data out of records as they are in the files.
-
-        Args:
-          raw: records, one after another.
-          starts: int64 `[n]`, where each starts in `raw`.
-          stops: int64 `[n]`, where each stops.
-
-        Returns:
-          The data of each, and the index of the first damaged one, or None.
-        """
+        """Returns the data of records that follow one another, and the index of the first damaged one, or None."""
         return [raw[start:stop] for start, stop in zip(starts.tolist(), stops.tolist())], None
 
     def _bounds(self, numbers: np.ndarray, file: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

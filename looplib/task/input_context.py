@@ -240,11 +240,7 @@ class InputContext:
         return batches
 
     def _seed_of(self, plan: Plan, name: str | None) -> int:
-        """Returns the seed of the next call.
-
-        Raises:
-          UsageError: for a name that is none, or that another call has used for other examples.
-        """
+        """Returns the seed of the next call."""
         if name is None:
             self._unnamed += 1
             return self.seed if self._unnamed == 1 else derived_seed(self.seed, f"call {self._unnamed}")

@@ -174,11 +174,7 @@ def _int64(values: Sequence) -> tf.Tensor:
 
 
 def _parts(names: Sequence[str], weights: Mapping[str, float]) -> tuple[int, ...]:
-    """Returns the shares as whole numbers of parts, with their common divisor taken out.
-
-    Raises:
-      UsageError: for weights that are no shares of these sources.
-    """
+    """Returns the shares as whole numbers of parts, with their common divisor taken out."""
     if set(weights) != set(names) or not names:
         raise UsageError(
             f"the weights of a mixture are of {join_names(list(weights)) or 'nothing'}; expected one for each source: "
@@ -209,17 +205,11 @@ def _parts(names: Sequence[str], weights: Mapping[str, float]) -> tuple[int, ...
 
 @functools.lru_cache(maxsize=16)
 def _pattern(parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Lays out one period of a mixture.
+    """Returns one period of a mixture: the source at each position, and how many of its examples come before there.
 
     Example n of a source of share s may stand from position floor(n / s) on, and has to stand before ceil((n + 1) / s).
     The earliest deadline first meets all deadlines (Baruah et al., 1996, Proportionate progress), so that each prefix
     has of each source its share, give or take less than one.
-
-    Args:
-      parts: of each source.
-
-    Returns:
-      The source at each position, and the number of its examples before it in the period, both int64 `[sum of parts]`.
     """
     period = sum(parts)
     jobs = sorted(

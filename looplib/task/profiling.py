@@ -130,11 +130,7 @@ class Profile(Action):
 
 
 def _recorded(folder: str) -> set[str]:
-    """Returns the paths of the profiles in a folder.
-
-    Raises:
-      UsageError: if the place of the profiles is a link, which leads out of the run directory.
-    """
+    """Returns the paths of the profiles in a folder."""
     for name in ("plugins", os.path.join("plugins", "profile")):
         path = os.path.join(folder, name)
         if not files.is_remote(path) and os.path.islink(path):

@@ -248,11 +248,7 @@ def _unreadable(path: str, what: str) -> UsageError:
 
 
 def _parsed(value: Any, kind: Any) -> Any:
-    """Returns a JSON value as the type of a field: dataclasses are made of objects that have all their fields.
-
-    Raises:
-      _MisfitError: if it is not of that type.
-    """
+    """Returns a JSON value as the type of a field: dataclasses are made of objects that have all their fields."""
     of = typing.get_args(kind)
     if kind is Any:
         return value
