@@ -5,6 +5,7 @@ This imports neither: it recognizes objects by the modules of their classes.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,15 +15,18 @@ import tensorflow as tf
 from looplib.errors import UsageError
 
 _ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
+_STRUCTURES = (list, tuple, dict)
 
 
 def family(value: Any) -> str | None:
     """Returns "keras", "tf_keras" or None for the family that defines one of `value`'s base classes."""
-    for base in type(value).__mro__:
-        root = base.__module__.split(".")[0]
-        if root in _ROOTS:
-            return root
-    return None
+    return _family_of(type(value))
+
+
+@functools.lru_cache(maxsize=1024)  # a list that a trainer holds may have a million items
+def _family_of(kind: type) -> str | None:
+    roots = (base.__module__.split(".")[0] for base in kind.__mro__)
+    return next((root for root in roots if root in _ROOTS), None)
 
 
 def _is_a(value: Any, *path: str) -> bool:
@@ -42,7 +46,7 @@ def is_metric(value: Any) -> bool:
 
 def is_metrics(value: Any) -> bool:
     """Returns whether `value` is a Keras metric object, or a list or dict of only these."""
-    if isinstance(value, (list, tuple, dict)):
+    if isinstance(value, _STRUCTURES):
         items = list(value.values() if isinstance(value, dict) else value)
         return bool(items) and all(map(is_metrics, items))
     return is_metric(value)
@@ -113,6 +117,12 @@ def callback_base(model: Any) -> type:
     return sys.modules[family(model)].callbacks.Callback
 
 
+def _within(structure: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields (key, item) of what a list, tuple or dict holds and is, or may hold, an object of Keras."""
+    items = structure.items() if isinstance(structure, dict) else enumerate(structure)
+    return ((key, item) for key, item in items if isinstance(item, _STRUCTURES) or family(item))
+
+
 def optimizers(holder: Any) -> dict[str, Any]:
     """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models.
 
@@ -121,9 +131,8 @@ def optimizers(holder: Any) -> dict[str, Any]:
     found, todo = {}, list(vars(holder).items())
     while todo:
         name, value = todo.pop()
-        if isinstance(value, (list, tuple, dict)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            todo.extend((f"{name}/{key}", item) for key, item in items)
+        if isinstance(value, _STRUCTURES):
+            todo.extend((f"{name}/{key}", item) for key, item in _within(value))
         elif is_model(value):
             todo.append((f"{name}/optimizer", getattr(value, "optimizer", None)))
         elif is_optimizer(value) and all(value is not other for other in found.values()):
@@ -136,8 +145,8 @@ def sublayers(layer: Any) -> list[Any]:
     found, seen, todo = [], set(), [layer]
     while todo:
         value = todo.pop()
-        if isinstance(value, (list, tuple, dict)) and id(value) not in seen:
-            todo.extend(value.values() if isinstance(value, dict) else value)
+        if isinstance(value, _STRUCTURES) and id(value) not in seen:
+            todo.extend(item for _, item in _within(value))
         elif is_layer(value) and id(value) not in seen:
             found.append(value)
             todo.extend(vars(value).values())
@@ -231,9 +240,8 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
     that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random generators of layers such as
     dropout. Lists, tuples and dicts are searched.
     """
-    if isinstance(value, (list, tuple, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return [variable for item in items for variable in untracked_variables(item)]
+    if isinstance(value, _STRUCTURES):
+        return [variable for _, item in _within(value) for variable in untracked_variables(item)]
     if family(value) == "tf_keras" and isinstance(value, tf.Module):
         # tf_keras keeps them out of checkpoints, and has no public name for them.
         holders = [getattr(part, "_random_generator", None) for part in (value, *value.submodules)]

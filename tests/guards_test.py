@@ -393,6 +393,14 @@ def test_a_check_of_the_state_names_what_is_not_finite_each_time(largest, traced
     assert check.find() == ["double"]
 
 
+def test_a_variable_that_is_not_finite_by_intention_hides_no_other_of_its_name():
+    intended, other = tf.Variable(np.inf, name="limit"), tf.Variable(1.0, name="limit")
+    check = StateCheck([("limit", intended), ("limit", other)])
+    assert check.find() == []
+    other.assign(np.nan)
+    assert check.find() == ["limit"]
+
+
 def test_a_jump_of_the_loss_is_scored_against_median_and_mad():
     random = np.random.RandomState(0)
     history = list(random.randn(40) * 0.1 + 2)

@@ -1,5 +1,7 @@
 """What actions and learning rates remember belongs to what has their name, wherever it stands in a list."""
 
+import re
+
 import keras as keras3
 import numpy as np
 import pytest
@@ -148,21 +150,24 @@ def test_actions_whose_memories_cannot_be_told_apart_are_refused_when_the_contro
     build(*stoppers(LOSS, LOWEST), stop("eval/loss", name="patient"), Counting(), named("a"), looplib.Action())
 
 
-BAD = [None, 3, [1, 2], ["much", 1, 1, 1], [0.5, 1, None, 1], {"best": 1}]
+STOPS, REDUCES = "EarlyStopping(eval/loss, min)", "ReduceOnPlateau(eval/loss, min)"
+BAD = [(STOPS, memory) for memory in (None, 3, [1, 2], ["much", 1, 1, 1], [0.5, 1, None, 1], {"best": 1})]
+BAD += [(REDUCES, [0.5, 1, 1, 0, "long"])]  # the last is how many reports are left of a cooldown
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("memory", BAD, ids=str)
-def test_a_memory_of_other_types_is_a_sentence(memory, tmp_path):
+@pytest.mark.parametrize("name, memory", BAD, ids=str)
+def test_a_memory_of_other_types_is_a_sentence(name, memory, tmp_path):
     trainer = toy.Regression()
+    watching = lambda: [*stoppers(LOSS), looplib.ReduceOnPlateau("eval/loss")]
     build = lambda: toy.controller(
-        make_strategy("default"), trainer, Scripted(trainer.model), model_dir=tmp_path, actions=stoppers(LOSS)
+        make_strategy("default"), trainer, Scripted(trainer.model), model_dir=tmp_path, actions=watching()
     )
     with build() as controller:
         controller.train(1)
-    change = lambda state: state["actions"].update({"EarlyStopping(eval/loss, min)": memory})
+    change = lambda state: state["actions"].update({name: memory})
     rewrite_run_state(tmp_path / "checkpoints" / "ckpt-1.commit", change)
-    with pytest.raises(UsageError, match=r"EarlyStopping\(eval/loss, min\) cannot load its memory from the checkpoint"):
+    with pytest.raises(UsageError, match=f"{re.escape(name)} cannot load its memory from the checkpoint"):
         build()
 
 

@@ -189,11 +189,7 @@ class RunDirectory:
 
     def chosen(self, which: str | int) -> Commit | None:
         """Returns the checkpoint that a word or a step names, see `choice.choose`; workers wait for each other."""
-        done = None
-        if self._workers.is_chief:
-            done = choice.choose(self.checkpoints, which, self._policy.best)
-            self._verified = done.path if done else None
-        return self._agreed(done)
+        return self._verified_by_the_chief(lambda: choice.choose(self.checkpoints, which, self._policy.best))
 
     def peek(self) -> tuple[int, RunRecord]:
         """Returns the global batches consumed by `start` and its run record; 0 and an empty one without a `start`."""
@@ -221,10 +217,11 @@ class RunDirectory:
 
         A training sets newer, invalid ones aside.
         """
-        done = None
-        if self._workers.is_chief:
-            done = commits.newest_intact(self.checkpoints, tidy=self.writes)
-            self._verified = done.path if done else None
+        return self._verified_by_the_chief(lambda: commits.newest_intact(self.checkpoints, tidy=self.writes))
+
+    def _verified_by_the_chief(self, find: Callable[[], Commit | None]) -> Commit | None:
+        done = find() if self._workers.is_chief else None
+        self._verified = done.path if done else None
         return self._agreed(done)
 
     def best(self) -> Commit | None:
@@ -264,7 +261,7 @@ class RunDirectory:
         Returns:
           The path, or None if none came in time.
         """
-        done = self._agreed(self._wait_for_newer(than, timeout) if self._workers.is_chief else None)
+        done = self._verified_by_the_chief(lambda: self._wait_for_newer(than, timeout))
         return done.path if done else None
 
     def _wait_for_newer(self, than: str | None, timeout: float | None) -> Commit | None:
@@ -275,7 +272,6 @@ class RunDirectory:
                 try:
                     reason = commits.verify(done)
                     if not reason:
-                        self._verified = done.path
                         return done
                     if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
                         logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)

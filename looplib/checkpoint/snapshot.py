@@ -99,8 +99,7 @@ def _reader(value: Any, attribute: Any) -> Callable[[], tf.Tensor]:
     """Returns the function that reads one saved value of an object."""
     if isinstance(value, tf.train.experimental.PythonState) and attribute.name == "py_state":
         return lambda: tf.constant(value.serialize())
-    if _keras.is_variable(value):
-        value = value.value
+    value = _keras.tf_variable(value)
     if isinstance(value, tf.Variable) and attribute.name == "VARIABLE_VALUE":
         return lambda: tf.identity(value.read_value())
     raise NotImplementedError(attribute.checkpoint_key)

@@ -119,15 +119,14 @@ class StateCheck:
     """
 
     def __init__(self, variables: Sequence[tuple[str, tf.Variable]]) -> None:
-        self._variables = [(name, variable) for name, variable in variables if variable.dtype.is_floating]
-        intended = set(self._bad_now())
-        self._variables = [(name, variable) for name, variable in self._variables if name not in intended]
+        floating = ((name, variable) for name, variable in variables if variable.dtype.is_floating)
+        self._variables = [(name, variable) for name, variable in floating if _is_finite(variable)]
         self._measure = tf.function(self._squares, autograph=False)
         self._checks = 0
 
     def _bad_now(self) -> list[str]:
         """Returns the names of the variables that are not finite, by some ops for each, without a trace."""
-        return [name for name, variable in self._variables if not tf.reduce_all(tf.math.is_finite(variable))]
+        return [name for name, variable in self._variables if not _is_finite(variable)]
 
     def _squares(self) -> tf.Tensor:
         """Returns a float32 scalar that is finite only if all variables are, by two ops for most of them."""
@@ -139,6 +138,10 @@ class StateCheck:
         self._checks += 1
         measure = self._measure if self._checks > _BEFORE_A_TRACE else self._squares
         return [] if np.isfinite(measure()) else self._bad_now()
+
+
+def _is_finite(variable: tf.Variable) -> bool:
+    return bool(tf.reduce_all(tf.math.is_finite(variable)))
 
 
 def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:

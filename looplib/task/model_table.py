@@ -87,19 +87,15 @@ def variables(trainer: Trainer) -> list[tuple[str, tf.Variable, bool]]:
     seen, found = set(), []
     for optimizer in _keras.with_inner(_keras.optimizers(trainer).values()):
         own = optimizer.variables() if callable(optimizer.variables) else optimizer.variables
-        seen |= {id(_plain(variable)) for variable in own}
+        seen |= {id(_keras.tf_variable(variable)) for variable in own}
     frozen = trainer.frozen_variables if isinstance(trainer, GradientTrainer) else ()
-    not_trained = {id(_plain(variable)) for variable in frozen}
+    not_trained = {id(_keras.tf_variable(variable)) for variable in frozen}
     for name, variable, trainable in _variables(trainer):
-        variable = _plain(variable)
+        variable = _keras.tf_variable(variable)
         if id(variable) not in seen:
             seen.add(id(variable))
             found.append((name, variable, trainable and id(variable) not in not_trained))
     return found
-
-
-def _plain(variable: Any) -> tf.Variable:
-    return variable.value if _keras.is_variable(variable) else variable
 
 
 def _variables(trainer: Trainer) -> Iterator[tuple[str, Any, bool]]:

@@ -25,6 +25,8 @@ class _Patient(Action):
     and the mode are part of the action's name, because the best value means nothing for others.
     """
 
+    _remembered: tuple[str, ...] = ("_best", "_best_step", "_seen", "_waited")
+
     def __init__(self, metric: str, patience: int, min_change: float, mode: str | None, name: str) -> None:
         who = type(self).__name__
         self.metric, self.mode = metric, mode_of(who, metric, mode)
@@ -82,15 +84,14 @@ class _Patient(Action):
 
     def state(self) -> list[Any]:
         """See `Action`."""
-        return [self._best, self._best_step, self._seen, self._waited]
+        return [getattr(self, name) for name in self._remembered]
 
     def load(self, state: list[Any]) -> None:
         """See `Action`."""
         best, *steps = state
         if not (best is None or type(best) in (int, float)) or any(type(number) is not int for number in steps):
             raise ValueError("expected a number or None, and whole numbers")
-        self._best = best
-        self._best_step, self._seen, self._waited = steps
+        vars(self).update(zip(self._remembered, state, strict=True))
 
 
 class EarlyStopping(_Patient):
@@ -258,6 +259,8 @@ class ReduceOnPlateau(_Patient):
       UsageError: for bad input.
     """
 
+    _remembered = (*_Patient._remembered, "_cooling")
+
     def __init__(
         self,
         metric: str,
@@ -318,15 +321,6 @@ class ReduceOnPlateau(_Patient):
                     "the learning rate of %s is %g after step %d, and was %g: %s",
                     type(optimizer).__name__, reduced, event.step, rate, self._since(),
                 )  # fmt: skip
-
-    def state(self) -> list[Any]:
-        """See `Action`."""
-        return [*super().state(), self._cooling]
-
-    def load(self, state: list[Any]) -> None:
-        """See `Action`."""
-        *others, self._cooling = state
-        super().load(others)
 
 
 def number(name: str, value: Any) -> float:
