@@ -75,9 +75,7 @@ def _refuse_early(options: argparse.Namespace) -> None:
     from looplib.extras.tools import recorded_run
 
     if options.run is _replay:
-        recorded_run.check_replay(
-            options.directory, options.step, eager=options.eager, debug=options.pdb, save=options.save
-        )
+        recorded_run.check_replay(**_arguments(options))
     elif options.run is _diff:
         for directory in (options.first, options.second):
             recorded_run.Recorded(directory)
@@ -160,7 +158,8 @@ def _add_export(tools: Any) -> None:
         "output", nargs="?", help="the new directory (default: export/step-<step> in the run directory)"
     )
     parser.add_argument("--tflite", action="store_true", help="write a TFLite file too")
-    parser.add_argument("--last_weights", action="store_true", help="export the last weights, not averages of them")
+    text = "export the last weights, not averages of them"
+    parser.add_argument("--last_weights", dest="averages", action="store_false", help=text)
     _add_checkpoint(parser, "the one to export", "final")
     parser.set_defaults(run=_export)
 
@@ -233,7 +232,8 @@ def _add_replay(tools: Any) -> None:
     parser.add_argument("directory", help="the run directory")
     parser.add_argument("--step", type=int, required=True, help="the step, counted from 1")
     parser.add_argument("--eager", action="store_true", help="run the step only op by op, once, and show its prints")
-    parser.add_argument("--pdb", action="store_true", help="stop in step_fn, in Python's debugger; with --eager")
+    text = "stop in step_fn, in Python's debugger; with --eager"
+    parser.add_argument("--pdb", dest="debug", action="store_true", help=text)
     parser.add_argument("--save", default="", help="file for the batch, FILE.npz")
     parser.set_defaults(run=_replay)
 
@@ -319,9 +319,8 @@ def _add_kind(
         epilog=_CHECK.format(name=name, codes=codes),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--dir", help="directory for the run directories (default: a temporary one, kept if the runs differ)"
-    )
+    text = "directory for the run directories (default: a temporary one, kept if the runs differ)"
+    parser.add_argument("--dir", dest="directory", metavar="DIR", help=text)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run (default %(default)s)")
     parser.set_defaults(run=run)
     return parser
@@ -334,10 +333,15 @@ def _counts(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} found; expected numbers such as 1,2") from None
 
 
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the parser of a tool has added, by name."""
+    return {name: value for name, value in vars(options).items() if name not in ("run", "command")}
+
+
 def _status(options: argparse.Namespace) -> int:
     from looplib.extras.tools.status import status
 
-    return status(options.directories, options.watch, options.interval)
+    return status(**_arguments(options))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -355,32 +359,19 @@ def _report(options: argparse.Namespace) -> int:
 def _average(options: argparse.Namespace) -> int:
     from looplib.extras.tools.average import average
 
-    return average(options.directory, options.output, options.last, options.checkpoint)
+    return average(**_arguments(options))
 
 
 def _export(options: argparse.Namespace) -> int:
     from looplib.extras.tools.export import export
 
-    return export(
-        options.directory,
-        options.output,
-        tflite=options.tflite,
-        averages=not options.last_weights,
-        checkpoint=options.checkpoint,
-    )
+    return export(**_arguments(options))
 
 
 def _launch(options: argparse.Namespace) -> int:
     from looplib.extras.tools.local_launch import launch
 
-    return launch(
-        options.command,
-        options.workers,
-        parameter_servers=options.parameter_servers,
-        restarts=options.restarts,
-        grace=options.grace,
-        backoff=options.backoff,
-    )
+    return launch(options.command, **_arguments(options))
 
 
 def _rerun(options: argparse.Namespace) -> int:
@@ -392,7 +383,7 @@ def _rerun(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     from looplib.extras.tools.replay import replay
 
-    return replay(options.directory, options.step, eager=options.eager, debug=options.pdb, save=options.save)
+    return replay(**_arguments(options))
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -419,34 +410,19 @@ def _sweep(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from looplib.extras.tools import check
 
-    return check.resume(
-        options.command,
-        options.dir,
-        kills=options.kills,
-        seed=options.seed,
-        baseline=options.baseline,
-        timeout=options.timeout,
-    )
+    return check.resume(options.command, **_arguments(options))
 
 
 def _fits(options: argparse.Namespace) -> int:
     from looplib.extras.tools import check
 
-    return check.fits(options.command, options.platform, options.dir, cores=options.cores, timeout=options.timeout)
+    return check.fits(options.command, **_arguments(options))
 
 
 def _replicas(options: argparse.Namespace) -> int:
     from looplib.extras.tools import check
 
-    return check.replicas(
-        options.command,
-        options.dir,
-        counts=options.counts,
-        workers=options.workers,
-        rtol=options.rtol,
-        atol=options.atol,
-        timeout=options.timeout,
-    )
+    return check.replicas(options.command, **_arguments(options))
 
 
 if __name__ == "__main__":

@@ -259,7 +259,8 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
     if values["dry_run"]:
         session.tried = dry_run.try_out(controller)
     elif values["mode"] in binary.modes:
-        _run_added_mode(binary.modes[values["mode"]], config, controller)
+        _refuse_untrained(controller)
+        binary.modes[values["mode"]](config, controller)
     else:
         _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
@@ -438,11 +439,6 @@ def _run_mode(controller: Controller, values: dict[str, Any]) -> None:
         controller.train(train_steps)
     if mode in ("eval", "train_and_post_eval"):
         controller.evaluate(eval_steps)
-
-
-def _run_added_mode(mode: Mode, config: Any, controller: Controller) -> None:
-    _refuse_untrained(controller)
-    mode(config, controller)
 
 
 def _refuse_untrained(controller: Controller) -> None:

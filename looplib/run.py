@@ -49,19 +49,7 @@ Metrics = dict[str, float]
 
 
 class Run:
-    """The loops, the run directory, the store and the writers of a run, opened and restored.
-
-    Args:
-      settings: the settings of its loops.
-      trainer: the trainer, or None for a run that only evaluates.
-      evaluators: the evaluators, by name.
-      model_dir: the run directory; None keeps nothing on disk.
-      policy: when to save, and what to keep.
-      writers: the user's writers; None for looplib's own.
-      trackers: further writers.
-      actions: the user's actions, some of which have a state.
-      config: the program's own settings, for `run.json`.
-      max_time: seconds after which a training saves and ends; None for no limit.
+    """The loops, the run directory, the store and the writers of a run, opened and restored; see `Controller`.
 
     Attributes:
       model_dir: the run directory, or None.
@@ -78,9 +66,6 @@ class Run:
       watchdog: ends the process if nothing moves.
       restored_from: the path of the checkpoint that the run continues from, or None.
       last_evaluation: the metrics of the last evaluation, by evaluator.
-
-    Raises:
-      UsageError: for bad input.
     """
 
     directory: RunDirectory | None = None

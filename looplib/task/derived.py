@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.task.averages import WeightAverages
-from looplib.task.state import variables_of
+from looplib.task.state import held_by, variables_of
 from looplib.task.trainer import Trainer
 
 
@@ -40,8 +40,7 @@ def starting(trainer: Trainer | None, objects: Mapping[str, Any], restores: bool
 
 
 def _pairs(trainer: Trainer, objects: Mapping[str, Any], restores: bool) -> list[tuple[tf.Variable, tf.Variable]]:
-    root = tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
-    found = [value for value in tf.train.TrackableView(root).descendants() if isinstance(value, WeightAverages)]
+    found = [value for value in held_by(objects) if isinstance(value, WeightAverages)]
     pairs = [pair for averages in found for pair in (averages.pairs if restores else averages.unchanged)]
     variables = [variable for _, variable in variables_of(objects)]
     for optimizer in _keras.with_inner(_keras.optimizers(trainer).values()):

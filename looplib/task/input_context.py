@@ -97,7 +97,8 @@ class InputContext:
         self.bad_records = bad_records
         self._only = only
         self._sizes = Batches(self.global_batch_size, tuple(earlier))
-        self._unnamed, self._named = 0, {}  # the calls without a name, and the examples of those with one
+        self.calls_without_name = 0  # of `indices`, `records` and `resident`
+        self._named: dict[str, int] = {}  # the examples of the calls with a name
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
         self.positioned = self.by_python = False
         self.asked_for_its_part = self.asked_for_its_start = False
@@ -160,11 +161,6 @@ class InputContext:
         if steps is not None and not (math.isfinite(steps) and steps > 0):
             raise UsageError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
         self.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
-
-    @property
-    def calls_without_name(self) -> int:
-        """How often `indices`, `records` and `resident` were called without a name."""
-        return self._unnamed
 
     def indices(
         self,
@@ -242,8 +238,8 @@ class InputContext:
     def _seed_of(self, plan: Plan, name: str | None) -> int:
         """Returns the seed of the next call."""
         if name is None:
-            self._unnamed += 1
-            return self.seed if self._unnamed == 1 else derived_seed(self.seed, f"call {self._unnamed}")
+            number = self.calls_without_name = self.calls_without_name + 1
+            return self.seed if number == 1 else derived_seed(self.seed, f"call {number}")
         if not isinstance(name, str) or not name:
             raise UsageError(f"the name of an order of examples is {name!r}; expected a text")
         others = self._named.setdefault(name, plan.size)

@@ -204,9 +204,8 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
     Raises:
       UsageError: for an attribute that TensorFlow cannot save, such as a dict of variables whose keys are no strings.
     """
-    root = tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
     try:
-        found = list(_variables_below(root))
+        found = list(_variables_below(objects))
     except ValueError as error:  # of TensorFlow's wrappers of dicts and lists
         raise UsageError(
             f"a checkpoint cannot hold the attributes of {', '.join(objects)}: {gist(error)}; use dicts with str keys, "
@@ -219,9 +218,14 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
 
 def tables_of(objects: Mapping[str, Any]) -> list[Any]:
     """Lists the lookup tables that some objects hold and a step can change."""
-    root = tf.train.Checkpoint(**objects)
     kinds = (tf.lookup.experimental.MutableHashTable, tf.lookup.experimental.DenseHashTable)
-    return [value for value in tf.train.TrackableView(root).descendants() if isinstance(value, kinds)]
+    return [value for value in held_by(objects) if isinstance(value, kinds)]
+
+
+def held_by(objects: Mapping[str, Any]) -> list[Any]:
+    """Lists all that some objects, by name, hold for a checkpoint."""
+    root = tf.train.Checkpoint(**objects)  # a view holds its root by a weak reference only
+    return tf.train.TrackableView(root).descendants()
 
 
 @runtime_checkable
@@ -235,9 +239,9 @@ class SlotOptimizer(Protocol):
         """Returns one slot of a variable."""
 
 
-def _variables_below(root: Any) -> Iterator[tuple[str, tf.Variable]]:
-    """Yields (name, `tf.Variable`) of all that a trackable object holds, the one in a Keras 3 variable twice."""
-    for value in tf.train.TrackableView(root).descendants():
+def _variables_below(objects: Mapping[str, Any]) -> Iterator[tuple[str, tf.Variable]]:
+    """Yields (name, `tf.Variable`) of all that objects hold, the one in a Keras 3 variable twice."""
+    for value in held_by(objects):
         if _keras.is_variable(value):
             yield value.path, value.value
         elif isinstance(value, tf.Variable):
