@@ -17,7 +17,6 @@ from typing import Any, TypedDict
 
 from looplib import files
 from looplib.errors import UsageError
-from looplib.task.plain import as_number
 
 FORMAT = 2
 
@@ -85,6 +84,8 @@ def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
     Returns:
       The new `Commit`.
     """
+    from looplib.task.plain import as_number  # imports TensorFlow, which tools that list checkpoints do without
+
     fields = _load(done.path)
     scores = {name: as_number(f"the score {name!r}", score) for name, score in scores.items()}
     finite = {name: score if math.isfinite(score) else None for name, score in scores.items()}
