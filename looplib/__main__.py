@@ -305,11 +305,7 @@ def _add_check(tools: Any) -> None:
 
 
 def _add_kind(
-    kinds: Any,
-    name: str,
-    text: str,
-    run: Callable[[argparse.Namespace], int],
-    codes: str = "0 equal; 1 different",
+    kinds: Any, name: str, text: str, run: Callable[[argparse.Namespace], int], codes: str = "0 equal; 1 different"
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name,

@@ -88,12 +88,7 @@ class Store:
             raise UsageError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
         if directory.checkpoints:
             self._checkpoints = Checkpoints(
-                directory.checkpoints,
-                {**objects, **own},
-                policy,
-                workers,
-                check=directory.check_lock,
-                sync=sync,
+                directory.checkpoints, {**objects, **own}, policy, workers, check=directory.check_lock, sync=sync
             )
 
     def __bool__(self) -> bool:

@@ -40,20 +40,7 @@ def distribute(
     how: str = "auto",
     in_blocks: bool = False,
 ) -> Stream:
-    """Builds `task.dataset` for every input pipeline of a strategy.
-
-    Args:
-      strategy: the strategy of the replicas.
-      task: the trainer or evaluator.
-      global_batch_size: examples of a step over all replicas.
-      seed: the run's seed.
-      training: whether this is training data.
-      start_step: global batches that the run has consumed.
-      earlier: those of other sizes.
-      overfit_batch: whether each step gets the first global batch, of which each worker has its own part.
-      bad_records: the damaged records that the run has left out, and how many it may; None for none.
-      how: one of `devices.DISTRIBUTES`.
-      in_blocks: whether batches of a training that are small are read many at once, see `BlockStream`.
+    """Builds `task.dataset` for every input pipeline of a strategy; see `Specification` and `BlockStream`.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.

@@ -107,9 +107,7 @@ class Reducer(Accumulator):
         if not may_be_empty or batch is None:
             return self._with_collected(*self.packer.pack(step_fn(inputs), inputs))
         return tf.cond(
-            batch[1] > 0,
-            lambda: self._with_collected(*self.packer.pack(step_fn(inputs), inputs)),
-            self._nothing,
+            batch[1] > 0, lambda: self._with_collected(*self.packer.pack(step_fn(inputs), inputs)), self._nothing
         )
 
     @tf.autograph.experimental.do_not_convert

@@ -74,12 +74,7 @@ class Reads:
 
 
 def read(
-    source: Source,
-    picks: tf.data.Dataset,
-    reads: Reads,
-    *,
-    lanes: int = 64,
-    may_lack: bool = False,
+    source: Source, picks: tf.data.Dataset, reads: Reads, *, lanes: int = 64, may_lack: bool = False
 ) -> tf.data.Dataset:
     """Reads the records that an order picks.
 

@@ -223,9 +223,7 @@ def items(source: Source, numbers: Sequence[int]) -> list[Any]:
             return [items(source, [number])[0] for number in numbers]
         kind = type(source).__name__
         raise BadRecordError(
-            f"record {numbers[0]} of the {kind} cannot be read: {gist(error)}",
-            "its files",
-            f"{kind}-{numbers[0]}",
+            f"record {numbers[0]} of the {kind} cannot be read: {gist(error)}", "its files", f"{kind}-{numbers[0]}"
         ) from error
 
 

@@ -44,7 +44,7 @@ class RecordFile:
 
     def _append(self, record: Record) -> bool:
         """Appends a record; returns False if its key is taken, or a crash or a full disk has cut the file short."""
-        line = f"{json.dumps(record)}\n".encode()
+        line = _line(record).encode()
         with files.appending(self._path) as file:  # alone, so that no other job writes this record at the same time
             size = tf.io.gfile.stat(self._path).length if tf.io.gfile.exists(self._path) else 0
             if size != self._size:
@@ -68,11 +68,14 @@ class RecordFile:
             records, void = divided(read_jsonl(self._path), condition)
             if void:
                 aside = ".voided".join(os.path.splitext(self._path))
-                known = read_jsonl(aside)
-                lines = "".join(json.dumps(record) + "\n" for record in void if record not in known)
+                known = {_line(record) for record in read_jsonl(aside)}
                 with files.appending(aside) as file:
-                    file.write(lines.encode())
+                    file.write("".join(line for line in map(_line, void) if line not in known).encode())
                 files.make_durable(aside)
                 logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
-            files.write_whole(self._path, "".join(json.dumps(record) + "\n" for record in records))
+            files.write_whole(self._path, "".join(map(_line, records)))
         self._size = -1
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record) + "\n"
