@@ -285,7 +285,7 @@ def _compare(
     if one is None or other is None or a.shape != b.shape:
         same = one is None and other is None
         return same, None, None, tuple("nothing" if x is None else _describe(x) for x in (one, other))
-    if not rtol or a.dtype.kind in "Ob":
+    if not rtol or {"O", "b"} & {a.dtype.kind, b.dtype.kind}:
         gap = wrong = _differing(a, b)
         same, relative, most = a.dtype == b.dtype and not wrong.any(), None, None
     else:
