@@ -149,11 +149,13 @@ def test_callbacks_observe_and_schedule_as_in_fit(keras):
 
 def remembering(keras):
     class Remembering(keras.callbacks.Callback):
-        """Its memory is of every kind that is kept, and one that is not."""
+        """Its memory is of every kind that is kept, and some that are not."""
 
         def __init__(self, kept=True):
             super().__init__()
             self.kept, self.notes, self.best, self.order = kept, {"text": "", "all": []}, None, ()
+            self.phase, self.ring = np.complex64(1j), []
+            self.ring.append(self.ring)
 
         def on_train_begin(self, logs=None):
             self.best = np.float32(np.inf)

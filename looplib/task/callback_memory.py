@@ -164,7 +164,10 @@ def _name(callback: Any) -> str:
 
 def _is_plain(value: Any) -> bool:
     """Returns whether JSON gives a value back as it was."""
-    if type(value) in (list, dict):
-        items = value.values() if type(value) is dict else value
-        return all(map(_is_plain, items)) and (type(value) is list or all(type(key) is str for key in value))
-    return value is None or isinstance(value, (bool, int, float, str, np.number, np.bool_))
+    try:
+        if type(value) in (list, dict):
+            items = value.values() if type(value) is dict else value
+            return all(map(_is_plain, items)) and (type(value) is list or all(type(key) is str for key in value))
+    except RecursionError:  # it holds itself
+        return False
+    return value is None or isinstance(value, (bool, int, float, str, np.integer, np.floating, np.bool_))
