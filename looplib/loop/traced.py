@@ -1,6 +1,5 @@
 """What a traced step has read of Python objects, of which a later change would have no effect."""
 
-import copy
 import dataclasses
 import dis
 import functools
@@ -32,8 +31,11 @@ class TracedValues:
     """
 
     def __init__(self, task: Any) -> None:
-        self._values = [(holder, name, who, value, _kept(value)) for holder, who in _holders(task)
-                        for name, value in _values_of(holder)]  # fmt: skip
+        self._values = [
+            (holder, name, who, value, repr(value))  # the text, as a list may change in place
+            for holder, who in _holders(task)
+            for name, value in _values_of(holder)
+        ]
 
     def check(self, step_name: str) -> None:
         """Checks that all values are as they were.
@@ -44,9 +46,9 @@ class TracedValues:
         Raises:
           UsageError: if not.
         """
-        for holder, name, who, value, kept in self._values:
+        for holder, name, who, value, then in self._values:
             now = getattr(holder, name, None)
-            if (now is value and isinstance(value, _IMMUTABLE)) or repr(now) == repr(kept):
+            if (now is value and isinstance(value, _IMMUTABLE)) or repr(now) == then:
                 continue
             cure = (
                 "start the run again with it and with --partial_restore (CheckpointPolicy(partial=True)), which keeps "
@@ -55,7 +57,7 @@ class TracedValues:
                 else "keep a value that changes in a tf.Variable, and assign to that"
             )
             raise UsageError(
-                f"{who}.{name} is {now!r:.50} and was {kept!r:.50} when {step_name} was traced, so that the change (by "
+                f"{who}.{name} is {now!r:.50} and was {then:.50} when {step_name} was traced, so that the change (by "
                 f"an action, a callback or loop_end) would have no effect; {cure}"
             )
 
@@ -92,10 +94,6 @@ def _is_plain(value: Any) -> bool:
         if len(todo) > _MOST_ITEMS:
             return False
     return True
-
-
-def _kept(value: Any) -> Any:
-    return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
 
 
 @functools.cache
