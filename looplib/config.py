@@ -148,7 +148,7 @@ def _reading(text: str | bool, hint: Any, path: str) -> Any:
         with contextlib.suppress(UsageError):
             typed(reading, hint, _flag, path)
             return reading
-    return readings[0] if not lists or isinstance(readings[0], list) else readings[1]
+    return readings[0] if not lists or isinstance(readings[0], list) else readings[-1]
 
 
 def given(config: Any) -> dict[str, Any]:

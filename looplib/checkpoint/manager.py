@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import os
 import tempfile
 import threading
@@ -318,14 +319,15 @@ class Checkpoints:
         theirs = _keys(path)
         with tempfile.TemporaryDirectory() as folder:
             ours = _keys(self._checkpoint.write(os.path.join(folder, "live"), self._options))
+        in_order = functools.partial(sorted, key=lambda key: ("optimizer" in key, key))  # names of weights first
         differences = {
-            "only here": ours.keys() - theirs.keys(),
-            "only there": set() if mode is RestoreMode.SUBSET else theirs.keys() - ours.keys(),
+            "only here": in_order(ours.keys() - theirs.keys()),
+            "only there": [] if mode is RestoreMode.SUBSET else in_order(theirs.keys() - ours.keys()),
             "other shapes": [
                 f"{key} {theirs[key]} there, {ours[key]} here" for key in ours.keys() & theirs.keys()
                 if theirs[key] != ours[key]
             ],
-            "other names": moved,
+            "other names": sorted(moved),
         }  # fmt: skip
         return (
             f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "

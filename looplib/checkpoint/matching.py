@@ -1,12 +1,15 @@
 """Which saved variable belongs to which one here, by their names."""
 
 import collections
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from looplib.checkpoint.names import Leaf, Live, Normal, Saved, groups, in_order
+
+_Layer = dict[str, list[Leaf]]
 
 
 class Match:
@@ -27,7 +30,8 @@ class Match:
         self.pairs: list[tuple[Leaf, Leaf]] = []
         self._done: set[int] = set()
         self._normal = Normal(live)
-        classes = {name: type(live.objects[name]).__name__ for name in live.optimizers}
+        held = {name: live.objects[name] for name in live.optimizers}
+        classes = {name: type(value).__name__ for name, value in held.items() if not isinstance(value, (list, dict))}
         if isinstance(optimizers, Mapping):
             other = {name for name in classes if optimizers.get(name) != classes[name]}
         else:
@@ -72,29 +76,39 @@ class Match:
             shapes = [groups(side[name], _shapes) for side in sides]
             for shape in shapes[0].keys() & shapes[1].keys():
                 if len(shapes[0][shape]) == len(shapes[1][shape]):
-                    self._pair_layers(shapes[0].pop(shape), shapes[1].pop(shape))
+                    unsure += self._pair_layers(shapes[0].pop(shape), shapes[1].pop(shape))
             there, here = ([layer for layers in side.values() for layer in layers] for side in shapes)
             if len(there) == len(here):
-                self._pair_layers(*([layer for layer in side[name] if layer in left]
-                                    for side, left in zip(sides, (there, here))))  # fmt: skip
+                there, here = ([layer for layer in side[name] if layer in left]
+                               for side, left in zip(sides, (there, here)))  # fmt: skip
+                unsure += self._pair_layers(there, here)
             else:
-                unsure += [leaf for layer in there if _shapes(layer) in shapes[1] for leaf in layer.values()]
+                unsure += [leaf for layer in there if _shapes(layer) in shapes[1] for leaf in _leaves_of(layer)]
         return unsure
 
-    def _pair_layers(self, saved: list[dict[str, Leaf]], live: list[dict[str, Leaf]]) -> None:
+    def _pair_layers(self, saved: list[_Layer], live: list[_Layer]) -> list[Leaf]:
+        """Pairs the variables of layers that belong together; returns those of names that one side has more often."""
+        unsure = []
         for one, other in zip(saved, live):
             for part in one.keys() & other.keys():
-                self._pair(one[part], other[part])
+                if len(one[part]) != len(other[part]):
+                    unsure += one[part]
+                    continue
+                for there, here in zip(one[part], other[part]):
+                    self._pair(there, here)
+        return unsure
 
-    def _layers(self, root: str, leaves: list[Leaf]) -> dict[str, list[dict[str, Leaf]]]:
+    def _layers(self, root: str, leaves: list[Leaf]) -> dict[str, list[_Layer]]:
         """Returns the layers by normal name, each a dict from the name of a variable in it, in the order of paths."""
-        layers: dict[str, dict[tuple[str, int], dict[str, Leaf]]] = {}
+        layers: dict[str, dict[tuple[str, int], _Layer]] = {}
         seen: collections.Counter[str] = collections.Counter()
         for leaf in sorted(leaves, key=lambda leaf: in_order(leaf.paths[root][1])):
             layer, _, own = leaf.name.rpartition("/")
             seen[leaf.name] += 1
             name = self._normal(leaf.name).rpartition("/")[0]
-            layers.setdefault(name, {}).setdefault((layer, seen[leaf.name]), {})[self._normal(own)] = leaf
+            if self._normal.given(own) is None:  # the layer's attribute tells more than variable_1
+                own = re.split(r"(?:^|/)(?:[\w-]*-)?\d+(?:/|$)", leaf.paths[root][1])[-1] or self._normal(own)
+            layers.setdefault(name, {}).setdefault((layer, seen[leaf.name]), {}).setdefault(own, []).append(leaf)
         return {name: list(alike.values()) for name, alike in layers.items()}
 
     def _by_origin(self, saved: list[Leaf], live: list[Leaf]) -> None:
@@ -162,5 +176,9 @@ def misplaced(saved: Saved, live: Live, objects: Mapping[int, Any]) -> list[str]
     return found
 
 
-def _shapes(layer: dict[str, Leaf]) -> frozenset[tuple[str, tuple[int | None, ...]]]:
-    return frozenset((name, leaf.shape) for name, leaf in layer.items())
+def _leaves_of(layer: _Layer) -> list[Leaf]:
+    return [leaf for alike in layer.values() for leaf in alike]
+
+
+def _shapes(layer: _Layer) -> frozenset[tuple[str, tuple[tuple[int | None, ...], ...]]]:
+    return frozenset((name, tuple(leaf.shape for leaf in alike)) for name, alike in layer.items())

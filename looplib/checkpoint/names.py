@@ -42,6 +42,7 @@ class Leaf:
       variable: the variable here, or None for one of a checkpoint.
       key: the key in the checkpoint, or "" for one that is here.
       origin: the variable that it is kept for, if it is a slot.
+      owned: whether an optimizer or averages hold it for themselves, as far as that is known.
       kind: of a slot, which one, such as `Adam momentum`.
       node: its number in the saved object graph; -1 for one that is here.
     """
@@ -53,6 +54,7 @@ class Leaf:
     variable: tf.Variable | None = None
     key: str = ""
     origin: "Leaf | None" = None
+    owned: bool = False
     kind: str = ""
     node: int = -1
 
@@ -83,7 +85,7 @@ class Live:
         holder = tf.train.Checkpoint(**{name: value for name, value in objects.items() if name})
         objects = {**objects, **tf.train.TrackableView(holder).children(holder)}
         self.objects, self._recorded = objects, recorded
-        self.optimizers = {name for name, value in objects.items() if _keras.is_optimizer(value)}
+        self.optimizers = {name for name, value in objects.items() if _is_of_optimizers(value)}
         roots = {name: self._number(value) for name, value in objects.items()}
         self._ways = _paths(self._children, roots)
         self.parts = [value for value in self._objects if _variable(value) is None]
@@ -137,10 +139,12 @@ class Live:
             elif isinstance(part, WeightAverages):
                 for original, value in part.pairs:
                     if leaf := self.leaf_of(value):
-                        leaf.kind, leaf.origin = "average", self.leaf_of(original)
+                        leaf.kind, leaf.origin, leaf.owned = "average", self.leaf_of(original), True
         owned = {id(leaf) for leaves in held.values() for leaf in leaves}
         origins = _Origins([pair for pair in named if id(pair[1]) not in owned])
         for (owner, _), leaves in held.items():
+            for leaf in leaves:
+                leaf.owned = True
             origins.assign(leaves, owner if self._recorded else None)
 
     def _find_old_slots(self) -> None:
@@ -150,8 +154,9 @@ class Live:
             for origin in list(self._of_variable.values()):
                 for kind in part.get_slot_names():
                     if (slot := _old_slot(part, origin.variable, kind)) is not None:
-                        self._of_variable[id(slot)] = Leaf(slot.name, tuple(slot.shape), slot.dtype.is_floating,
-                                                           dict(paths), slot, origin=origin, kind=kind)  # fmt: skip
+                        leaf = Leaf(slot.name, tuple(slot.shape), slot.dtype.is_floating, dict(paths), slot)
+                        leaf.origin, leaf.kind, leaf.owned = origin, kind, True
+                        self._of_variable[id(slot)] = leaf
 
     def record(self) -> VariableNames:
         """Returns the names to keep with a checkpoint, which are those of any other process with this program."""
@@ -228,7 +233,7 @@ class Normal:
         holders = [part for part in live.parts if _keras.is_layer(part) or _keras.is_optimizer(part)]
         for value in filter(_keras.is_layer, live.objects.values()):
             holders += _keras.sublayers(value)
-        named = [(part, _base(part.name)) for part in holders if not isinstance(part, SlotOptimizer)]
+        named = [(part, _inner(_base(part.name))) for part in holders if not isinstance(part, SlotOptimizer)]
         made = {base for part, base in named if _plain(base) == _plain(type(part).__name__)}
         self._made = made | {"Variable", "variable", "seed_generator", "seed_generator_state"}
         self._models = _MODELS | {_base(value.name) for value in live.objects.values() if _keras.is_model(value)}
@@ -257,7 +262,7 @@ class Normal:
         return None if any(self._is_made(part) for part in name.split("/")) else name
 
     def _is_made(self, part: str) -> bool:
-        return _base(part).removeprefix("forward_").removeprefix("backward_") in self._made
+        return _inner(_base(part)) in self._made
 
 
 class _Origins:
@@ -362,9 +367,22 @@ def in_order(path: str) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[/-]", path)]
 
 
+def _is_of_optimizers(value: Any) -> bool:
+    """Returns whether an attribute is an optimizer, or a list or dict of them."""
+    if _keras.is_optimizer(value) or not isinstance(value, (list, tuple, dict)):
+        return _keras.is_optimizer(value)
+    items = value.values() if isinstance(value, dict) else value
+    return bool(items) and all(map(_keras.is_optimizer, items))
+
+
 def _escaped(name: str) -> str:
-    """Returns the name of a child as a part of a path; a key of a dict may have a slash."""
-    return name.replace("%", "%25").replace("/", "%2F")
+    """Returns the name of a child as a part of a path; a key of a dict may have a slash, or be empty."""
+    return name.replace("%", "%25").replace("/", "%2F") or "%"
+
+
+def _inner(name: str) -> str:
+    """Returns the name of the layer in a `Bidirectional`, which puts a word before it."""
+    return name.removeprefix("forward_").removeprefix("backward_")
 
 
 def _base(name: str) -> str:

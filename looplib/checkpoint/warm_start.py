@@ -20,21 +20,22 @@ from looplib.task.state import variables_of
 
 def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
     """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
-    return "; ".join(f"{title}: {join_names(sorted(names), most=4)}" for title, names in differences.items() if names)
+    return "; ".join(f"{title}: {join_names(list(names), most=4)}" for title, names in differences.items() if names)
 
 
-def take_what_fits(objects: Mapping[str, Any], path: str) -> None:
+def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> None:
     """Restores the values that a checkpoint and some objects have in common, by name and shape; logs the others.
 
     Args:
       objects: dict from attribute name to trackable object, or from "" to a model, for a SavedModel of it.
       path: the checkpoint to take values from.
+      weights_only: whether optimizers, averages and seeds keep their values.
 
     Raises:
       UsageError: if nothing fits, a value fits several variables, or the checkpoint cannot be read.
     """
     try:
-        taken = _assign(objects, path)
+        taken = _assign(objects, path, weights_only)
     except UsageError:
         raise
     except (ValueError, IndexError, tf.errors.OpError) as error:
@@ -69,11 +70,11 @@ class _Taken:
     @property
     def others(self) -> dict[str, list[str]]:
         """What was not taken: dict from a reason to names."""
-        missing = [leaf.name for leaf in self.missing]
+        missing = [name for _, name in sorted((leaf.owned, leaf.name) for leaf in self.missing)]  # weights first
         return {"only here": missing, "only there": self.unused, "of another shape": self.reshaped}
 
 
-def _assign(objects: Mapping[str, Any], path: str) -> _Taken:
+def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> _Taken:
     """Gives objects the values of a checkpoint where names and shapes agree."""
     reader = tf.train.load_checkpoint(path)
     graph = _tf.object_graph(reader)
@@ -83,6 +84,8 @@ def _assign(objects: Mapping[str, Any], path: str) -> _Taken:
     live = Live(objects, recorded=record.names is not None)
     numbers = {"": 0} | {child.local_name: child.node_id for child in graph.nodes[0].children}
     saved = Saved(reader, graph, record.names, {name: numbers[name] for name in objects if name in numbers}, live)
+    if weights_only:
+        live.leaves = [leaf for leaf in live.leaves if not (leaf.owned or leaf.name.endswith("seed_generator_state"))]
     match = Match(saved.leaves.values(), live, record.optimizers)
     if match.ambiguous:
         raise UsageError(
@@ -104,10 +107,14 @@ def _assign(objects: Mapping[str, Any], path: str) -> _Taken:
             if isinstance(state := states.get(number), tf.train.experimental.PythonState):
                 state.deserialize(reader.get_tensor(attribute.checkpoint_key))
             elif attribute.checkpoint_key not in done and attribute.name != "py_state":
-                unused.append(saved.leaves[number].name if number in saved.leaves else attribute.full_name)
+                there = saved.leaves.get(number)
+                if not weights_only or (there and not there.origin):
+                    name = there.name if there else attribute.full_name or attribute.checkpoint_key
+                    unused.append((bool(there and there.origin), name))
     missing = [leaf for leaf in live.leaves if id(leaf) not in found]
     known = {"save_counter", *(there.name for there, _ in match.pairs)}  # a variable may be in two places
-    return _Taken(len(found) - len(reshaped), missing, reshaped, [name for name in unused if name not in known])
+    others = [name for _, name in sorted(unused) if name not in known]
+    return _Taken(len(found) - len(reshaped), missing, reshaped, others)
 
 
 def warm_start(objects: Mapping[str, Any], path: str) -> None:
@@ -125,18 +132,19 @@ def warm_start(objects: Mapping[str, Any], path: str) -> None:
     Raises:
       UsageError: if it cannot be read or fits nothing.
     """
-    models = {name: value for name, value in objects.items() if _keras.is_layer(value)}
+    models = {name: value for name, value in objects.items() if _holds_weights(value) or _is_rest_of_one(name, objects)}
     given, (path, which) = path, choice.divided(path)
     runs = [place for place in (os.path.join(path, "checkpoints"), path) if commits.newest(place)]
     if path != given and not runs:
         raise UsageError(f"there is no checkpoint in {path}, although {given} names one; name a run directory")
     if tf.io.gfile.exists(os.path.join(path, "saved_model.pb")):
         path = os.path.join(path, "variables", "variables")
-        if len(models) == 1:
-            models = _as_saved(next(iter(models.values())), path)
+        whole = [value for value in models.values() if _keras.is_layer(value)]
+        if len(whole) == 1:
+            models = _as_saved(whole[0], path)
     elif runs:
         path = choice.choose(runs[0], which).path
-    take_what_fits(models, path.removesuffix(".index"))
+    take_what_fits(models, path.removesuffix(".index"), weights_only=True)
 
 
 def continue_from(objects: Mapping[str, Any], global_step: tf.Variable, path: str) -> tuple[str, int]:
@@ -186,3 +194,19 @@ def _as_saved(model: Any, path: str) -> dict[str, Any]:
     if not exported:
         return {"": model}
     return {"variables": tf.train.Checkpoint(variables=list(model.variables)).variables, "model": model}
+
+
+def _holds_weights(value: Any) -> bool:
+    """Returns whether an attribute is a layer or a module, or holds some, and is no optimizer, metric or averages."""
+    holder = tf.train.Checkpoint(value=value)
+    parts = tf.train.TrackableView(holder).descendants()
+    if any(_keras.is_optimizer(part) or _keras.is_metric(part) for part in parts) and not _keras.is_layer(value):
+        return False
+    own = type(value).__module__.startswith("looplib.") and not _keras.is_layer(value)
+    return not own and any(_keras.is_layer(part) or isinstance(part, tf.Module) for part in parts[1:])
+
+
+def _is_rest_of_one(name: str, objects: Mapping[str, Any]) -> bool:
+    """Returns whether an attribute has the layers in lists of a model, which TensorFlow does not track."""
+    model = name.removesuffix("_untracked")
+    return model != name and model in objects and _holds_weights(objects[model])

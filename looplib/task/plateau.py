@@ -214,8 +214,8 @@ class ExportBest(_Patient):
 
     def __call__(self, event: Event) -> None:
         """See `Action`."""
-        if not self._improves(event):
-            return
+        if "train" not in event.controller.loops or not self._improves(event):
+            return  # a job that only evaluates has no memory of what was better
         folder = self._directory or os.path.join(event.controller.model_dir, "export")
         name = f"step-{event.step}"
         event.controller.export(os.path.join(folder, name), averages=self._averages, tflite=self._tflite)
