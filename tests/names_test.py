@@ -9,6 +9,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.checkpoint.manager import Checkpoints, RestoreMode
+from looplib.checkpoint.warm_start import warm_start
 from looplib.errors import UsageError
 from looplib.task.record import RunState
 from looplib.task.state import state_of
@@ -316,3 +317,75 @@ def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, capl
     np.testing.assert_allclose(trainer.model.get_weights()[1], head, rtol=1e-4, atol=1e-6)
     said = [record.message for record in caplog.records if record.message.startswith("not taken from")]
     assert len(said) == 1 and "encoder" in said[0] and "head" not in said[0]
+
+
+def test_layers_of_a_bidirectional_continue_where_keras_has_counted_on(keras, tmp_path):
+    def build():
+        layers = [keras.Input((3, WIDTH)), keras.layers.Bidirectional(keras.layers.LSTM(2)), keras.layers.Dense(1)]
+        return Saved(keras.Sequential(layers), keras.optimizers.Adam())
+
+    first = build()
+    path = first.save(tmp_path)
+    for mode in (RestoreMode.STRICT, RestoreMode.INTERSECTION):
+        second = build()
+        second.restore(path, mode)
+        for one, other in zip(first.model.weights, second.model.weights, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_weights_without_names_follow_the_attributes_of_their_layer(tmp_path):
+    import keras
+
+    class Own(keras.layers.Layer):
+        def __init__(self, names, **settings):
+            super().__init__(**settings)
+            self.names = names
+
+        def build(self, shape):
+            for name in self.names:
+                setattr(self, name, self.add_weight(shape=(2, 2)))
+
+        def call(self, inputs):
+            return inputs
+
+    build = lambda names: Saved(keras.Sequential([keras.Input((2,)), Own(names, name="own")]))
+    first = build(["gate", "a", "b"])
+    path = first.save(tmp_path)
+    second = build(["b", "a"])
+    second.restore(path)
+    for name in "ab":
+        there, here = (getattr(saved.model.layers[-1], name) for saved in (first, second))
+        np.testing.assert_array_equal(there, here)
+
+
+class Holder:
+    """Ways in which a trainer holds two models."""
+
+    lists = staticmethod(lambda models: {"models": models})
+    dicts = staticmethod(lambda models: {"models": dict(zip(("one", "two"), models))})
+    attributes = staticmethod(lambda models: dict(zip(("one", "two"), models)))
+
+
+@pytest.mark.parametrize("hold", [Holder.lists, Holder.dicts, Holder.attributes], ids=["list", "dict", "attributes"])
+@pytest.mark.parametrize("build", [sequential, subclassed])
+def test_a_warm_start_takes_the_weights_of_models_wherever_they_are_and_no_optimizer(build, hold, keras, tmp_path):
+    def state(names):
+        models = [build(keras, names), build(keras, names)]
+        optimizer = keras.optimizers.Adam(0.5 if names == "ab" else 0.25)
+        optimizer.build([variable for model in models for variable in model.trainable_variables])
+        return models, optimizer, state_of(types.SimpleNamespace(optimizer=optimizer, **hold(models)))
+
+    models, optimizer, objects = state("ab")
+    optimizer.iterations.assign(7)
+    record = RunState()
+    checkpoints = Checkpoints(
+        str(tmp_path), {**objects, "global_step": tf.Variable(0, dtype=tf.int64), "run_state": record}
+    )
+    record.record.names = checkpoints.names()
+    path = checkpoints.save(0, wait=True)
+    again, other, objects = state("xab")
+    warm_start(objects, path)
+    for theirs, ours in zip(models, again):
+        for name, layer in layers_in(theirs).items():
+            np.testing.assert_array_equal(layers_in(ours)[name].get_weights()[0], layer.get_weights()[0])
+    assert int(other.iterations) == 0 and float(other.learning_rate) == 0.25

@@ -31,7 +31,7 @@ def make(keras):
             return self.head(self.drop(self.encoder(inputs), training=training)) * self.beta
 
     class Trainer(looplib.GradientTrainer):
-        shared = 1.0
+        shared = half = 1.0
 
         def __init__(self):
             model = Scaled()
@@ -44,8 +44,12 @@ def make(keras):
         def dataset(self, context):
             return context.indices(32).map(lambda i: tf.gather(X, i))
 
+        @property
+        def halved(self):
+            return self.half
+
         def factor(self):
-            return self.settings.scale * self.weights[0] * self.shared * self.live + 0 * (self.bad == 0)
+            return self.halved * self.settings.scale * self.weights[0] * self.shared * self.live + 0 * (self.bad == 0)
 
         def loss_fn(self, inputs):
             self.traces += 1  # as tests do
@@ -63,6 +67,12 @@ CHANGES = {
     "an attribute of the model": (lambda t: setattr(t.model, "beta", 2.0), "scaled.*beta is 2.0 and was 1.0"),
     "a field of settings": (lambda t: setattr(t.settings, "scale", 2.0), "settings is .*scale=2.0"),
     "an item of a list": (lambda t: t.weights.append(3.0), "weights is .*3.0"),
+    "an activation": (
+        lambda t: setattr(t.model.encoder, "activation", tf.nn.relu),
+        "encoder.activation is <function relu",
+    ),
+    "another optimizer": (lambda t: setattr(t, "optimizer", type(t.optimizer)(0.5)), "optimizer is .* and was"),
+    "what a property reads": (lambda t: setattr(t, "half", 3.0), "half is 3.0 and was 1.0"),
     "an attribute of the class": (lambda t: setattr(t, "shared", 2.0), "shared is 2.0 and was 1.0"),
 }
 

@@ -22,9 +22,10 @@ _NOWHERE = object()
 class TracedValues:
     """The values that the step of a task had in Python when it was traced.
 
-    These are numbers, strings, and lists, dicts and dataclasses of them, that are attributes of the task or of its
-    layers and that the code of the step reads, and whether each layer is trainable. An attribute that the step itself
-    assigns is left out, because it may count the traces.
+    These are the attributes of the task and of its layers that the code of the step reads: numbers, strings, and lists,
+    dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, and which
+    models and optimizers the task holds. An attribute that the step itself assigns is left out, because it may count
+    the traces.
 
     Args:
       task: a trainer or evaluator whose step has just been traced.
@@ -48,7 +49,9 @@ class TracedValues:
         """
         for holder, name, who, value, then in self._values:
             now = getattr(holder, name, None)
-            if (now is value and isinstance(value, _IMMUTABLE)) or repr(now) == then:
+            if now is value and not _may_change_inside(value):
+                continue
+            if _is_plain(value) and repr(now) == then:
                 continue
             cure = (
                 "start the run again with it and with --partial_restore (CheckpointPolicy(partial=True)), which keeps "
@@ -76,8 +79,15 @@ def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
         names = [name for name in names if not name.startswith("_") and name != "trainable"]  # others are Keras's own
     for name in sorted(names):
         value = inspect.getattr_static(holder, name, _NOWHERE)
-        if _is_plain(value):
+        if _is_plain(value) or (callable(value) and name in vars(holder)):  # such as an activation
             yield name, value
+    for name, value in vars(holder).items():
+        if not _keras.is_layer(holder) and (_keras.is_layer(value) or _keras.is_optimizer(value)):
+            yield name, value
+
+
+def _may_change_inside(value: Any) -> bool:
+    return _is_plain(value) and not isinstance(value, _IMMUTABLE)
 
 
 def _is_plain(value: Any) -> bool:
@@ -104,6 +114,7 @@ def _read_by(kind: type) -> frozenset[str]:
         name = todo.pop()
         method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         method = method.__wrapped__ if isinstance(getattr(method, "__wrapped__", None), types.FunctionType) else method
+        method = method.fget if isinstance(method, property) else method
         module = getattr(method, "__module__", None) or ""  # None in a notebook's `exec`
         if name in seen or not isinstance(method, types.FunctionType) or module.startswith("looplib."):
             continue
