@@ -30,6 +30,10 @@ KERNEL = _random.randn(FEATURES, CLASSES).astype("float32")
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 
 
+def old_sgd():
+    return tf_keras.optimizers.legacy.SGD(0.1)
+
+
 class Tagger(looplib.GradientTrainer):
     """Softmax regression on the tokens of sentences of many lengths."""
 
@@ -734,6 +738,7 @@ class Scalar(Tagger):
         (lambda: Tagger(average_decay="0.9"), "decay of weight averages is '0.9'"),
         (lambda: Tagger(tf_keras, keras3.optimizers.SGD(0.1)), "two Keras families are mixed"),
         (lambda: Tagger(optimizer=keras3.optimizers.SGD(0.1, loss_scale_factor=8.0)), "SGD scales the loss"),
+        (lambda: Tagger(tf_keras, old_sgd()), "SGD of tf_keras.optimizers.legacy, which makes variables in"),
         (lambda: Returns(lambda losses: losses[:4]), r"the shape \(4, 6\), and its batch has 32 examples"),
         (lambda: Returns(lambda losses: losses[:4], micro_batches=2), r"and its batch has 16 examples"),
         (lambda: Returns(lambda losses: (losses, {"a": losses[:1]}), micro_batches=2), "the metric 'a' has the shape"),

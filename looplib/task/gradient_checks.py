@@ -9,6 +9,7 @@ from looplib import _keras
 from looplib.errors import UsageError
 from looplib.task.micro_batches import check_per_example
 from looplib.task.reductions import Reduction
+from looplib.task.state import SlotOptimizer
 from looplib.task.trainer import Trainer
 
 REPORTS = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "layer_norms")
@@ -73,10 +74,15 @@ def check_model(model: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises `UsageError` if an optimizer is none of Keras, or scales the loss."""
+    """Raises `UsageError` if an optimizer is none of Keras, makes its variables late, or scales the loss."""
     if not _keras.is_optimizer(optimizer):
         raise UsageError(
             f"optimizer is a {type(optimizer).__name__}; expected a Keras optimizer, or a dict of them by pattern"
+        )
+    if isinstance(optimizer, SlotOptimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__} of tf_keras.optimizers.legacy, which makes variables in "
+            "its first update; give that of tf_keras.optimizers, or use it in the step_fn of a looplib.Trainer"
         )
     if _keras.scales_loss(optimizer) or getattr(optimizer, "loss_scale_factor", None):
         raise UsageError(
