@@ -186,6 +186,11 @@ def averaged(optimizer: Any, variables: Iterable[Any], with_updated: bool) -> li
     return [(tf_variable(variable), tf_variable(average)) for variable, average in pairs if average is not None]
 
 
+def rate_or_schedule(optimizer: Any, rate: Any) -> Any:
+    """Returns the rate or the schedule of an optimizer of tf_keras, whose public `rate` is that of the update before."""
+    return getattr(optimizer, "_learning_rate", rate)
+
+
 def scales_loss(optimizer: Any) -> bool:
     """Returns whether a Keras optimizer scales the loss, so that an overflow of its gradients is no fault."""
     return getattr(optimizer, "inner_optimizer", None) is not None

@@ -81,8 +81,7 @@ def learning_rate(optimizer: Any) -> tf.Tensor:
         return tf.convert_to_tensor(optimizer.learning_rate)
     with tf.init_scope():  # legacy optimizers make their variables when they are first asked for them
         rate, iterations = optimizer.learning_rate, optimizer.iterations
-    # Of a schedule, the public name has the rate of the update before.
-    rate = getattr(optimizer, "_learning_rate", rate)
+    rate = _keras.rate_or_schedule(optimizer, rate)
     return tf.convert_to_tensor(rate(iterations) if callable(rate) else rate)
 
 
