@@ -187,7 +187,7 @@ def averaged(optimizer: Any, variables: Iterable[Any], with_updated: bool) -> li
 
 
 def rate_or_schedule(optimizer: Any, rate: Any) -> Any:
-    """Returns the rate or the schedule of an optimizer of tf_keras, whose public `rate` is that of the update before."""
+    """Returns the rate or schedule of an optimizer of tf_keras, whose public `rate` is that of the update before."""
     return getattr(optimizer, "_learning_rate", rate)
 
 
