@@ -120,8 +120,8 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
 def warm_start(objects: Mapping[str, Any], path: str) -> None:
     """Takes the weights that fit, by name and shape, from another run's checkpoint or a SavedModel.
 
-    Only layers and modules take values, also those in lists and dicts; optimizers, averages and seeds keep their initial
-    ones. What does not fit, such as a head for other classes, keeps its values and is named in the log.
+    Only layers and modules take values, also those in lists and dicts; optimizers, averages and seeds keep their
+    initial ones. What does not fit, such as a head for other classes, keeps its values and is named in the log.
 
     Args:
       objects: dict from attribute name to trackable object.
