@@ -309,10 +309,7 @@ class Checkpoints:
         if graph is None:
             return []
         names = RunRecord.in_checkpoint(reader, path).names
-        live = Live(self._objects, recorded=names is not None)
-        roots = {child.local_name: child.node_id for child in graph.nodes[0].children}
-        saved = Saved(reader, graph, names, {name: roots[name] for name in self._objects.keys() & roots}, live)
-        return misplaced(saved, live, objects_of(graph, self._checkpoint))
+        return misplaced(Saved(reader, graph, names, self._objects), objects_of(graph, self._checkpoint))
 
     def _mismatch(self, path: str, mode: RestoreMode, moved: Sequence[str] = ()) -> str:
         """Returns the sentence that lists all differences; TensorFlow names only the first one."""

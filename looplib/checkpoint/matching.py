@@ -147,17 +147,17 @@ def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -
     return {names[id(variable)]: variable for variable in variables}
 
 
-def misplaced(saved: Saved, live: Live, objects: Mapping[int, Any]) -> list[str]:
+def misplaced(saved: Saved, objects: Mapping[int, Any]) -> list[str]:
     """Lists the saved variables at whose place in the structure there is another one now.
 
     Args:
-      saved: the variables of a checkpoint.
-      live: those here.
+      saved: the variables of a checkpoint, with those here.
       objects: the objects here by the numbers of the checkpoint's nodes.
 
     Returns:
       list of phrases, such as "la/kernel there, lb/kernel here".
     """
+    live = saved.live
     normal = Normal(live)
     here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
     names = {normal(leaf.name) for leaf in live.leaves}

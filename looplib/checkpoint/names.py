@@ -101,13 +101,12 @@ class Live:
                 continue
             if leaf := self.leaf_of(value):
                 leaf.paths = {**paths, **leaf.paths}
-                self._places.append((_shortest(_of_others(paths, self.optimizers)), leaf))
-                continue
-            path = known.get(id(variable)) or _keras.variable_path(value)
-            leaf = Leaf(path if recorded else _keras.variable_path(variable), tuple(variable.shape),
-                        variable.dtype.is_floating, paths, variable)  # fmt: skip
-            self._of_variable[id(variable)] = leaf
-            named.append((path, leaf))
+            else:
+                path = known.get(id(variable)) or _keras.variable_path(value)
+                leaf = Leaf(path if recorded else _keras.variable_path(variable), tuple(variable.shape),
+                            variable.dtype.is_floating, paths, variable)  # fmt: skip
+                self._of_variable[id(variable)] = leaf
+                named.append((path, leaf))
             self._places.append((_shortest(_of_others(paths, self.optimizers)), leaf))
         self._find_slots(named)
         self._find_old_slots()
@@ -175,16 +174,17 @@ class Saved:
       reader: from `tf.train.load_checkpoint`.
       graph: its object graph.
       names: the names of its run record; None for a checkpoint that has none.
-      roots: dict from attribute name to the number of its node.
-      live: the variables here.
+      objects: dict from attribute name to the trackable object here, or from "" to one that was saved as the whole.
 
     Attributes:
       leaves: dict from the number of a node to its variable.
+      live: the variables here, under names of the same kind.
     """
 
-    def __init__(
-        self, reader: Any, graph: Any, names: VariableNames | None, roots: Mapping[str, int], live: Live
-    ) -> None:
+    def __init__(self, reader: Any, graph: Any, names: VariableNames | None, objects: Mapping[str, Any]) -> None:
+        self.live = live = Live(objects, recorded=names is not None)
+        numbers = {"": 0} | {child.local_name: child.node_id for child in graph.nodes[0].children}
+        roots = {name: numbers[name] for name in objects if name in numbers}
         children = [[(child.local_name, child.node_id) for child in node.children] for node in graph.nodes]
         ways = _paths(children.__getitem__, roots)
         self.leaves: dict[int, Leaf] = {}

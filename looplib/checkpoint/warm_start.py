@@ -11,7 +11,7 @@ from absl import logging
 from looplib import _keras, _tf
 from looplib.checkpoint import choice, commits
 from looplib.checkpoint.matching import Match
-from looplib.checkpoint.names import Leaf, Live, Saved
+from looplib.checkpoint.names import Leaf, Saved
 from looplib.checkpoint.snapshot import objects_of
 from looplib.errors import UsageError, gist, join_names
 from looplib.task.record import RunRecord
@@ -81,9 +81,8 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
     if graph is None:
         raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
     record = RunRecord.in_checkpoint(reader, path)
-    live = Live(objects, recorded=record.names is not None)
-    numbers = {"": 0} | {child.local_name: child.node_id for child in graph.nodes[0].children}
-    saved = Saved(reader, graph, record.names, {name: numbers[name] for name in objects if name in numbers}, live)
+    saved = Saved(reader, graph, record.names, objects)
+    live = saved.live
     if weights_only:
         live.leaves = [leaf for leaf in live.leaves if not (leaf.owned or leaf.name.endswith("seed_generator_state"))]
     match = Match(saved.leaves.values(), live, record.optimizers)
