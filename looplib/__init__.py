@@ -34,7 +34,7 @@ _HOMES = {
     "KeepBest": "checkpoint.policy",
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
-    "KerasTrainer": "task.keras_trainer",
+    "KerasTrainer": "extras.keras.trainer",
     "Mixture": "task.mixture",
     "MlflowWriter": "extras.trackers.mlflow_writer",
     "OrbitEvaluator": "extras.orbit.adapters",

@@ -14,7 +14,7 @@ from faults.tampering import rewrite_run_state
 
 import looplib
 from looplib.errors import UsageError
-from looplib.task.keras_callbacks import KerasCallbacks
+from looplib.extras.keras.callbacks import KerasCallbacks
 
 pytestmark = pytest.mark.any_engine
 

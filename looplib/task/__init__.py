@@ -1,11 +1,10 @@
 """What a user subclasses, what a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
-    actions: Action, ActionStates, Event, attending, stops_of, tell_saves
+    actions: Action, ActionStates, Event, attending, stops_of, tell_saves, warn_of_other_memories
     averages: WeightAverages
     batches: Batches, Epoch, Span
     buckets: Buckets
-    callback_memory: none
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     derived: starting
     evaluator: Evaluator
@@ -14,9 +13,6 @@ Names that other rooms may use, by file:
     gradient_trainer: GradientTrainer
     gradients: none
     input_context: InputContext, per_replica_batch_size
-    keras_callbacks: none
-    keras_data: none
-    keras_trainer: KerasTrainer
     learning_rates: LearningRates, learning_rate
     loss_scale: none
     media: Media, histogram, image, text
@@ -37,7 +33,7 @@ Names that other rooms may use, by file:
     profiling: Profile
     record: EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
-    shares: KINDS, Share, in_use, weighed
+    shares: KINDS, Share, in_use, of_means, weighed
     state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, tables_of, variables_of
     trainer: Trainer
 """

@@ -8,11 +8,11 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
+from looplib.extras.keras.callbacks import KerasCallbacks
+from looplib.extras.keras.data import KerasData
 from looplib.task import own_names, reductions, shares
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
-from looplib.task.keras_callbacks import KerasCallbacks
-from looplib.task.keras_data import KerasData
 from looplib.task.trainer import Trainer
 
 _PREFIX = "compile_metrics_"  # of Keras 3's one object for all compiled metrics

@@ -5,8 +5,8 @@ from typing import Any
 
 from looplib import _keras
 from looplib.errors import UsageError
+from looplib.extras.keras.callback_memory import Memories
 from looplib.task.actions import Action, Event
-from looplib.task.callback_memory import Memories
 
 _REPLACED = {
     "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller, or the action "
