@@ -1,6 +1,8 @@
 """Compiled Keras models, of either family, trained as `fit` trains them.
 
 Names that other rooms may use, by file:
+    best_weights: none
+    callback_kinds: none
     callback_memory: none
     callbacks: none
     data: none
