@@ -126,7 +126,7 @@ def callback_base(model: Any) -> type:
 def _within(structure: Any) -> Iterator[tuple[Any, Any]]:
     """Yields (key, item) of what a list, tuple or dict holds and is, or may hold, an object of Keras."""
     items = structure.items() if isinstance(structure, dict) else enumerate(structure)
-    return ((key, item) for key, item in items if isinstance(item, _STRUCTURES) or family(item))
+    return ((key, item) for key, item in items if isinstance(item, (*_STRUCTURES, tf.Module)) or family(item))
 
 
 def optimizers(holder: Any) -> dict[str, Any]:
@@ -146,18 +146,23 @@ def optimizers(holder: Any) -> dict[str, Any]:
     return found
 
 
-def sublayers(layer: Any) -> list[Any]:
-    """Returns a layer and all that it holds, also in lists and dicts, which Keras 3 does not track for TensorFlow."""
-    found, seen, todo = [], set(), [layer]
+def parts(holder: Any) -> list[Any]:
+    """Returns the layers, metrics and modules that something is and holds, also those in lists and dicts."""
+    found, seen, todo = [], set(), [holder]
     while todo:
         value = todo.pop()
         if isinstance(value, _STRUCTURES) and id(value) not in seen:
             todo.extend(item for _, item in _within(value))
-        elif is_layer(value) and id(value) not in seen:
+        elif (is_layer(value) or is_metric(value) or isinstance(value, tf.Module)) and id(value) not in seen:
             found.append(value)
             todo.extend(vars(value).values())
         seen.add(id(value))
     return found
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """Returns a layer and all that it holds, also in lists and dicts, which Keras 3 does not track for TensorFlow."""
+    return [part for part in parts(layer) if is_layer(part)]
 
 
 def with_inner(outer: Iterable[Any]) -> list[Any]:

@@ -6,7 +6,16 @@ import pathlib
 TESTS = {
     "checkpoint": ["checkpoints", "choice", "continue", "names", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
-    "data": ["bottleneck", "device_copies", "feeds", "global_batches", "lengths", "resident", "sources"],
+    "data": [
+        "bottleneck",
+        "device_copies",
+        "empty_shares",
+        "feeds",
+        "global_batches",
+        "lengths",
+        "resident",
+        "sources",
+    ],
     "extras": [
         "checks",
         "every_kind",

@@ -75,7 +75,10 @@ class TaskLoop(TrainingLoop):
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
-        self._traced = TracedValues(spec.task) if self._inner.step is not None else None
+        self._traced = None
+        if self._inner.step is not None:
+            self._traced = TracedValues(spec.task)
+            global_share.check(spec.task, self._inner.step)
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
