@@ -19,7 +19,7 @@ Names that other rooms may use, by file:
     loops: LoopSettings, Loops
     media: as_shown
     one_program: none
-    optimizers: TrainingOptimizers
+    optimizers: Replacement, TrainingOptimizers
     packing: none
     prediction: Prediction
     recorded: RecordedParts
