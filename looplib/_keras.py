@@ -29,6 +29,11 @@ def _family_of(kind: type) -> str | None:
     return next((root for root in roots if root in _ROOTS), None)
 
 
+def is_own_class(value: Any) -> bool:
+    """Returns whether Keras itself, of either family, defines the class of an object."""
+    return type(value).__module__.split(".")[0] in _ROOTS
+
+
 def _is_a(value: Any, *path: str) -> bool:
     root = family(value)
     if root is None:

@@ -18,6 +18,7 @@ Names that other rooms may use, by file:
     graph: none
     loops: LoopSettings, Loops
     media: as_shown
+    metric_sums: none
     one_program: none
     optimizers: Replacement, TrainingOptimizers
     packing: none
