@@ -77,6 +77,12 @@ def tf_variable(variable: Any) -> tf.Variable:
     return variable.value if is_variable(variable) else variable
 
 
+def value_now(value: Any) -> Any:
+    """Returns a value; a tensor in place of a variable of either family, or of TensorFlow, which may change later."""
+    variable = tf_variable(value)
+    return tf.convert_to_tensor(variable) if isinstance(variable, tf.Variable) else value
+
+
 def variable_path(variable: Any) -> str:
     """Returns the name of a variable of either family with the names of the layers that hold it, such as a/kernel."""
     return variable.path if is_variable(variable) else variable.name.removesuffix(":0")

@@ -9,6 +9,8 @@ import tensorflow as tf
 from conftest import EVERY, make_strategy, more
 
 import looplib
+from looplib.extras.parameter_server.results import RemoteReducer
+from looplib.loop.reducer import Reducer
 
 pytestmark = pytest.mark.any_engine
 
@@ -194,6 +196,68 @@ def test_a_training_is_the_one_without_the_check_of_its_metric():
         metrics = controller.train(3)
         weights.append(trainer.weight.numpy())
     assert weights[0] == weights[1] and metrics["own"] == pytest.approx(8 * metrics["value"])
+
+
+def live_metric(keras):
+    """Returns a metric whose results are its variables themselves, as Keras's own documentation writes them."""
+
+    class Sums(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="sums")
+            self.values, self.count = (self.add_weight(name=name, initializer="zeros") for name in ("values", "count"))
+
+        def update_state(self, values):
+            self.values.assign_add(tf.reduce_sum(tf.cast(values, tf.float32)))
+            self.count.assign_add(tf.cast(tf.size(values), tf.float32))
+
+        def result(self):
+            return {"values": self.values, "count": self.count}
+
+    class One(Sums):
+        def result(self):
+            return self.values
+
+    return Sums(), One()
+
+
+@pytest.mark.parametrize("loop", ["eager", "graph"])
+@pytest.mark.parametrize("name, family", EACH)
+def test_a_keras_metric_may_return_its_own_variables(name, family, loop):
+    strategy, keras = make_strategy(name), pytest.importorskip(family)
+    with strategy.scope():
+        several, one = live_metric(keras)
+
+    def outputs(i, v):
+        several.update_state(v)
+        one.update_state(i)
+        return {"several": several, "one": one}
+
+    with looplib.Controller(
+        evaluator=Values(65, outputs), strategy=strategy, global_batch_size=16, writers=[], loop=loop
+    ) as controller:
+        for _ in range(2):  # reset between evaluations
+            found = controller.evaluate()["eval"]
+            assert found["several_values"] == pytest.approx(VALUES[:65].sum(), rel=1e-5)
+            assert (found["several_count"], found["one"], found["examples"]) == (65, np.arange(65).sum(), 65)
+
+
+@pytest.mark.parametrize("kind", [Reducer, RemoteReducer])
+def test_what_a_reducer_reads_of_keras_metrics_is_from_before_the_reset(kind):
+    """The one of parameter servers keeps its totals, and the metrics' variables, on the coordinator."""
+    several, one = live_metric(importlib.import_module("keras"))
+
+    def step_fn(values):
+        several.update_state(values)
+        one.update_state(2 * values)
+        return {"several": several, "one": one}
+
+    reducer = kind(make_strategy("default"), "step_fn", count_examples=True)
+    contribution = reducer.run_step(step_fn, tf.constant([1.0, 2.0, 4.0]), may_be_empty=False)
+    reducer.create()
+    reducer.add(contribution)
+    expected = {"examples": 3, "several_values": 7.0, "several_count": 3.0, "one": 14.0}
+    assert reducer.packer.unpack(*reducer.read()) == expected
+    assert float(one.values.numpy()) == 0
 
 
 def test_last_is_the_value_of_the_last_step(strategy):
