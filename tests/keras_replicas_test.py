@@ -10,6 +10,7 @@ from conftest import make_strategy
 import looplib
 from looplib import _keras
 from looplib.errors import UsageError
+from looplib.extras.keras.alone import alone
 
 FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
 pytestmark = pytest.mark.any_engine
@@ -270,3 +271,33 @@ def test_a_model_whose_layers_see_the_batch_or_draw_noise_is_not_refused_and_not
 
 def _value(variable):
     return _keras.tf_variable(variable).numpy()
+
+
+@pytest.mark.any_engine(False)
+def test_a_replica_is_alone_only_where_it_is_asked_to_be():
+    strategy = make_strategy("mirrored_x2")
+
+    def seen():
+        context = tf.distribute.get_replica_context()
+        before = context.num_replicas_in_sync
+        with alone():
+            inside = context.num_replicas_in_sync, tf.distribute.get_strategy().num_replicas_in_sync
+            gathered = context.all_gather(tf.random.normal([3, 1]), axis=0)
+            outside = context.merge_call(lambda strategy: strategy.num_replicas_in_sync)
+        return before, *inside, tf.shape(gathered)[0], outside, context.num_replicas_in_sync
+
+    found = tf.function(lambda: strategy.run(seen), autograph=False)()
+    assert [int(strategy.experimental_local_results(each)[-1]) for each in found] == [2, 1, 1, 6, 2, 2]
+
+
+@pytest.mark.any_engine(False)
+def test_a_strategy_that_counts_its_replicas_in_another_way_is_refused():
+    class Other(tf.distribute.MirroredStrategy):
+        num_replicas_in_sync = 2
+
+    def step():
+        with alone():
+            return tf.constant(0)
+
+    with pytest.raises(UsageError, match="train the compiled model on one replica"):
+        Other(["CPU:0", "CPU:1"]).run(step)

@@ -195,7 +195,7 @@ def test_a_training_is_the_one_without_the_check_of_its_metric():
         controller = looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=8, writers=[])
         metrics = controller.train(3)
         weights.append(trainer.weight.numpy())
-    assert weights[0] == weights[1] and metrics["own"] == pytest.approx(8 * metrics["value"])
+    assert weights[0] == weights[1] and metrics["own"] == pytest.approx(24 * metrics["value"])
 
 
 def live_metric(keras):
