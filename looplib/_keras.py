@@ -29,6 +29,11 @@ def _family_of(kind: type) -> str | None:
     return next((root for root in roots if root in _ROOTS), None)
 
 
+def is_own_class(value: Any) -> bool:
+    """Returns whether Keras itself, of either family, defines the class of an object."""
+    return type(value).__module__.split(".")[0] in _ROOTS
+
+
 def _is_a(value: Any, *path: str) -> bool:
     root = family(value)
     if root is None:
@@ -106,6 +111,16 @@ def input_specs(model: Any) -> Any:
         return {key: tf.TensorSpec(part.shape, part.dtype, key) for key, part in inputs.items()}
     name = None if tf.nest.is_nested(inputs) else "inputs"
     return tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype, name or part.name), inputs)
+
+
+def is_batch_normalization(layer: Any) -> bool:
+    """Returns whether a layer of either family normalizes by the statistics of its batch."""
+    return _is_a(layer, "layers", "BatchNormalization")
+
+
+def has_own_step(model: Any) -> bool:
+    """Returns whether a model has a `train_step` of its own, in place of Keras's."""
+    return type(model).train_step.__module__.split(".")[0] not in _ROOTS
 
 
 def export_archive(model: Any) -> Any:
@@ -216,10 +231,10 @@ def changes_when_called(layer: Any) -> bool:
     return any(getattr(part, "_random_generator", None) is not None for part in parts)
 
 
-def computes_in_float16(model: Any) -> bool:
-    """Returns whether a model, or a layer directly in it, computes in float16."""
+def computes_in(model: Any, *types: str) -> bool:
+    """Returns whether a model, or a layer directly in it, computes in one of some types, such as "float16"."""
     layers = [model, *(model.layers if is_model(model) else ())]
-    return any(is_layer(layer) and layer.compute_dtype == "float16" for layer in layers)
+    return any(is_layer(layer) and layer.compute_dtype in types for layer in layers)
 
 
 def check_one_family(objects: Mapping[str, Any]) -> None:

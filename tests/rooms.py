@@ -20,6 +20,7 @@ TESTS = {
         "checks",
         "every_kind",
         "foreign",
+        "keras_replicas",
         "keras_trainer",
         "local_launch",
         "preflight",

@@ -67,7 +67,7 @@ def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training
     """Runs a step, of which nothing counts where the replica has no example of the global batch."""
     counts = share.examples > 0
     before = [variable.read_value() for variable in metrics]
-    with shares.in_use(share, uneven=True):
+    with shares.in_use(share):
         outputs = step_fn(share.inputs)
     for variable, value in zip(metrics, before):
         variable.assign(tf.where(counts, variable.read_value(), value))

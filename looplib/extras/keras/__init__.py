@@ -1,8 +1,10 @@
 """Compiled Keras models, of either family, trained as `fit` trains them.
 
 Names that other rooms may use, by file:
+    alone: none
     callback_memory: none
     callbacks: none
     data: none
+    means: none
     trainer: KerasTrainer
 """
