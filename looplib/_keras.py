@@ -7,6 +7,7 @@ This imports neither: it recognizes objects by the modules of their classes.
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -133,9 +134,9 @@ def load_model(model: Any, path: str) -> Any:
     return sys.modules[family(model)].models.load_model(path, compile=False)
 
 
-def callback_base(model: Any) -> type:
-    """Returns the class of callbacks of a model's family."""
-    return sys.modules[family(model)].callbacks.Callback
+def callbacks_of(model: Any) -> types.ModuleType:
+    """Returns the module of callbacks of a model's family."""
+    return sys.modules[family(model)].callbacks
 
 
 def _within(structure: Any) -> Iterator[tuple[Any, Any]]:
