@@ -13,6 +13,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import shutil
 import sys
 import tempfile
 
@@ -74,7 +75,6 @@ class _Program:
 
     def __init__(self, row, family, folder):
         self._row, self._keras, self._folder = row, importlib.import_module(family), folder
-        self._steps = None
         self._fitted = self._whole = None
 
     def cell(self, column):
@@ -97,8 +97,9 @@ class _Program:
         return f"{WRONG}: {worst}"
 
     def build(self, first=True):
-        """Returns the model and the arguments of `fit`, always with the names and first weights of a new process."""
-        self._keras.backend.clear_session()
+        """Returns the model and the arguments of `fit`, always with the same first weights."""
+        if self._keras.__name__ == "tf_keras":
+            self._keras.backend.experimental.enable_tf_random_generator()  # as binaries do
         self._keras.utils.set_random_seed(3)
         model, arguments = self._row.build(self._keras)
         if first and self._row.first_only:
@@ -106,26 +107,26 @@ class _Program:
         return model, arguments
 
     def _fit(self):
-        if not self._whole:
-            self._whole = self.trained("whole")
-        return self._beside_fit(*self._whole)
+        return self._beside_fit(*self._uninterrupted())
 
     def _replicas(self):
-        return self._beside_fit(*self.trained(None, "mirrored_x2"))
+        return self._beside_fit(*self.trained("mirrored_x2"))
 
     def _resumed(self):
+        expected_model, expected = self._uninterrupted()
+        model, reports = self.trained("default", "killed", first=False)
+        expected = {name: values for name, values in expected.items() if name not in NOT_OF_FIT}
+        return {"weights": _largest(_weights(model), _weights(expected_model)), **_histories(reports, expected)}
+
+    def _uninterrupted(self):
+        """Returns the model and the reports of a training, which leaves its first checkpoint in the directory "killed"."""
         if not self._whole:
-            self._whole = self.trained("whole")
-        self.trained("resumed", stop=True)
-        model, reports = self.trained("resumed", first=False)
-        expected_model, expected = self._whole
-        last = {name: values[-1:] for name, values in expected.items() if name not in NOT_OF_FIT}
-        return {"weights": _largest(_weights(model), _weights(expected_model)), **_histories(reports, last)}
+            self._whole = self.trained("default", "whole")
+        return self._whole
 
     def _export(self):
-        if not self._whole:
-            self._whole = self.trained("whole")
-        trained, _ = self._whole
+        trained, _ = self._uninterrupted()
+        self._keras.backend.clear_session()
         model, arguments = self.build(first=False)
         trainer = looplib.KerasTrainer(model, **arguments)
         with looplib.Controller(
@@ -158,19 +159,20 @@ class _Program:
         history = {name: values for name, values in history.items() if name not in self._row.not_compared}
         return {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
 
-    def trained(self, name, strategy="default", stop=False, first=True):
+    def trained(self, strategy, name=None, first=True):
         """Returns the model and the reports of a training by looplib.
 
         Args:
-          name: of the run directory; None for none.
           strategy: name of a strategy.
-          stop: whether the training stops in the middle of the last epoch.
+          name: of the run directory; None for none. That of "whole" is copied after the first step, as a kill
+            would leave it.
           first: whether it is the first program of its run.
         """
+        self._keras.backend.clear_session()  # names as in a new process
         reports = {}
 
         def note(event):
-            for metric, value in event.metrics.items():
+            for metric, value in event.metrics.items() if event.step > 1 else ():
                 reports.setdefault(metric if event.split == "train" else f"val_{metric}", []).append(value)
 
         strategy = make_strategy(strategy)
@@ -183,16 +185,17 @@ class _Program:
             model_dir=self._folder / name if name else None,
         ) as controller:  # fmt: skip
             train = controller.train_and_evaluate if "validation_data" in arguments else controller.train
-            if stop:
-                train(self._steps - 1)
-            else:
-                train(epochs=fit_rows.EPOCHS)
-                self._steps = controller.global_step
+            if name == "whole":
+                controller.train(1)
+                shutil.copytree(self._folder / name, self._folder / "killed")
+            train(epochs=fit_rows.EPOCHS)
         return model, reports
 
 
 def _weights(model):
-    return [tf.convert_to_tensor(weight).numpy() for weight in model.weights]
+    """Returns the weights of a model as arrays; those of tf_keras's list have its metrics too."""
+    others = {id(variable) for metric in model.metrics for variable in metric.variables}
+    return [tf.convert_to_tensor(weight).numpy() for weight in model.weights if id(weight) not in others]
 
 
 def _histories(found, expected):
@@ -252,7 +255,9 @@ def write(lines):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__), formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=inspect.cleandoc(__doc__), formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--families", default=",".join(fit_rows.BOTH))
     parser.add_argument("--columns", default=",".join(COLUMNS))
