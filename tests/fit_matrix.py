@@ -13,7 +13,6 @@ import importlib
 import inspect
 import pathlib
 import re
-import shutil
 import sys
 import tempfile
 
@@ -114,12 +113,14 @@ class _Program:
 
     def _resumed(self):
         expected_model, expected = self._uninterrupted()
-        model, reports = self.trained("default", "killed", first=False)
-        expected = {name: values for name, values in expected.items() if name not in NOT_OF_FIT}
+        self.trained("default", "resumed", steps=3)
+        model, reports = self.trained("default", "resumed", first=False)
+        expected = {name: values[-1:] for name, values in expected.items() if name not in NOT_OF_FIT}
+        reports = {name: values[-1:] for name, values in reports.items()}
         return {"weights": _largest(_weights(model), _weights(expected_model)), **_histories(reports, expected)}
 
     def _uninterrupted(self):
-        """Returns the model and the reports of a training, which leaves its first checkpoint in the directory "killed"."""
+        """Returns the model and the reports of a training in one piece, whose run directory is "whole"."""
         if not self._whole:
             self._whole = self.trained("default", "whole")
         return self._whole
@@ -159,20 +160,20 @@ class _Program:
         history = {name: values for name, values in history.items() if name not in self._row.not_compared}
         return {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
 
-    def trained(self, strategy, name=None, first=True):
+    def trained(self, strategy, name=None, steps=None, first=True):
         """Returns the model and the reports of a training by looplib.
 
         Args:
           strategy: name of a strategy.
-          name: of the run directory; None for none. That of "whole" is copied after the first step, as a kill
-            would leave it.
+          name: of the run directory; None for none.
+          steps: where it ends; default with the last epoch.
           first: whether it is the first program of its run.
         """
         self._keras.backend.clear_session()  # names as in a new process
         reports = {}
 
         def note(event):
-            for metric, value in event.metrics.items() if event.step > 1 else ():
+            for metric, value in event.metrics.items():
                 reports.setdefault(metric if event.split == "train" else f"val_{metric}", []).append(value)
 
         strategy = make_strategy(strategy)
@@ -185,10 +186,7 @@ class _Program:
             model_dir=self._folder / name if name else None,
         ) as controller:  # fmt: skip
             train = controller.train_and_evaluate if "validation_data" in arguments else controller.train
-            if name == "whole":
-                controller.train(1)
-                shutil.copytree(self._folder / name, self._folder / "killed")
-            train(epochs=fit_rows.EPOCHS)
+            train(steps, epochs=None if steps else fit_rows.EPOCHS)
         return model, reports
 
 
