@@ -8,5 +8,6 @@ Names that other rooms may use, by file:
     callbacks: none
     data: none
     means: none
+    rows: none
     trainer: KerasTrainer
 """

@@ -12,6 +12,7 @@ from absl import logging
 
 from looplib import _keras
 from looplib.errors import UsageError, gist
+from looplib.extras.keras import rows
 from looplib.extras.keras.alone import alone
 from looplib.loop.optimizers import Replacement
 
@@ -60,13 +61,15 @@ def check(model: Any, batch: tuple) -> None:
     Raises:
       UsageError: if it is not.
     """
-    rows = min(EXAMPLES, _size(batch)) // 2
-    if not rows:
+    half = min(EXAMPLES, _size(batch)) // 2
+    if not half:
         return
-    first, second = _rows(batch, 0, rows), _rows(batch, rows, 2 * rows)
+    first, second, backwards = (
+        rows.take(batch, ids) for ids in (range(half), range(half, 2 * half), reversed(range(half)))
+    )
     try:
         with _Runs(model) as run:
-            one, again, reversed_one = run(first), run(first), run(_reversed(first))
+            one, again, reversed_one = run(first), run(first), run(backwards)
             rounding = _ROUNDING * _apart(one, reversed_one)  # deep models have more than others
             tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, rounding)
             copies = _joined(first, first)
@@ -207,8 +210,10 @@ def _written(traced: tf.types.experimental.ConcreteFunction) -> list[tf.Variable
 
 
 def _spec(leaf: Any) -> Any:
-    """Returns the spec of a tensor, dense or ragged, with any number of rows."""
+    """Returns the spec of a tensor, dense, ragged or sparse, with any number of rows."""
     shape = [None, *leaf.shape[1:]]
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, leaf.dtype)
     if isinstance(leaf, tf.RaggedTensor):
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
     return tf.TensorSpec(shape, leaf.dtype)
@@ -243,14 +248,10 @@ def _size(batch: tuple) -> int:
     return min(int(leaf.shape[0]) for leaf in _leaves(batch))
 
 
-def _rows(batch: tuple, start: int, stop: int) -> tuple:
-    return _packed(batch, [leaf[start:stop] for leaf in _leaves(batch)])
-
-
-def _reversed(batch: tuple) -> tuple:
-    return _packed(batch, [leaf[::-1] for leaf in _leaves(batch)])
-
-
 def _joined(first: tuple, second: tuple) -> tuple:
     pairs = zip(_leaves(first), _leaves(second))
-    return _packed(first, [tf.concat([one, other], axis=0) for one, other in pairs])
+    return _packed(first, [_concatenated([one, other]) for one, other in pairs])
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    return tf.sparse.concat(0, parts) if isinstance(parts[0], tf.SparseTensor) else tf.concat(parts, axis=0)

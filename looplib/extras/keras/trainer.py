@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
@@ -120,6 +121,7 @@ class KerasTrainer(Trainer):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
         with shares.of_means(), alone():
+            inputs = self._keras_data.whole(inputs)
             return _metrics(self.model, inputs, self.model.train_step(inputs))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -152,11 +154,12 @@ class KerasEvaluator(Evaluator):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
         with alone():
+            inputs = self._keras_data.whole(inputs)
             return _metrics(self.model, inputs, self.model.test_step(inputs))
 
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
-        outputs = self.model.predict_step(inputs)
+        outputs = self.model.predict_step(self._keras_data.whole(inputs))
         if isinstance(outputs, (list, tuple)):
             return {f"prediction_{number}": output for number, output in enumerate(outputs)}
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}
@@ -188,17 +191,22 @@ def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
     found = {metric.name: metric for metric in model.metrics}
     results = set(model.get_metrics_result())
     own_names.check(f"the compiled {type(model).__name__}", results)
-    size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
+    size = _size(inputs)
     for name, value in (logs if isinstance(logs, dict) else {}).items():
         if name not in results and name not in found:
             found[name] = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
     return found
 
 
+def _size(inputs: Any) -> tf.Tensor:
+    first = next(leaf for leaf in tf.nest.flatten(inputs) if leaf is not None and leaf.shape.rank != 0)
+    return first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+
+
 def _build(model: Any, batch: tuple) -> None:
     """Makes the variables of a model and its metrics, which several replicas cannot do in their first step."""
     strategy = model.distribute_strategy
-    batch = tuple(tf.nest.map_structure(lambda part: part if part is None else tf.convert_to_tensor(part), batch))
+    batch = tuple(tf.nest.map_structure(lambda one: tf.constant(one) if isinstance(one, np.ndarray) else one, batch))
 
     def step() -> None:
         strategy.run(model.test_step, args=(batch,))
