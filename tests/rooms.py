@@ -18,6 +18,7 @@ TESTS = {
     ],
     "extras": [
         "checks",
+        "class_weight",
         "every_kind",
         "foreign",
         "keras_replicas",
