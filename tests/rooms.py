@@ -22,6 +22,7 @@ TESTS = {
         "every_kind",
         "foreign",
         "keras_replicas",
+        "keras_results",
         "keras_trainer",
         "local_launch",
         "preflight",
