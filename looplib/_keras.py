@@ -119,9 +119,9 @@ def is_batch_normalization(layer: Any) -> bool:
     return _is_a(layer, "layers", "BatchNormalization")
 
 
-def has_own_step(model: Any) -> bool:
-    """Returns whether a model has a `train_step` of its own, in place of Keras's."""
-    return type(model).train_step.__module__.split(".")[0] not in _ROOTS
+def has_own_step(model: Any, step: str = "train_step") -> bool:
+    """Returns whether a model has a `train_step`, or another step, of its own in place of Keras's."""
+    return getattr(type(model), step).__module__.split(".")[0] not in _ROOTS
 
 
 def export_archive(model: Any) -> Any:

@@ -8,5 +8,6 @@ Names that other rooms may use, by file:
     callbacks: none
     data: none
     means: none
+    results: none
     trainer: KerasTrainer
 """

@@ -115,6 +115,7 @@ class KerasData:
             )
         return dataset if self._weights is None else dataset.map(self._with_weights)
 
+    @tf.autograph.experimental.do_not_convert
     def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:
         """Adds the weights of the examples' classes to a batch, or to all examples."""
         if y is None or tf.nest.is_nested(y) or others:
@@ -122,13 +123,30 @@ class KerasData:
                 "class_weight needs (x, y) with class numbers or one-hot vectors as y, and no sample weights; use "
                 "sample_weight alone"
             )
-        labels = tf.convert_to_tensor(y)
-        if labels.shape.rank and labels.shape.rank > 1:
-            labels = labels[..., 0] if labels.shape[-1] == 1 else tf.argmax(labels, axis=-1)
-        labels = tf.cast(labels, tf.int64)
+        labels = _class_numbers(tf.convert_to_tensor(y), self._weights.size)
         known = tf.logical_and(labels >= 0, labels < self._weights.size)
         weights = tf.gather(self._weights, tf.where(known, labels, 0))
         return x, y, tf.where(known, weights, tf.ones_like(weights))
+
+
+def _class_numbers(labels: tf.Tensor, classes: int) -> tf.Tensor:
+    """Returns the classes that targets mean, as `fit` does: an argmax of vectors, and numbers rounded; int64."""
+    rank, width = labels.shape.rank, labels.shape[-1] if labels.shape.rank else 1
+    of_vectors = rank is not None and rank > 1 and width != 1
+    if rank is None or (of_vectors and rank > 2 and (labels.dtype.is_integer or width is None or width > classes)):
+        raise UsageError(
+            f"class_weight of {classes} classes got {labels.dtype.name} targets of shape {labels.shape}, which are not "
+            "known to be one-hot vectors; give class numbers a last dimension of 1, one-hot vectors of several "
+            "positions as floating-point numbers with a known last dimension, or use sample_weight"
+        )
+
+    def of_numbers() -> tf.Tensor:
+        numbers = labels if rank < 2 else labels[..., 0]
+        return tf.cast(tf.round(numbers) if labels.dtype.is_floating else numbers, tf.int64)
+
+    if of_vectors and width is None:
+        return tf.cond(tf.shape(labels)[-1] > 1, lambda: tf.argmax(labels, axis=-1), of_numbers)
+    return tf.argmax(labels, axis=-1) if of_vectors else of_numbers()
 
 
 def _array(array: Any, float_type: str) -> np.ndarray:

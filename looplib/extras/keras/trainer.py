@@ -12,12 +12,11 @@ from looplib.extras.keras import means
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
-from looplib.task import own_names, reductions, shares
+from looplib.extras.keras.results import Results
+from looplib.task import shares
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
-
-_PREFIX = "compile_metrics_"  # of Keras 3's one object for all compiled metrics
 
 
 class KerasTrainer(Trainer):
@@ -80,7 +79,7 @@ class KerasTrainer(Trainer):
         _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica_loss:
             means.check(model, self._keras_data.sample(means.EXAMPLES))
-        self.metrics = list(model.metrics)
+        self.metrics, self._keras_results = list(model.metrics), Results(model, "train_step")
         self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
@@ -118,11 +117,11 @@ class KerasTrainer(Trainer):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
         with shares.of_means(), alone():
-            return _metrics(self.model, inputs, self.model.train_step(inputs))
+            return self._keras_results.of_step(inputs)
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """See `Trainer`: gives metrics the names that they have in `fit`."""
-        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
+        """See `Trainer`: gives metrics the names and values that they have in `fit`."""
+        return self._keras_results.finished(metrics)
 
 
 class KerasEvaluator(Evaluator):
@@ -141,7 +140,7 @@ class KerasEvaluator(Evaluator):
         self.model = model
         self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
         _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
-        self.metrics = list(model.metrics)
+        self.metrics, self._keras_results = list(model.metrics), Results(model, "test_step")
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Evaluator`."""
@@ -150,7 +149,7 @@ class KerasEvaluator(Evaluator):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
         with alone():
-            return _metrics(self.model, inputs, self.model.test_step(inputs))
+            return self._keras_results.of_step(inputs)
 
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
@@ -177,20 +176,8 @@ class KerasEvaluator(Evaluator):
                 variable.assign(value)
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """See `Evaluator`: gives metrics the names that they have in `fit`."""
-        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
-
-
-def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
-    """Returns the metrics of a step: the model's own objects, and what else its step returned, averaged."""
-    found = {metric.name: metric for metric in model.metrics}
-    results = set(model.get_metrics_result())
-    own_names.check(f"the compiled {type(model).__name__}", results)
-    size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
-    for name, value in (logs if isinstance(logs, dict) else {}).items():
-        if name not in results and name not in found:
-            found[name] = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
-    return found
+        """See `Evaluator`: gives metrics the names and values that they have in `fit`."""
+        return self._keras_results.finished(metrics)
 
 
 def _build(model: Any, batch: tuple) -> None:
