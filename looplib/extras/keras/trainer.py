@@ -106,9 +106,11 @@ class KerasTrainer(Trainer):
         """See `Trainer`."""
         return [self._keras_callbacks] if self._keras_callbacks else []
 
-    def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
-        """See `Trainer`: an epoch, if its length is known."""
-        return self._keras_data.steps_per_epoch(global_batch_size) if global_batch_size else None
+    def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
+        """See `Trainer`: an epoch, which callbacks need too, if its length is known or asked for."""
+        if not global_batch_size:
+            return None
+        return self._keras_data.steps_per_epoch(global_batch_size, of_epoch or self._keras_callbacks is not None)
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
