@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
+from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.task import own_names, reductions, shares
@@ -71,7 +72,7 @@ class KerasTrainer(Trainer):
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
+        build(model, self._keras_data, trains=True)
         self.metrics = list(model.metrics)
         self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
 
@@ -132,7 +133,7 @@ class KerasEvaluator(Evaluator):
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
         self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
+        build(model, self._keras_data, trains=False)
         self.metrics = list(model.metrics)
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
@@ -182,30 +183,6 @@ def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
         if name not in results and name not in found:
             found[name] = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
     return found
-
-
-def _build(model: Any, batch: tuple) -> None:
-    """Makes the variables of a model and its metrics, which several replicas cannot do in their first step."""
-    strategy = model.distribute_strategy
-    batch = tuple(tf.nest.map_structure(lambda part: part if part is None else tf.convert_to_tensor(part), batch))
-
-    def step() -> None:
-        strategy.run(model.test_step, args=(batch,))
-
-    try:
-        # For one batch a trace takes too long; on several replicas, running eagerly takes longer.
-        (step if strategy.num_replicas_in_sync == 1 else tf.function(step))()
-    except Exception:
-        # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
-        if not _has_own_step(model):
-            raise
-        model.built = model.built or all(layer.built for layer in model.layers)
-    finally:
-        model.reset_metrics()
-
-
-def _has_own_step(model: Any) -> bool:
-    return not type(model).train_step.__module__.startswith(("keras.", "tf_keras."))
 
 
 def _as_arguments(data: Any) -> tuple:
