@@ -415,6 +415,11 @@ def is_late_variable(error: BaseException) -> bool:
     return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.21)
 
 
+def is_merge_in_branch(error: BaseException) -> bool:
+    """Returns whether an error says that replicas cannot be joined inside of a condition or another inner graph."""
+    return isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error)
+
+
 def wrapped_by_coordinator(error: Exception) -> BaseException:
     """Returns the error of a call that TensorFlow's ClusterCoordinator has wrapped; any other error unchanged."""
     return getattr(error, "original_exception", error)  # of a type without a public name (TensorFlow 2.21)

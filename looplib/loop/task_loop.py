@@ -372,6 +372,8 @@ class TaskLoop(TrainingLoop):
         }
         saved.add(_identity(self._spec.counter))  # the controller's own
         names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
+        if self._optimizers is not None:
+            self._optimizers.refuse_others(names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "

@@ -85,15 +85,30 @@ class KerasData:
             self._length, self._counted = _count(self._dataset()), True
         return self._length if self._length > 0 else None
 
-    def sample(self, examples: int) -> tuple:
-        """Returns a batch of a few examples as arguments x, y and sample_weight."""
+    def sample(self, examples: int) -> Any:
+        """Returns a batch of a few examples, as a step gets it."""
+        batch = self._rows_given if self.is_arrays else next(iter(self._dataset()))
+        return tf.nest.map_structure(lambda part: part[:examples], batch)
+
+    def spec(self, replicas: int) -> Any:
+        """Returns the structure of `tf.TypeSpec`s of the batches of one replica.
+
+        Their size is known where that of the data set's batches is.
+        """
         if self.is_arrays:
-            return tf.nest.map_structure(lambda array: array[:examples], self._arrays)
-        element = next(iter(self._dataset()))
-        if any(leaf.shape.rank == 0 for leaf in tf.nest.flatten(element)):
-            raise UsageError("the data set of KerasTrainer has single examples; batch it by the global batch size")
-        element = element if isinstance(element, tuple) else (element,)
-        return tf.nest.map_structure(lambda leaf: leaf[:examples], element)
+            return tf.nest.map_structure(
+                lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), self._rows_given
+            )
+
+        def of_replica(spec: Any) -> Any:
+            if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+                return spec
+            if spec.shape.rank == 0:
+                raise UsageError("the data set of KerasTrainer has single examples; batch it by the global batch size")
+            size = spec.shape[0] and math.ceil(spec.shape[0] / replicas)
+            return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype)
+
+        return tf.nest.map_structure(of_replica, self._dataset().element_spec)
 
     def training(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
         """Returns the data, epoch after epoch."""
@@ -111,8 +126,13 @@ class KerasData:
         """Returns the data, once."""
         return self._rows(context, False) if self.is_arrays else self._dataset()
 
+    @property
+    def _rows_given(self) -> Any:
+        """The arrays, in the structure of a batch."""
+        return self._arrays if len(self._arrays) > 1 else self._arrays[0]
+
     def _rows(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
-        arrays = self._arrays if len(self._arrays) > 1 else self._arrays[0]
+        arrays = self._rows_given
         flat = tf.nest.flatten(arrays)
         if sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES and all(a.dtype.kind in "biuf" for a in flat):
             return context.resident(arrays, shuffle=shuffle, whole_epochs=True)
