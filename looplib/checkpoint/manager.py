@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import _tf, files
-from looplib.checkpoint import commits, marker, worker_positions
+from looplib.checkpoint import commits, contents, marker, worker_positions
 from looplib.checkpoint.marker import Measured
 from looplib.checkpoint.matching import misplaced
 from looplib.checkpoint.names import Live, Saved
@@ -25,7 +25,7 @@ from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.errors import UsageError, gist
 from looplib.task.plain import as_bytes
-from looplib.task.record import RunRecord, VariableNames
+from looplib.task.record import Contents, RunRecord, VariableNames
 
 _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
 
@@ -82,7 +82,7 @@ class Checkpoints:
         # The files are this process's, also of variables on parameter servers.
         self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
         self._snapshots: Snapshots | None = None
-        self._names: VariableNames | None = None
+        self._noted: tuple[VariableNames, dict[str, Contents]] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.committed: list[str] = []
@@ -296,20 +296,25 @@ class Checkpoints:
                 if not key.startswith("save_counter/")
             )
 
-    def names(self) -> VariableNames:
-        """Returns the names of the variables, to be kept with a checkpoint."""
-        if self._names is None:
-            self._names = Live(self._objects).record()
-        return self._names
+    def note_in(self, record: RunRecord) -> None:
+        """Notes in the record of a checkpoint what its variables are called, and what no variable holds."""
+        if self._noted is None:
+            self._noted = Live(self._objects).record(), contents.contents_of(self._objects)
+        record.names, record.contents = self._noted
 
     def _misplaced(self, path: str) -> list[str]:
-        """Returns what has another name in a checkpoint, at the same place; [] where the names are not known."""
+        """Returns what has another name in a checkpoint, at the same place; [] where the names are not known.
+
+        Raises:
+          UsageError: if what no variable holds is not what the checkpoint was made with.
+        """
         reader = tf.train.load_checkpoint(path)
+        record = RunRecord.in_checkpoint(reader, path)
+        contents.check(self._objects, record, path)
         graph = _tf.object_graph(reader)
         if graph is None:
             return []
-        names = RunRecord.in_checkpoint(reader, path).names
-        return misplaced(Saved(reader, graph, names, self._objects), objects_of(graph, self._checkpoint))
+        return misplaced(Saved(reader, graph, record.names, self._objects), objects_of(graph, self._checkpoint))
 
     def _mismatch(self, path: str, mode: RestoreMode, moved: Sequence[str] = ()) -> str:
         """Returns the sentence that lists all differences; TensorFlow names only the first one."""

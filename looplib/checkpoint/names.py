@@ -91,7 +91,8 @@ class Live:
         self.parts = [value for value in self._objects if _variable(value) is None]
         # Keras 3's own names of variables that TensorFlow knows by shorter ones.
         layers = [part for part in self.parts if _keras.is_layer(part) and part.built]
-        known = {id(_variable(one)): _keras.variable_path(one) for layer in layers for one in layer.variables}
+        held = _keras.without_vocabularies(one for layer in layers for one in layer.variables)
+        known = {id(_variable(one)): _keras.variable_path(one) for one in held}
         named = []
         self._places: list[tuple[str, Leaf]] = []  # Keras 3's variable and the tf.Variable in it are two
         for number, paths in self._ways.items():
