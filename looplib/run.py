@@ -228,7 +228,7 @@ class Run:
         if layers := self._constants.renew():
             logging.info("the steps are traced again, with the restored constants of %s", join_names(layers))
             for loop in self.loops.by_name.values():
-                loop.renew(join_names(layers))
+                loop.retrace(join_names(layers))
 
     def restore_chosen(self, which: str | int) -> str | None:
         """Restores the checkpoint that a word or a step names, with its scores as the last evaluation.

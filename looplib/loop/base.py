@@ -246,7 +246,7 @@ class Loop(abc.ABC):
           batches: the sizes of the global batches; None leaves them as they are.
         """
 
-    def renew(self, layers: str) -> None:
+    def retrace(self, layers: str) -> None:
         """Traces the step again, and builds the data set, because constants of layers have changed.
 
         Args:

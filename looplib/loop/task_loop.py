@@ -295,7 +295,7 @@ class TaskLoop(TrainingLoop):
         if self._iterator is None and step != self._start_step:
             self.rewind(step)
 
-    def renew(self, layers: str) -> None:
+    def retrace(self, layers: str) -> None:
         """See `Loop`; raises `UsageError` if a function of the user's own was traced before, and is not again."""
         before = _tf.functions_in(self._inner.step.function) if self._inner.step else set()
         self.close()
