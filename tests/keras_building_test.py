@@ -1,7 +1,6 @@
 """KerasTrainer makes all variables before the first step, and finds every optimizer: its steps are those of fit."""
 
 import functools
-import logging
 
 import keras as keras3
 import numpy as np
@@ -134,7 +133,9 @@ def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, k
     if legacy and keras is keras3:
         pytest.skip("only tf_keras has legacy optimizers")
     keep = elsewhere if not legacy else lambda model, optimizer: elsewhere(model, keras.optimizers.legacy.SGD(0.1))
-    with pytest.raises(UsageError, match="uses an optimizer that the trainer does not hold .*(iter|rate).*make it an attr"):
+    with pytest.raises(
+        UsageError, match="uses an optimizer that the trainer does not hold .*(iter|rate).*make it an attr"
+    ):
         trained(lambda: gan(keras, keep), "mirrored_x2")
     trained(lambda: gan(keras, keep), "default")
     assert "variables that are not attributes of the trainer" in caplog.text

@@ -11,6 +11,7 @@ TESTS = {
         "checks",
         "every_kind",
         "foreign",
+        "keras_building",
         "keras_trainer",
         "local_launch",
         "preflight",
