@@ -375,6 +375,15 @@ def is_of_the_input(error: BaseException) -> bool:
     return bool(_OF_THE_INPUT.search(str(error)))
 
 
+_WRONG_LENGTH = re.compile(r"dataset was expected to contain (\d+) elements? but contained ((?:at least|only) \d+)")
+
+
+def lengths_of_a_wrong_epoch(error: BaseException) -> tuple[str, str] | None:
+    """Returns how many elements a data set was asserted to have, and had, where that is an error; else None."""
+    found = _WRONG_LENGTH.search(str(error))
+    return (found[1], found[2]) if found else None
+
+
 _NOT_IN_XLA = re.compile(r"\(No registered '(\w+)' OpKernel for XLA_")
 
 

@@ -16,7 +16,7 @@ from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import example_checksum, global_share
+from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
 from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
@@ -75,6 +75,9 @@ class TaskLoop(TrainingLoop):
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
+        if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
+            global_share.check(spec.task, self._inner.step)
+            metric_sums.check(self._inner.step, spec.step_name, self.reducer.packer.keras)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
@@ -182,6 +185,11 @@ class TaskLoop(TrainingLoop):
                         f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
                         f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
                     ) from error
+                if lengths := _tf.lengths_of_a_wrong_epoch(error):
+                    raise DataError(
+                        f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
+                        "give each epoch as many, such as by a filter without random numbers, or train by steps"
+                    ) from error
                 self._name_the_record(error)
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
@@ -268,8 +276,14 @@ class TaskLoop(TrainingLoop):
             )
         if (start_step, batches) != (self._start_step, self.batches):
             self._start_step, self.batches = start_step, batches
-            self._stream = self._distribute()
-            self._stream.share(self._first_stream)
+            self.renew()
+
+    def renew(self) -> None:
+        """See `TrainingLoop`."""
+        self._end_data()
+        self._stream = self._distribute()
+        self._stream.share(self._first_stream)
+        self.epoch = self._stream.epoch
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""

@@ -28,7 +28,7 @@ def build(model: Any, data: KerasData, trains: bool) -> None:
     Raises:
       UsageError: for a `train_step` that has to make variables on several replicas and cannot be traced.
     """
-    own_step = not type(model).train_step.__module__.startswith(("keras.", "tf_keras."))
+    own_step = _keras.has_own_step(model)
     try:
         _build_by_test_step(model, data)
     except Exception:
