@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
 from looplib.records.damage import LeftOut
@@ -245,6 +246,20 @@ class Loop(abc.ABC):
           batches: the sizes of the global batches; None leaves them as they are.
         """
 
+    def retrace(self, layers: str) -> None:
+        """Traces the step again, and builds the data set, because constants of layers have changed.
+
+        Args:
+          layers: the names of the layers, for messages.
+
+        Raises:
+          UsageError: if what was traced is not looplib's, and may compute with the earlier constants.
+        """
+        raise UsageError(
+            f"{self.who} has its own loop, which may have been traced with other constants of {layers} than those that "
+            "are restored; adapt these layers in the program, as that run did, before the controller is built"
+        )
+
     @abc.abstractmethod
     def close(self) -> None:
         """Releases the data, and undoes what was done to the user's objects."""
@@ -281,6 +296,9 @@ class TrainingLoop(Loop):
     def epochs_at(self, step: int) -> float | None:
         """Returns how often the data has come at a step; None where the length of an epoch is not known."""
         return float(self.batches.trained(step, self.epoch) / self.epoch.examples) if self.epoch else None
+
+    def renew(self) -> None:
+        """Builds the data again, once the trainer knows the length of an epoch."""
 
     @abc.abstractmethod
     def position(self) -> bytes | None:

@@ -10,6 +10,7 @@ A change is a method set on the instance. On one replica, none of them adds an o
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,6 +78,20 @@ class TrainingOptimizers:
         """Gives the optimizers the methods back that they had before."""
         for replacement in reversed(self._replacements):
             replacement.take_back()
+
+    def refuse_others(self, unsaved: Iterable[str]) -> None:
+        """Raises `UsageError` if a step on several replicas updates by an optimizer that is not known here.
+
+        Args:
+          unsaved: the names of the variables of the step that the trainer does not hold. Each optimizer reads its
+            learning rate or its count of updates from one.
+        """
+        if self._sums and (found := counters(unsaved)):
+            raise UsageError(
+                f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and "
+                "whose gradients looplib can neither sum over the replicas nor weigh by their examples; make it an "
+                "attribute of the trainer, or of a model, layer or tf.Module in it"
+            )
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         self._replacements.append(Replacement(owner, name, make))
@@ -218,6 +233,11 @@ class TrainingOptimizers:
             self._replace(
                 iterations, "assign_add", lambda _: lambda value: variable.assign_add(tf.cast(value, variable.dtype))
             )
+
+
+def counters(names: Iterable[str]) -> list[str]:
+    """Returns those of the names of variables that optimizers give to their learning rates and counts of updates."""
+    return [name for name in names if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
 
 
 class Replacement:

@@ -51,6 +51,12 @@ class TaskLoop(TrainingLoop):
         self.task, self.who = spec.task, spec.who
         self._spec = spec
         self._strategy, self._clock = spec.strategy, spec.clock
+        self._slowest: tuple[str, str] | None = None
+        self._build()
+
+    def _build(self) -> None:
+        """Builds the data set and traces the step."""
+        spec = self._spec
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
@@ -70,7 +76,6 @@ class TaskLoop(TrainingLoop):
         self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
         self._tables = None if self._stream.arrays is None else backend.tables(self._stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
-        self._slowest: tuple[str, str] | None = None
         if spec.training:
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
@@ -185,6 +190,11 @@ class TaskLoop(TrainingLoop):
                         f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
                         f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
                     ) from error
+                if lengths := _tf.lengths_of_a_wrong_epoch(error):
+                    raise DataError(
+                        f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
+                        "give each epoch as many, such as by a filter without random numbers, or train by steps"
+                    ) from error
                 self._name_the_record(error)
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
@@ -271,13 +281,31 @@ class TaskLoop(TrainingLoop):
             )
         if (start_step, batches) != (self._start_step, self.batches):
             self._start_step, self.batches = start_step, batches
-            self._stream = self._distribute()
-            self._stream.share(self._first_stream)
+            self.renew()
+
+    def renew(self) -> None:
+        """See `TrainingLoop`."""
+        self._end_data()
+        self._stream = self._distribute()
+        self._stream.share(self._first_stream)
+        self.epoch = self._stream.epoch
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""
         if self._iterator is None and step != self._start_step:
             self.rewind(step)
+
+    def retrace(self, layers: str) -> None:
+        """See `Loop`; raises `UsageError` if a function of the user's own was traced before, and is not again."""
+        before = _tf.functions_in(self._inner.step.function) if self._inner.step else set()
+        self.close()
+        self._build()
+        if self._inner.step and (kept := before & _tf.functions_in(self._inner.step.function)):
+            raise UsageError(
+                f"{self._spec.step_name} calls {join_names(sorted(kept))}, which were traced with other constants of "
+                f"{layers} than those that are restored; leave out tf.function there, or adapt these layers in the "
+                "program, as that run did, before the controller is built"
+            )
 
     def close(self) -> None:
         """See `Loop`; restores the optimizers' original methods."""
@@ -361,6 +389,8 @@ class TaskLoop(TrainingLoop):
         }
         saved.add(_identity(self._spec.counter))  # the controller's own
         names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
+        if self._optimizers is not None:
+            self._optimizers.refuse_others(names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "

@@ -186,7 +186,8 @@ class GradientTrainer(Trainer):
     def frozen_variables(self) -> list[Any]:
         """The variables of the model that are not trained, because `freeze` or their layers say so."""
         trained = {id(variable) for variable in self._gradient_plan.trained}
-        return [variable for variable in self.model.variables if id(variable) not in trained]
+        variables = _keras.without_vocabularies(self.model.variables)
+        return [variable for variable in variables if id(variable) not in trained]
 
     def export(self) -> Exported:
         """See `Trainer.export`; with the averages."""

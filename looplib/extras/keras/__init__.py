@@ -2,6 +2,9 @@
 
 Names that other rooms may use, by file:
     alone: none
+    best_weights: none
+    callback_kinds: none
+    building: none
     callback_memory: none
     callbacks: none
     data: none

@@ -10,6 +10,7 @@ from looplib import _keras
 from looplib.errors import UsageError
 from looplib.extras.keras import means
 from looplib.extras.keras.alone import alone
+from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import Results
@@ -76,7 +77,7 @@ class KerasTrainer(Trainer):
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
+        build(model, self._keras_data, trains=True)
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica_loss:
             means.check(model, self._keras_data.sample(means.EXAMPLES))
         self.metrics, self._keras_results = list(model.metrics), Results(model, "train_step")
@@ -106,9 +107,11 @@ class KerasTrainer(Trainer):
         """See `Trainer`."""
         return [self._keras_callbacks] if self._keras_callbacks else []
 
-    def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
-        """See `Trainer`: an epoch, if its length is known."""
-        return self._keras_data.steps_per_epoch(global_batch_size) if global_batch_size else None
+    def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
+        """See `Trainer`: an epoch, which callbacks need too, if its length is known or asked for."""
+        if not global_batch_size:
+            return None
+        return self._keras_data.steps_per_epoch(global_batch_size, of_epoch or self._keras_callbacks is not None)
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
@@ -139,7 +142,7 @@ class KerasEvaluator(Evaluator):
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
         self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
+        build(model, self._keras_data, trains=False)
         self.metrics, self._keras_results = list(model.metrics), Results(model, "test_step")
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
@@ -178,26 +181,6 @@ class KerasEvaluator(Evaluator):
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `Evaluator`: gives metrics the names and values that they have in `fit`."""
         return self._keras_results.finished(metrics)
-
-
-def _build(model: Any, batch: tuple) -> None:
-    """Makes the variables of a model and its metrics, which several replicas cannot do in their first step."""
-    strategy = model.distribute_strategy
-    batch = tuple(tf.nest.map_structure(lambda part: part if part is None else tf.convert_to_tensor(part), batch))
-
-    def step() -> None:
-        strategy.run(model.test_step, args=(batch,))
-
-    try:
-        # For one batch a trace takes too long; on several replicas, running eagerly takes longer.
-        (step if strategy.num_replicas_in_sync == 1 else tf.function(step))()
-    except Exception:
-        # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
-        if not _keras.has_own_step(model):
-            raise
-        model.built = model.built or all(layer.built for layer in model.layers)
-    finally:
-        model.reset_metrics()
 
 
 def _as_arguments(data: Any) -> tuple:
