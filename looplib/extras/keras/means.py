@@ -14,7 +14,9 @@ from absl import logging
 from looplib import _keras
 from looplib.errors import UsageError, gist
 from looplib.extras.keras.alone import alone
-from looplib.loop.optimizers import Replacement, counters
+from looplib.extras.keras.building import state_of_model
+from looplib.loop.optimizers import Replacement, refuse_others
+from looplib.task.state import unheld
 
 EXAMPLES = 32  # that are enough to try
 _DRAWS = 4  # of the random numbers of a model that draws some
@@ -77,6 +79,8 @@ def check(model: Any, batch: tuple) -> None:
                 )
             else:
                 fault = _of_parts(model, one, run(second), run(_joined(first, second)), run(copies), tolerance)
+    except UsageError:
+        raise
     except (tf.errors.OpError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         logging.warning(
             "whether %s trains alike on any number of replicas could not be tried (%s); `python -m looplib check "
@@ -173,10 +177,7 @@ class _Runs:
 
         self._traced = function.get_concrete_function(*map(_spec, leaves))
         self._before = [(variable, tf.identity(variable)) for variable in _written(self._traced)]
-        counts = [_keras.tf_variable(one.iterations) for one in _keras.optimizers(self._model).values()]
-        known = {part.name for count in counts for part in self._strategy.experimental_local_results(count)}
-        if found := counters({variable.name for variable in self._traced.variables} - known):
-            raise NotImplementedError(f"it updates by an optimizer that the model does not hold, {found[0]}")
+        refuse_others(self._strategy, unheld(self._strategy, self._traced.variables, state_of_model(self._model)))
 
     def _on_replica(self, batch: tuple) -> tuple[tf.Tensor, tf.Tensor]:
         self._given = []
