@@ -141,6 +141,11 @@ class TaskLoop(TrainingLoop):
         return self._stream
 
     @property
+    def traced(self) -> Step | None:
+        """See `Loop`."""
+        return self._inner.step
+
+    @property
     def step(self) -> Step:
         """See `Loop`."""
         if self._inner.step is None:
@@ -369,12 +374,12 @@ class TaskLoop(TrainingLoop):
         if self._inner.step is None:
             return
         saved = {
-            _identity(component)
+            _tf.identity_of(component)
             for variable in [*(variable for _, variable in variables_of(objects)), *tf.nest.flatten(self._tables)]
             for component in self._strategy.experimental_local_results(variable)
         }
-        saved.add(_identity(self._spec.counter))  # the controller's own
-        names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
+        saved.add(_tf.identity_of(self._spec.counter))  # the controller's own
+        names = [variable.name for variable in self._inner.step.variables if _tf.identity_of(variable) not in saved]
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "
@@ -488,8 +493,3 @@ def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
     count = tf.shape(ids, tf.int64)[0]
     begin, size = [first, *[0] * (len(table.shape) - 1)], [count, *table.shape[1:]]
     return tf.ensure_shape(tf.slice(table, begin, size), [*ids.shape, *table.shape[1:]])
-
-
-def _identity(variable: object) -> int:
-    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
-    return id(getattr(variable, "handle", variable))

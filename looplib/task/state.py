@@ -146,13 +146,24 @@ def differing_variables(
     """
     if strategy.num_replicas_in_sync == 1:
         return []
-    same = {id(variable) for _, variable in variables_of({"all": list(_keras.optimizers(task).values())})}
+    several = Workers(strategy).count > 1
     return [
         variable
-        for _, variable in variables_of(objects)
-        if not variable.trainable and id(variable) not in same
-        and (len(strategy.experimental_local_results(variable)) > 1 or Workers(strategy).count > 1)
-    ]  # fmt: skip
+        for variable in unlike_weights(task, objects)
+        if several or len(strategy.experimental_local_results(variable)) > 1
+    ]
+
+
+def unlike_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:
+    """Lists the variables of a trainer's state that are neither weights nor an optimizer's.
+
+    Args:
+      task: the `Trainer`.
+      objects: its state, dict from name to trackable object.
+    """
+    known = {id(variable) for _, variable in variables_of({"all": list(_keras.optimizers(task).values())})}
+    found = (variable for _, variable in variables_of(objects))
+    return [variable for variable in found if not variable.trainable and id(variable) not in known]
 
 
 def state_of(task: Any) -> dict[str, Any]:
