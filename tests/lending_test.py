@@ -132,6 +132,53 @@ def test_a_training_has_its_own_recurrent_and_random_state_after_an_evaluation(n
     assert results[0] == results[1]
 
 
+class WithMetric(Line):
+    """Reports a Keras metric that its evaluator has too."""
+
+    def __init__(self, model, optimizer, metric):
+        super().__init__(model, optimizer)
+        self.metric = metric
+
+    def step_fn(self, inputs):
+        outputs = super().step_fn(inputs)
+        self.metric.update_state(inputs[1], self.model(inputs[0], training=False))
+        return {**outputs, "distance": self.metric}
+
+
+class MetricEvaluator(Error):
+    def __init__(self, model, metric):
+        super().__init__(model)
+        self.metric = metric
+
+    def step_fn(self, inputs):
+        self.metric.update_state(inputs[1], self.model(inputs[0], training=False))
+        return {"distance": self.metric}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_metric_that_both_have_counts_the_examples_of_each_alone(name, tmp_path):
+    keras, strategy, distances = FAMILIES[name], make_strategy("mirrored_x2"), []
+    for interval in (3, 4):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            metric = keras.metrics.MeanAbsoluteError(name="distance")
+            model = keras.Sequential([keras.layers.InputLayer((3,)), keras.layers.Dense(1)])
+            trainer, evaluator = WithMetric(model, keras.optimizers.SGD(0.0), metric), MetricEvaluator(model, metric)
+        run = looplib.Controller(
+            trainer=trainer,
+            evaluator=evaluator,
+            strategy=strategy,
+            global_batch_size=BATCH,
+            writers=[],
+            steps_per_loop=4,
+        )
+        found = run.train_and_evaluate(4, interval)["eval"]["distance"]
+        assert found == pytest.approx(np.mean(np.abs(model(HELD_OUT[0]).numpy() - HELD_OUT[1])), rel=1e-5)
+        assert run.evaluate()["eval"]["distance"] == pytest.approx(found)
+        distances.append(run.train(4)["distance"])
+    assert distances == pytest.approx([np.mean(np.abs(model(X).numpy() - Y))] * 2, rel=1e-5)
+
+
 def test_a_training_without_such_state_lends_nothing_to_an_evaluation(monkeypatch):
     model = normalized(keras3)
     model.trainable = False  # as a frozen one

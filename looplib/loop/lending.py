@@ -8,7 +8,7 @@ import tensorflow as tf
 from looplib import _tf
 from looplib.cluster.collectives import Workers
 from looplib.loop.base import Loop
-from looplib.task.state import state_of, unlike_weights
+from looplib.task.state import state_of, no_weights
 
 _Variables = dict[int, tf.Variable]  # by their `identity_of`
 
@@ -30,7 +30,7 @@ class Lending:
         self._workers = Workers(strategy)
         state = [
             (variable, strategy.experimental_local_results(variable))
-            for variable in unlike_weights(training.task, state_of(training.task))
+            for variable in no_weights(training.task, state_of(training.task))
         ]
         every = [part for _, parts in state for part in parts]
         (trained, trains), (evaluated, evaluates) = (_uses(loop, every) for loop in (training, evaluation))
@@ -43,6 +43,7 @@ class Lending:
         differing = {_tf.identity_of(part): part for _, parts in self._differing for part in parts}
         updated = {key: part for key, part in evaluates.items() if key in trained}
         self._kept = list((differing | updated).values())
+        self._reducer = evaluation.reducer
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
@@ -55,6 +56,8 @@ class Lending:
                 for (_, parts), value in zip(self._differing, of_chief):
                     for part in parts:
                         part.assign(value)
+            if self._kept:
+                self._reducer.clear()  # of metrics that the training has too
             yield
         finally:
             for part, value in zip(self._kept, before):

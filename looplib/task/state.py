@@ -149,12 +149,12 @@ def differing_variables(
     several = Workers(strategy).count > 1
     return [
         variable
-        for variable in unlike_weights(task, objects)
+        for variable in no_weights(task, objects)
         if several or len(strategy.experimental_local_results(variable)) > 1
     ]
 
 
-def unlike_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:
+def no_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:
     """Lists the variables of a trainer's state that are neither weights nor an optimizer's.
 
     Args:
