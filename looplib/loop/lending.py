@@ -8,7 +8,7 @@ import tensorflow as tf
 from looplib import _tf
 from looplib.cluster.collectives import Workers
 from looplib.loop.base import Loop
-from looplib.task.state import state_of, no_weights
+from looplib.task.state import no_weights, state_of
 
 _Variables = dict[int, tf.Variable]  # by their `identity_of`
 
