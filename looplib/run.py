@@ -113,7 +113,7 @@ class Run:
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)
-            self.window = Window(self.loops.training, self.clock, policy.guards, settings.steps_per_loop)
+            self.window = Window(self.loops.training, self.clock, policy.guards)
             self._parts = RecordedParts(trainer, self.loops, self.window, action_states)
         self.watchdog = Watchdog(
             self.clock, self.loops.progress, lambda: self.directory.latest, policy.guards.stall_limit
@@ -227,7 +227,7 @@ class Run:
     def _renew_constants(self) -> None:
         if layers := self._constants.renew():
             logging.info("the steps are traced again, with the restored constants of %s", join_names(layers))
-            self.loops.renew(join_names(layers))
+            self.loops.retrace(join_names(layers))
 
     def restore_chosen(self, which: str | int) -> str | None:
         """Restores the checkpoint that a word or a step names, with its scores as the last evaluation.

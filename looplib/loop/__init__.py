@@ -19,15 +19,16 @@ Names that other rooms may use, by file:
     lending: none
     loops: LoopSettings, Loops
     media: as_shown
+    metric_sums: none
     one_program: none
-    optimizers: TrainingOptimizers
+    optimizers: Replacement, TrainingOptimizers
     packing: none
     prediction: Prediction
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
     showing: none
-    step: Step, StepFn
+    step: Step, StepFn, raise_refusal
     stepwise: none
     task_loop: TaskLoop, as_numbers, check_evaluation
     timing: timed

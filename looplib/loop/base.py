@@ -248,7 +248,7 @@ class Loop(abc.ABC):
           batches: the sizes of the global batches; None leaves them as they are.
         """
 
-    def renew(self, layers: str) -> None:
+    def retrace(self, layers: str) -> None:
         """Traces the step again, and builds the data set, because constants of layers have changed.
 
         Args:
@@ -298,6 +298,9 @@ class TrainingLoop(Loop):
     def epochs_at(self, step: int) -> float | None:
         """Returns how often the data has come at a step; None where the length of an epoch is not known."""
         return float(self.batches.trained(step, self.epoch) / self.epoch.examples) if self.epoch else None
+
+    def renew(self) -> None:
+        """Builds the data again, once the trainer knows the length of an epoch."""
 
     @abc.abstractmethod
     def position(self) -> bytes | None:

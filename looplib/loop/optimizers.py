@@ -10,6 +10,7 @@ A change is a method set on the instance. On one replica, none of them adds an o
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -57,7 +58,7 @@ class TrainingOptimizers:
         self._strategy = strategy
         self._noted = noted
         self._sums = strategy.num_replicas_in_sync > 1
-        self._replacements: list[_Replacement] = []
+        self._replacements: list[Replacement] = []
         self._prepared: list[Any] = []  # optimizers of Keras 3 that leave the sum to this object
         self._inside: set[int | None] = set()  # replicas that are in an `apply` whose gradients are summed
         self._held = list(_keras.optimizers(trainer).values())
@@ -78,8 +79,23 @@ class TrainingOptimizers:
         for replacement in reversed(self._replacements):
             replacement.take_back()
 
+    def refuse_others(self, unsaved: Iterable[str]) -> None:
+        """Raises `UsageError` if a step on several replicas updates by an optimizer that is not known here.
+
+        Args:
+          unsaved: the names of the variables of the step that the trainer does not hold. Each optimizer reads its
+            learning rate or its count of updates from one.
+        """
+        found = [name for name in unsaved if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
+        if found and self._sums:
+            raise UsageError(
+                f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and "
+                "whose gradients looplib can neither sum over the replicas nor weigh by their examples; make it an "
+                "attribute of the trainer, or of a model, layer or tf.Module in it"
+            )
+
     def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-        self._replacements.append(_Replacement(owner, name, make))
+        self._replacements.append(Replacement(owner, name, make))
 
     def _change(self, optimizer: Any) -> None:
         noted = self._noted and not _keras.scales_loss(optimizer)
@@ -220,18 +236,19 @@ class TrainingOptimizers:
             )
 
 
-class _Replacement:
+class Replacement:
     """A method of one object in place of its class's, made from the one that it replaces."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         before = vars(owner).pop(name, None)
-        if isinstance(before, _Replacement):  # of a training that was not closed
+        if isinstance(before, Replacement):  # of a training that was not closed
             before = before._before
         self._owner, self._name, self._before = owner, name, before
         self._method = make(getattr(owner, name) if before is None else before)
         vars(owner)[name] = self  # past __setattr__, which would look for state in it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method that was made."""
         return self._method(*args, **kwargs)
 
     def take_back(self) -> None:

@@ -16,7 +16,7 @@ from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import example_checksum, global_share
+from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
 from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
@@ -80,6 +80,9 @@ class TaskLoop(TrainingLoop):
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
+        if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
+            global_share.check(spec.task, self._inner.step)
+            metric_sums.check(self._inner.step, spec.step_name, self.reducer.packer.keras)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
@@ -192,6 +195,11 @@ class TaskLoop(TrainingLoop):
                         f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
                         f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
                     ) from error
+                if lengths := _tf.lengths_of_a_wrong_epoch(error):
+                    raise DataError(
+                        f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
+                        "give each epoch as many, such as by a filter without random numbers, or train by steps"
+                    ) from error
                 self._name_the_record(error)
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
@@ -278,15 +286,21 @@ class TaskLoop(TrainingLoop):
             )
         if (start_step, batches) != (self._start_step, self.batches):
             self._start_step, self.batches = start_step, batches
-            self._stream = self._distribute()
-            self._stream.share(self._first_stream)
+            self.renew()
+
+    def renew(self) -> None:
+        """See `TrainingLoop`."""
+        self._end_data()
+        self._stream = self._distribute()
+        self._stream.share(self._first_stream)
+        self.epoch = self._stream.epoch
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""
         if self._iterator is None and step != self._start_step:
             self.rewind(step)
 
-    def renew(self, layers: str) -> None:
+    def retrace(self, layers: str) -> None:
         """See `Loop`; raises `UsageError` if a function of the user's own was traced before, and is not again."""
         before = _tf.functions_in(self._inner.step.function) if self._inner.step else set()
         self.close()
@@ -380,6 +394,8 @@ class TaskLoop(TrainingLoop):
         }
         saved.add(_tf.identity_of(self._spec.counter))  # the controller's own
         names = [variable.name for variable in self._inner.step.variables if _tf.identity_of(variable) not in saved]
+        if self._optimizers is not None:
+            self._optimizers.refuse_others(names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "

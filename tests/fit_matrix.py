@@ -1,0 +1,282 @@
+"""Small models of the kinds that people have, beside Keras `fit`: a matrix, in docs/keras_matrix.md.
+
+    python tests/fit_matrix.py --rows=gan,vae --families=keras --columns=fit,replicas
+    python tests/fit_matrix.py --write  # all rows, into the page; with --rows only these
+
+Each cell is "right", with the largest relative difference; "refused", with the sentence; or "differs", with the
+sentence of docs/from_keras.md that says so. Anything else is wrong, and the exit code is 1.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import pathlib
+import re
+import sys
+import tempfile
+
+import fit_models
+import fit_rows
+import fit_steps
+import keras_scripts
+import numpy as np
+import tensorflow as tf
+from conftest import make_strategy
+
+import looplib
+from looplib.errors import gist
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+PAGE, SAYS = DOCS / "keras_matrix.md", DOCS / "from_keras.md"
+COLUMNS = {
+    "fit": "one replica, against `fit`",
+    "replicas": "two replicas, against `fit` on one device",
+    "resumed": "resumed, against uninterrupted",
+    "export": "export, against the model in memory",
+}
+SCRIPTS = {
+    name: fit_rows.Row(name, script.__doc__.splitlines()[0].rstrip("."), script)
+    for name, script in keras_scripts.SCRIPTS.items()
+}
+# Keras 3 averages the loss of one of several outputs over batches, and their size varies in a data set.
+PER_OUTPUT = "| losses of single outputs on several replicas (Keras 3) |"
+SCRIPTS["multi_output"] = dataclasses.replace(
+    SCRIPTS["multi_output"], not_compared={"price_loss": PER_OUTPUT, "kind_loss": PER_OUTPUT}
+)
+SCRIPTS["autoencoder"] = dataclasses.replace(SCRIPTS["autoencoder"], said={"replicas": fit_models.RANDOM})
+ROWS = {**SCRIPTS, **fit_models.ROWS, **fit_steps.ROWS}
+NOT_OF_FIT = ("epoch", "steps_per_second", "val_examples")
+RIGHT, REFUSED, DIFFERS, WRONG = "right", "refused", "differs", "**wrong**"
+
+
+def cells_of(row, family, columns, folder):
+    """Returns the cells of a row, by column.
+
+    Args:
+      row: `fit_rows.Row`.
+      family: the module of Keras.
+      columns: some of `COLUMNS`.
+      folder: a `pathlib.Path` for run directories.
+    """
+    program = _Program(row, family, folder)
+    return {column: program.cell(column) for column in columns}
+
+
+class _Program:
+    """Trainings of a row's model, each made only once.
+
+    Args:
+      row: `fit_rows.Row`.
+      family: the module of Keras.
+      folder: a `pathlib.Path` for run directories.
+    """
+
+    def __init__(self, row, family, folder):
+        self._row, self._keras, self._folder = row, importlib.import_module(family), folder
+        self._fitted = self._whole = None
+
+    def cell(self, column):
+        """Returns the text of a cell."""
+        try:
+            differences = getattr(self, f"_{column}")()
+        except looplib.UsageError as error:
+            return f"{REFUSED}: {_one_line(error)}"
+        except Exception as error:  # a crash of any kind is no refusal
+            return f"{WRONG}: {type(error).__name__}: {_one_line(gist(error))}"
+        allowed = self._row.tolerance if column in ("fit", "replicas") else 1e-5
+        largest = max(differences.values())
+        if largest <= allowed:
+            return f"{RIGHT} ({largest:.0e})" if largest else RIGHT
+        worst = ", ".join(f"{name} by {value:.2g}" for name, value in differences.items() if value > allowed)
+        if column in self._row.said:
+            sentence = self._row.said[column]
+            assert sentence in " ".join(SAYS.read_text().split()), f"{SAYS.name} does not say: {sentence}"
+            return f"{DIFFERS}: {sentence.strip(' |')}"
+        return f"{WRONG}: {worst}"
+
+    def build(self, first=True):
+        """Returns the model and the arguments of `fit`, always with the same first weights."""
+        if self._keras.__name__ == "tf_keras":
+            self._keras.backend.experimental.enable_tf_random_generator()  # as binaries do
+        self._keras.utils.set_random_seed(3)
+        model, arguments = self._row.build(self._keras)
+        if first and self._row.first_only:
+            self._row.first_only(model)
+        return model, arguments
+
+    def _fit(self):
+        return self._beside_fit(*self._uninterrupted())
+
+    def _replicas(self):
+        return self._beside_fit(*self.trained("mirrored_x2"))
+
+    def _resumed(self):
+        expected_model, expected = self._uninterrupted()
+        self.trained("default", "resumed", steps=3)
+        model, reports = self.trained("default", "resumed", first=False)
+        expected = {name: values[-1:] for name, values in expected.items() if name not in NOT_OF_FIT}
+        reports = {name: values[-1:] for name, values in reports.items()}
+        return {"weights": _largest(_weights(model), _weights(expected_model)), **_histories(reports, expected)}
+
+    def _uninterrupted(self):
+        """Returns the model and the reports of a training in one piece, whose run directory is "whole"."""
+        if not self._whole:
+            self._whole = self.trained("default", "whole")
+        return self._whole
+
+    def _export(self):
+        trained, _ = self._uninterrupted()
+        self._keras.backend.clear_session()
+        model, arguments = self.build(first=False)
+        trainer = looplib.KerasTrainer(model, **arguments)
+        with looplib.Controller(
+            trainer=trainer, global_batch_size=fit_rows.BATCH, model_dir=self._folder / "whole", writers=[]
+        ) as controller:
+            path = pathlib.Path(controller.export(self._folder / "export"))
+        loaded = tf.saved_model.load(path / "saved_model")
+        x = arguments["x"]
+        if isinstance(x, tf.data.Dataset):
+            x = next(iter(x))[0]
+        specs = tf.nest.flatten(trainer.export().signature)
+        flat = [tf.convert_to_tensor(part)[: fit_rows.BATCH] for part in tf.nest.flatten(x)]
+        x = tf.nest.pack_sequence_as(x, [tf.cast(part, spec.dtype) for part, spec in zip(flat, specs, strict=True)])
+        expected = tf.nest.flatten(trained(x, training=False))
+        differences = {"outputs": _largest(tf.nest.flatten(loaded.serve(x)), expected)}
+        if (path / "model.keras").exists():
+            again = self._keras.models.load_model(path / "model.keras", compile=False)
+            differences["model.keras"] = _largest(tf.nest.flatten(again(x, training=False)), expected)
+        return differences
+
+    def _beside_fit(self, model, reports):
+        if not self._fitted:
+            fitted, arguments = self.build()
+            batch = {} if isinstance(arguments["x"], tf.data.Dataset) else {"batch_size": fit_rows.BATCH}
+            history = fitted.fit(**arguments, **batch, epochs=fit_rows.EPOCHS, shuffle=False, verbose=0).history
+            self._fitted = _weights(fitted), history
+        if self._row.after:
+            self._row.after(model)
+        weights, history = self._fitted
+        history = {name: values for name, values in history.items() if name not in self._row.not_compared}
+        return {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
+
+    def trained(self, strategy, name=None, steps=None, first=True):
+        """Returns the model and the reports of a training by looplib.
+
+        Args:
+          strategy: name of a strategy.
+          name: of the run directory; None for none.
+          steps: where it ends; default with the last epoch.
+          first: whether it is the first program of its run.
+        """
+        self._keras.backend.clear_session()  # names as in a new process
+        reports = {}
+
+        def note(event):
+            for metric, value in event.metrics.items():
+                reports.setdefault(metric if event.split == "train" else f"val_{metric}", []).append(value)
+
+        strategy = make_strategy(strategy)
+        with strategy.scope():
+            model, arguments = self.build(first)
+            trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
+        with looplib.Controller(
+            trainer=trainer, evaluator=trainer.evaluator() if "validation_data" in arguments else None,
+            strategy=strategy, global_batch_size=fit_rows.BATCH, writers=[], actions=[note],
+            model_dir=self._folder / name if name else None,
+        ) as controller:  # fmt: skip
+            train = controller.train_and_evaluate if "validation_data" in arguments else controller.train
+            train(steps, epochs=None if steps else fit_rows.EPOCHS)
+        return model, reports
+
+
+def _weights(model):
+    """Returns the weights of a model as arrays; those of tf_keras's list have its metrics too."""
+    others = {id(variable) for metric in model.metrics for variable in metric.variables}
+    return [tf.convert_to_tensor(weight).numpy() for weight in model.weights if id(weight) not in others]
+
+
+def _histories(found, expected):
+    return {
+        name: _largest([found[name]], [values]) if len(found.get(name, [])) == len(values) else np.inf
+        for name, values in expected.items()
+    }
+
+
+def _largest(found, expected):
+    """Returns the largest difference of two lists of arrays, each relative to the largest value of its array."""
+    assert len(found) == len(expected), f"{len(found)} arrays in place of {len(expected)}"
+    largest = 0.0
+    for one, other in zip(found, expected):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert one.shape == other.shape, f"shape {one.shape} in place of {other.shape}"
+        if one.size:
+            difference = np.max(np.abs(one - other)) / max(np.max(np.abs(other)), 1e-3)
+            largest = max(largest, float(difference) if np.isfinite(difference) else np.inf)
+    return largest
+
+
+def _one_line(error):
+    return " ".join(str(error).split()).replace("|", "\\|")
+
+
+def line_of(row, family, cells):
+    """Returns the line of a table."""
+    name = f"`{row.name}`" + ("" if family == "keras" else " (tf_keras)")
+    return f"| {name} | {row.text} | " + " | ".join(cells.get(column, "") for column in COLUMNS) + " |"
+
+
+def head():
+    """Returns the first lines of the table."""
+    titles = ["model", "", *COLUMNS.values()]
+    return ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+
+
+def names_in(text):
+    """Returns the lines of a table by the names of their models."""
+    return {match[1]: match[0] for match in re.finditer(r"^\| (`\w+`(?: \(tf_keras\))?) \| .*$", text, re.MULTILINE)}
+
+
+def every():
+    """Returns the pairs of a row and a family, in the order of the table."""
+    return [(row, family) for row in ROWS.values() for family in row.families]
+
+
+def write(lines):
+    """Puts lines into the page, in place of those of the same models."""
+    text = PAGE.read_text()
+    before, after = text.split("<!-- the matrix -->\n")[0], text.split("<!-- its end -->\n")[-1]
+    known = {**names_in(text), **names_in("\n".join(lines))}
+    order = [next(iter(names_in(line_of(row, family, {})))) for row, family in every()]
+    table = "\n".join([*head(), *(known[name] for name in order if name in known)])
+    PAGE.write_text(f"{before}<!-- the matrix -->\n{table}\n<!-- its end -->\n{after}")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=inspect.cleandoc(__doc__), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--families", default=",".join(fit_rows.BOTH))
+    parser.add_argument("--columns", default=",".join(COLUMNS))
+    parser.add_argument("--write", action="store_true", help="put the lines into the page")
+    flags = parser.parse_args()
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    lines, wrong = [], 0
+    rows = flags.rows.split(",")
+    for row, family in every():
+        if row.name in rows and family in flags.families.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                cells = cells_of(row, family, flags.columns.split(","), pathlib.Path(folder))
+            wrong += sum(WRONG in cell for cell in cells.values())
+            lines.append(line_of(row, family, cells))
+            print(lines[-1], flush=True)
+            importlib.import_module(family).backend.clear_session()
+    if flags.write:
+        write(lines)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

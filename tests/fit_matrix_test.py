@@ -1,0 +1,48 @@
+"""Models of the kinds that people train with `fit` are right in looplib, or refused: docs/keras_matrix.md."""
+
+import fit_matrix
+import pytest
+
+FEW = (
+    ("plain_step", "keras", ("fit", "replicas", "export")),
+    ("gan", "keras", ("fit", "replicas")),
+    ("masked_scalar_loss", "keras", ("fit", "replicas")),
+    ("own_metric", "keras", ("fit",)),
+    ("normalization", "keras", ("resumed", "export")),
+    ("weighted_step", "tf_keras", ("resumed",)),
+)
+ALL = [
+    pytest.param(row.name, family, tuple(fit_matrix.COLUMNS), marks=pytest.mark.repetition)
+    for row, family in fit_matrix.every()
+]
+
+
+@pytest.mark.parametrize("name, family, columns", [*FEW, *ALL])
+def test_a_model_is_right_or_refused(name, family, columns, tmp_path):
+    pytest.importorskip(family)
+    cells = fit_matrix.cells_of(fit_matrix.ROWS[name], family, columns, tmp_path)
+    assert not {column: cell for column, cell in cells.items() if cell.startswith(fit_matrix.WRONG)}
+
+
+def test_the_page_has_the_rows_of_the_script_and_nothing_is_wrong():
+    expected = [fit_matrix.line_of(row, family, {}).split(" | ")[:2] for row, family in fit_matrix.every()]
+    page = fit_matrix.PAGE.read_text()
+    assert [line.split(" | ")[:2] for line in fit_matrix.names_in(page).values()] == expected
+    assert fit_matrix.WRONG not in page
+
+
+def test_a_wrong_cell_is_found():
+    """A training with another order of the data is not that of `fit`."""
+    row = fit_matrix.ROWS["scalar_loss"]
+
+    def reversed_after_the_first(calls=[]):  # noqa: B006
+        def build(keras):
+            model, arguments = row.build(keras)
+            calls.append(None)
+            return model, {**arguments, "x": arguments["x"][:: -1 if len(calls) > 1 else 1].copy()}
+
+        return build
+
+    other = fit_matrix.dataclasses.replace(row, build=reversed_after_the_first())
+    cells = fit_matrix.cells_of(other, "keras", ["fit"], None)
+    assert cells["fit"].startswith(fit_matrix.WRONG)
