@@ -188,6 +188,31 @@ def functions_in(concrete: tf.types.experimental.ConcreteFunction) -> set[str]:
     return {function.signature.name for function in concrete.graph.as_graph_def().library.function}
 
 
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+
+
+def updated_by(concrete: tf.types.experimental.ConcreteFunction) -> set[int]:
+    """Returns the `identity_of` the variables that a traced function may update."""
+    captured = concrete.captured_inputs
+    inputs = concrete.inputs[len(concrete.inputs) - len(captured) :]
+    handles = {inside.name: id(handle) for inside, handle in zip(inputs, captured)}
+    found = set()
+    for op in concrete.graph.get_operations():
+        if op.type in _READS:
+            continue
+        try:
+            reads = op.get_attr("_read_only_resource_inputs")  # of an op that calls a function
+        except ValueError:
+            reads = ()
+        found |= {handles.get(part.name) for number, part in enumerate(op.inputs) if number not in reads}
+    return found - {None}
+
+
+def identity_of(variable: object) -> int:
+    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
+    return id(getattr(variable, "handle", variable))
+
+
 def called(op: tf.Operation) -> Iterator[str]:
     """Yields the names of the functions that an op calls."""
     for value in op.node_def.attr.values():

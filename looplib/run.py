@@ -227,8 +227,7 @@ class Run:
     def _renew_constants(self) -> None:
         if layers := self._constants.renew():
             logging.info("the steps are traced again, with the restored constants of %s", join_names(layers))
-            for loop in self.loops.by_name.values():
-                loop.retrace(join_names(layers))
+            self.loops.retrace(join_names(layers))
 
     def restore_chosen(self, which: str | int) -> str | None:
         """Restores the checkpoint that a word or a step names, with its scores as the last evaluation.

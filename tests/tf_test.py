@@ -415,6 +415,21 @@ def private_names(path: pathlib.Path) -> Iterator[str]:
             yield name
 
 
+def test_the_installed_tensorflow_says_which_variables_a_function_updates_also_in_loops_and_functions() -> None:
+    read, added, looped, called = variables = [tf.Variable(1.0) for _ in range(4)]
+    inner = tf.function(lambda: called.assign_add(read))
+
+    @tf.function
+    def step() -> None:
+        added.assign_add(read)
+        for _ in tf.range(2):
+            looped.assign(looped * read)
+        inner()
+
+    updated = _tf.updated_by(step.get_concrete_function())
+    assert [_tf.identity_of(variable) in updated for variable in variables] == [False, True, True, True]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_one_file_uses_what_tensorflow_does_not_publish(path: pathlib.Path) -> None:
     name = str(path.relative_to(ROOT / "looplib"))

@@ -110,7 +110,7 @@ def _text(entry: Any) -> str:
 def _difference(ours: Contents, theirs: Contents) -> str:
     for number, (one, other) in enumerate(zip(ours.begins, theirs.begins)):
         if one != other:
-            return f"has {one!r} as entry {number}, and has {other!r} there"
+            return f"has {one!r} as entry {number}, and has {other!r:.60} there"
     if ours.size != theirs.size:
         return f"has {ours.size} entries, and has {theirs.size}"
     return f"has other entries after the first {len(ours.begins)} than it has"

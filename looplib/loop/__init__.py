@@ -16,6 +16,7 @@ Names that other rooms may use, by file:
     fused_optimizers: none
     global_share: none
     graph: none
+    lending: none
     loops: LoopSettings, Loops
     media: as_shown
     metric_sums: none

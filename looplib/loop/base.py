@@ -198,6 +198,7 @@ class Loop(abc.ABC):
       who: the class name of the user's object, for messages.
       reducer: what the steps have added up since the last `read`.
       traces: how often the loop was traced.
+      traced: the traced step; None where there is none to look at.
       chosen: the choice of `loop="auto"`, or None.
       metric_names: the names of the metrics that `read` returns; None where they are not known before.
     """
@@ -206,6 +207,7 @@ class Loop(abc.ABC):
     who: str
     reducer: Accumulator
     traces: int = 0
+    traced: Step | None = None
     chosen: EngineChoice | None = None
     metric_names: frozenset[str] | None = None
 

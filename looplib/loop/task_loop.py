@@ -144,6 +144,11 @@ class TaskLoop(TrainingLoop):
         return self._stream
 
     @property
+    def traced(self) -> Step | None:
+        """See `Loop`."""
+        return self._inner.step
+
+    @property
     def step(self) -> Step:
         """See `Loop`."""
         if self._inner.step is None:

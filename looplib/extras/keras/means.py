@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
+from looplib import _keras, _tf
 from looplib.errors import UsageError, gist
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import state_of_model
@@ -22,7 +22,6 @@ EXAMPLES = 32  # that are enough to try
 _DRAWS = 4  # of the random numbers of a model that draws some
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _ELEMENTS = 2**16  # of each gradient that are compared
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 _CURE = (
     "make the loss a mean over the examples that it gets (keras.losses with the default reduction, tf.reduce_mean over "
     "the batch; give a mask as sample_weight), write a looplib.GradientTrainer, whose looplib.mean(losses, weights) "
@@ -176,7 +175,10 @@ class _Runs:
             return tuple(self._strategy.experimental_local_results(part)[0] for part in found)
 
         self._traced = function.get_concrete_function(*map(_spec, leaves))
-        self._before = [(variable, tf.identity(variable)) for variable in _written(self._traced)]
+        updated = _tf.updated_by(self._traced)
+        self._before = [
+            (each, tf.identity(each)) for each in self._traced.variables if _tf.identity_of(each) in updated
+        ]
         refuse_others(self._strategy, unheld(self._strategy, self._traced.variables, state_of_model(self._model)))
 
     def _on_replica(self, batch: tuple) -> tuple[tf.Tensor, tf.Tensor]:
@@ -212,17 +214,6 @@ class _Runs:
         for variable, value in self._before:
             if chosen(variable):
                 variable.assign(value)
-
-
-def _written(traced: tf.types.experimental.ConcreteFunction) -> list[tf.Variable]:
-    """Returns the variables that a function may write: those that it does more with than to read."""
-    inside = traced.inputs[len(traced.inputs) - len(traced.captured_inputs) :]
-    handles = {
-        id(captured)
-        for captured, inner in zip(traced.captured_inputs, inside)
-        if any(op.type not in _READS for op in inner.consumers())
-    }
-    return [variable for variable in traced.variables if id(variable.handle) in handles]
 
 
 def _spec(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
 """Trainer and evaluator of a compiled Keras model, of either family."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -161,22 +161,11 @@ class KerasEvaluator(Evaluator):
             return {f"prediction_{number}": output for number, output in enumerate(outputs)}
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """See `Evaluator`: the metrics are also those of the training, which continues with its own values."""
-        results = self.model.distribute_strategy.experimental_local_results
-        variables = [
-            part for metric in self.metrics for v in metric.variables for part in results(_keras.tf_variable(v))
-        ]
-        before = [variable.numpy() for variable in variables]
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """See `Evaluator`: the metrics are also those of the training, which gets its own values back."""
         for metric in self.metrics:
             metric.reset_state()
-        try:
-            with super().evaluating():
-                yield
-        finally:
-            for variable, value in zip(variables, before):
-                variable.assign(value)
+        return super().evaluating()
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `Evaluator`: gives metrics the names and values that they have in `fit`."""
