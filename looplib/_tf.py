@@ -183,6 +183,36 @@ class Ops:
         return None
 
 
+def functions_in(concrete: tf.types.experimental.ConcreteFunction) -> set[str]:
+    """Returns the names of all functions that a traced function calls."""
+    return {function.signature.name for function in concrete.graph.as_graph_def().library.function}
+
+
+_READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarIsInitializedOp"})
+
+
+def updated_by(concrete: tf.types.experimental.ConcreteFunction) -> set[int]:
+    """Returns the `identity_of` the variables that a traced function may update."""
+    captured = concrete.captured_inputs
+    inputs = concrete.inputs[len(concrete.inputs) - len(captured) :]
+    handles = {inside.name: id(handle) for inside, handle in zip(inputs, captured)}
+    found = set()
+    for op in concrete.graph.get_operations():
+        if op.type in _READS:
+            continue
+        try:
+            reads = op.get_attr("_read_only_resource_inputs")  # of an op that calls a function
+        except ValueError:
+            reads = ()
+        found |= {handles.get(part.name) for number, part in enumerate(op.inputs) if number not in reads}
+    return found - {None}
+
+
+def identity_of(variable: object) -> int:
+    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
+    return id(getattr(variable, "handle", variable))
+
+
 def called(op: tf.Operation) -> Iterator[str]:
     """Yields the names of the functions that an op calls."""
     for value in op.node_def.attr.values():
@@ -413,6 +443,11 @@ def growing_array(nodes: Iterable[tf.compat.v1.NodeDef]) -> str | None:
 def is_late_variable(error: BaseException) -> bool:
     """Returns whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
     return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.21)
+
+
+def is_merge_in_branch(error: BaseException) -> bool:
+    """Returns whether an error says that replicas cannot be joined inside of a condition or another inner graph."""
+    return isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error)
 
 
 def wrapped_by_coordinator(error: Exception) -> BaseException:

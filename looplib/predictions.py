@@ -49,8 +49,8 @@ def _predict(run: Run, name: str, evaluator: Evaluator, path: str, kind: str, pi
     start = run.workers.agree(folder.finished.step if chief else 0)
     task = Prediction(evaluator, folder.take if chief else lambda records, examples: None)
     run.loops.own(evaluator)
-    with evaluator.evaluating():
-        loop = run.loops.of_prediction(name, task, start)
+    loop = run.loops.of_prediction(name, task, start)
+    with run.loops.lending(loop), evaluator.evaluating():
         task_loop.check_evaluation({name: loop}, -1)
         in_order = loop.stream.positioned or task.batches == "global"
         if not in_order and run.workers.count > 1:

@@ -307,9 +307,9 @@ def test_the_checkpoints_of_another_model_are_refused_and_kept(tmp_path):
             self.model = keras3.Sequential([keras3.Input((5,)), keras3.layers.Dense(9)])
 
     for other, word in (
-        (Wider, "only here: .*optimizer"),
-        (Narrower, "only there: .*optimizer"),
-        (OtherShape, r"\[5, 3\] there, \[5, 9\] here"),
+        (Wider, "only here: model/dense/bias, model/dense/kernel, .* of model/dense/bias"),
+        (Narrower, "only there: model/dense/bias, .* of model/dense/bias"),
+        (OtherShape, r"model/dense/kernel \[5, 3\] there, \[5, 9\] here"),
     ):
         with pytest.raises(looplib.UsageError, match=word) as error:
             run(tmp_path, 14, trainer_class=other)
@@ -521,7 +521,7 @@ def test_several_models_train_on_several_replicas_once_their_optimizer_is_built(
     assert controller.global_step == 4
     unbuilt = type("Unbuilt", (TwoModels,), {"build_optimizer": False})
     run(tmp_path / "one", 4, None, trainer_class=unbuilt)  # on one replica the first trace builds it
-    with pytest.raises(looplib.UsageError, match="step_fn makes variables in its first call.*optimizer.build"):
+    with pytest.raises(looplib.UsageError, match="the step .*makes variables in its first call.*optimizer.build"):
         run(tmp_path / "unbuilt", 4, None, strategy=strategy, trainer_class=unbuilt)
 
 

@@ -18,9 +18,12 @@ TESTS = {
     ],
     "extras": [
         "checks",
+        "class_weight",
         "every_kind",
         "foreign",
+        "keras_building",
         "keras_replicas",
+        "keras_results",
         "keras_trainer",
         "local_launch",
         "preflight",

@@ -16,18 +16,19 @@ Names that other rooms may use, by file:
     fused_optimizers: none
     global_share: none
     graph: none
+    lending: none
     loops: LoopSettings, Loops
     media: as_shown
     metric_sums: none
     one_program: none
-    optimizers: Replacement, TrainingOptimizers
+    optimizers: Replacement, TrainingOptimizers, refuse_others
     packing: none
     prediction: Prediction
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
     showing: none
-    step: Step, StepFn
+    step: Step, StepFn, raise_refusal
     stepwise: none
     task_loop: TaskLoop, as_numbers, check_evaluation
     timing: timed

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
 from looplib.records.damage import LeftOut
@@ -197,6 +198,7 @@ class Loop(abc.ABC):
       who: the class name of the user's object, for messages.
       reducer: what the steps have added up since the last `read`.
       traces: how often the loop was traced.
+      traced: the traced step; None where there is none to look at.
       chosen: the choice of `loop="auto"`, or None.
       metric_names: the names of the metrics that `read` returns; None where they are not known before.
     """
@@ -205,6 +207,7 @@ class Loop(abc.ABC):
     who: str
     reducer: Accumulator
     traces: int = 0
+    traced: Step | None = None
     chosen: EngineChoice | None = None
     metric_names: frozenset[str] | None = None
 
@@ -244,6 +247,20 @@ class Loop(abc.ABC):
           position: bytes from `position` at that step, which spare the pipeline to read and skip earlier batches.
           batches: the sizes of the global batches; None leaves them as they are.
         """
+
+    def retrace(self, layers: str) -> None:
+        """Traces the step again, and builds the data set, because constants of layers have changed.
+
+        Args:
+          layers: the names of the layers, for messages.
+
+        Raises:
+          UsageError: if what was traced is not looplib's, and may compute with the earlier constants.
+        """
+        raise UsageError(
+            f"{self.who} has its own loop, which may have been traced with other constants of {layers} than those that "
+            "are restored; adapt these layers in the program, as that run did, before the controller is built"
+        )
 
     @abc.abstractmethod
     def close(self) -> None:

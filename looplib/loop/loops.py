@@ -16,6 +16,7 @@ from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.engines import ENGINES
+from looplib.loop.lending import Lending
 from looplib.loop.prediction import Prediction
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
@@ -104,6 +105,7 @@ class Loops:
         self.training: TrainingLoop | None = None
         self.evaluations: dict[str, Loop] = {}
         self.closed = self.torn = False
+        self._lendings: weakref.WeakKeyDictionary[Loop, Lending] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
     def build(
@@ -332,7 +334,7 @@ class Loops:
         if name in self._unread:
             loop.reducer.clear()
         self._unread.add(name)
-        with loop.task.evaluating():
+        with self.lending(loop), loop.task.evaluating():
             try:
                 ran = loop.run(Request(steps, read=True, show=True), "evaluate")
             finally:
@@ -348,6 +350,20 @@ class Loops:
             f"the evaluation data set {name!r} is empty: {loop.who}.dataset has no batch; check where the data is read "
             "from"
         )
+
+    def lending(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager for an evaluation or a prediction, see `Lending`."""
+        if self.training is None:
+            return contextlib.nullcontext()
+        if loop not in self._lendings:
+            self._lendings[loop] = Lending(self.settings.strategy, self.training, loop)
+        return self._lendings[loop].lent()
+
+    def retrace(self, layers: str) -> None:
+        """Traces all steps again, because constants of layers have changed; see `Loop.retrace`."""
+        self._lendings.clear()
+        for loop in self.by_name.values():
+            loop.retrace(layers)
 
     def close(self) -> None:
         """Closes each loop, also where another one fails."""

@@ -20,7 +20,7 @@ from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
 from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
-from looplib.loop.optimizers import TrainingOptimizers
+from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
@@ -31,7 +31,7 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice
-from looplib.task.state import tables_of, variables_of
+from looplib.task.state import tables_of, unheld
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
@@ -51,6 +51,12 @@ class TaskLoop(TrainingLoop):
         self.task, self.who = spec.task, spec.who
         self._spec = spec
         self._strategy, self._clock = spec.strategy, spec.clock
+        self._slowest: tuple[str, str] | None = None
+        self._build()
+
+    def _build(self) -> None:
+        """Builds the data set and traces the step."""
+        spec = self._spec
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
@@ -70,7 +76,6 @@ class TaskLoop(TrainingLoop):
         self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
         self._tables = None if self._stream.arrays is None else backend.tables(self._stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
-        self._slowest: tuple[str, str] | None = None
         if spec.training:
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
@@ -137,6 +142,11 @@ class TaskLoop(TrainingLoop):
     def stream(self) -> Stream:
         """The batches of the task."""
         return self._stream
+
+    @property
+    def traced(self) -> Step | None:
+        """See `Loop`."""
+        return self._inner.step
 
     @property
     def step(self) -> Step:
@@ -290,6 +300,18 @@ class TaskLoop(TrainingLoop):
         if self._iterator is None and step != self._start_step:
             self.rewind(step)
 
+    def retrace(self, layers: str) -> None:
+        """See `Loop`; raises `UsageError` if a function of the user's own was traced before, and is not again."""
+        before = _tf.functions_in(self._inner.step.function) if self._inner.step else set()
+        self.close()
+        self._build()
+        if self._inner.step and (kept := before & _tf.functions_in(self._inner.step.function)):
+            raise UsageError(
+                f"{self._spec.step_name} calls {join_names(sorted(kept))}, which were traced with other constants of "
+                f"{layers} than those that are restored; leave out tf.function there, or adapt these layers in the "
+                "program, as that run did, before the controller is built"
+            )
+
     def close(self) -> None:
         """See `Loop`; restores the optimizers' original methods."""
         if self._spec.training and self._clock.waits_for_input:
@@ -365,13 +387,9 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`; a loop that traces no step does not know its variables."""
         if self._inner.step is None:
             return
-        saved = {
-            _identity(component)
-            for variable in [*(variable for _, variable in variables_of(objects)), *tf.nest.flatten(self._tables)]
-            for component in self._strategy.experimental_local_results(variable)
-        }
-        saved.add(_identity(self._spec.counter))  # the controller's own
-        names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
+        own = [*tf.nest.flatten(self._tables), self._spec.counter]  # the controller's
+        names = unheld(self._strategy, self._inner.step.variables, objects, own)
+        refuse_others(self._strategy, names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "
@@ -485,8 +503,3 @@ def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
     count = tf.shape(ids, tf.int64)[0]
     begin, size = [first, *[0] * (len(table.shape) - 1)], [count, *table.shape[1:]]
     return tf.ensure_shape(tf.slice(table, begin, size), [*ids.shape, *table.shape[1:]])
-
-
-def _identity(variable: object) -> int:
-    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
-    return id(getattr(variable, "handle", variable))

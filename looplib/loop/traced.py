@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
@@ -23,9 +24,9 @@ class TracedValues:
     """The values that the step of a task had in Python when it was traced.
 
     These are the attributes of the task and of its layers that the code of the step reads: numbers, strings, and lists,
-    dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, and which
-    models and optimizers the task holds. An attribute that the step itself assigns is left out, because it may count
-    the traces.
+    dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, which
+    models the task holds, and which optimizers it and its layers hold. An attribute that the step itself assigns is
+    left out, because it may count the traces.
 
     Args:
       task: a trainer or evaluator whose step has just been traced.
@@ -79,10 +80,11 @@ def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
         names = [name for name in names if not name.startswith("_") and name != "trainable"]  # others are Keras's own
     for name in sorted(names):
         value = inspect.getattr_static(holder, name, _NOWHERE)
-        if _is_plain(value) or (callable(value) and name in vars(holder)):  # such as an activation
+        constant = isinstance(value, (tf.Tensor, tf.lookup.StaticHashTable))  # such as what `adapt` has learned
+        if constant or _is_plain(value) or (callable(value) and name in vars(holder)):  # such as an activation
             yield name, value
     for name, value in vars(holder).items():
-        if not _keras.is_layer(holder) and (_keras.is_layer(value) or _keras.is_optimizer(value)):
+        if _keras.is_optimizer(value) or (_keras.is_layer(value) and not _keras.is_layer(holder)):
             yield name, value
 
 

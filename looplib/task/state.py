@@ -3,14 +3,14 @@
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
+from looplib import _keras, _tf
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
 from looplib.task.plain import as_array, as_bytes
@@ -146,13 +146,24 @@ def differing_variables(
     """
     if strategy.num_replicas_in_sync == 1:
         return []
-    same = {id(variable) for _, variable in variables_of({"all": list(_keras.optimizers(task).values())})}
+    several = Workers(strategy).count > 1
     return [
         variable
-        for _, variable in variables_of(objects)
-        if not variable.trainable and id(variable) not in same
-        and (len(strategy.experimental_local_results(variable)) > 1 or Workers(strategy).count > 1)
-    ]  # fmt: skip
+        for variable in no_weights(task, objects)
+        if several or len(strategy.experimental_local_results(variable)) > 1
+    ]
+
+
+def no_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:
+    """Lists the variables of a trainer's state that are neither weights nor an optimizer's.
+
+    Args:
+      task: the `Trainer`.
+      objects: its state, dict from name to trackable object.
+    """
+    known = {id(variable) for _, variable in variables_of({"all": list(_keras.optimizers(task).values())})}
+    found = (variable for _, variable in variables_of(objects))
+    return [variable for variable in found if not variable.trainable and id(variable) not in known]
 
 
 def state_of(task: Any) -> dict[str, Any]:
@@ -214,6 +225,25 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
     names = {id(variable): name for name, variable in reversed(found)}  # a Keras variable and the tf.Variable in it
     variables = {id(variable): variable for _, variable in found}
     return [(names[key], variables[key]) for key in variables]
+
+
+def unheld(
+    strategy: tf.distribute.Strategy,
+    variables: Iterable[tf.Variable],
+    objects: Mapping[str, Any],
+    own: Iterable[Any] = (),
+) -> list[str]:
+    """Returns the names of the variables that some objects, by name, do not hold.
+
+    Args:
+      strategy: `tf.distribute.Strategy` of the objects.
+      variables: the variables.
+      objects: dict from name to trackable object.
+      own: variables that are left out too.
+    """
+    held = [*(variable for _, variable in variables_of(objects)), *own]
+    known = {_tf.identity_of(part) for variable in held for part in strategy.experimental_local_results(variable)}
+    return [variable.name for variable in variables if _tf.identity_of(variable) not in known]
 
 
 def tables_of(objects: Mapping[str, Any]) -> list[Any]:

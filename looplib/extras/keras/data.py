@@ -14,6 +14,7 @@ from looplib.extras.keras import rows
 from looplib.task.input_context import InputContext
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
+_SINGLE = "the data set of KerasTrainer has single examples; batch it by the global batch size"
 _PATIENCE = 10.0  # seconds between two lines of the log
 
 
@@ -95,16 +96,33 @@ class KerasData:
             self._length, self._counted = _count(self._dataset()), True
         return self._length if self._length > 0 else None
 
-    def sample(self, examples: int) -> tuple:
-        """Returns a batch of a few examples as arguments x, y and sample_weight."""
+    def sample(self, examples: int) -> Any:
+        """Returns a batch of a few examples, as the model's step gets it."""
         if self.is_arrays:
-            return rows.take(self._arrays, range(min(examples, self._length)))
+            return rows.take(self._rows_given, range(min(examples, self._length)))
         element = next(iter(self._dataset()))
-        if any(leaf.shape.rank == 0 for leaf in tf.nest.flatten(element)):
-            raise UsageError("the data set of KerasTrainer has single examples; batch it by the global batch size")
-        examples = min(examples, *(int(leaf.shape[0]) for leaf in tf.nest.flatten(element)))
-        element = self.whole(element)
-        return rows.take(element if isinstance(element, tuple) else (element,), range(examples))
+        sizes = [leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(element)]
+        if None in sizes:
+            raise UsageError(_SINGLE)
+        return rows.take(self.whole(element), range(min(examples, *map(int, sizes))))
+
+    def spec(self, replicas: int) -> Any:
+        """Returns the structure of `tf.TypeSpec`s of the batches of one replica.
+
+        Their size is known where that of the data set's batches is.
+        """
+        if self.is_arrays:
+            return tf.nest.map_structure(rows.spec, self._rows_given)
+
+        def of_replica(spec: Any) -> Any:
+            if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+                return spec
+            if spec.shape.rank == 0:
+                raise UsageError(_SINGLE)
+            size = spec.shape[0] and math.ceil(spec.shape[0] / replicas)
+            return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype)
+
+        return self.whole(tf.nest.map_structure(of_replica, self._dataset().element_spec))
 
     def whole(self, batch: Any) -> Any:
         """Returns a batch, or its specs, with None where the data has it, which the data sets here leave out."""
@@ -126,8 +144,13 @@ class KerasData:
         """Returns the data, once."""
         return self._rows(context, False) if self.is_arrays else self._dataset()
 
+    @property
+    def _rows_given(self) -> Any:
+        """The arrays, in the structure of a batch."""
+        return self._arrays if len(self._arrays) > 1 else self._arrays[0]
+
     def _rows(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
-        arrays = self._arrays if len(self._arrays) > 1 else self._arrays[0]
+        arrays = self._rows_given
         flat = tf.nest.flatten(arrays)
         dense = all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in flat)
         if dense and sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES:
@@ -156,6 +179,7 @@ class KerasData:
 
         return dataset.map(without_none)
 
+    @tf.autograph.experimental.do_not_convert
     def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:
         """Adds the weights of the examples' classes to a batch, or to all examples."""
         if y is None or tf.nest.is_nested(y) or others:
@@ -163,13 +187,30 @@ class KerasData:
                 "class_weight needs (x, y) with class numbers or one-hot vectors as y, and no sample weights; use "
                 "sample_weight alone"
             )
-        labels = tf.convert_to_tensor(y)
-        if labels.shape.rank and labels.shape.rank > 1:
-            labels = labels[..., 0] if labels.shape[-1] == 1 else tf.argmax(labels, axis=-1)
-        labels = tf.cast(labels, tf.int64)
+        labels = _class_numbers(tf.convert_to_tensor(y), self._weights.size)
         known = tf.logical_and(labels >= 0, labels < self._weights.size)
         weights = tf.gather(self._weights, tf.where(known, labels, 0))
         return x, y, tf.where(known, weights, tf.ones_like(weights))
+
+
+def _class_numbers(labels: tf.Tensor, classes: int) -> tf.Tensor:
+    """Returns the classes that targets mean, as `fit` does: an argmax of vectors, and numbers rounded; int64."""
+    rank, width = labels.shape.rank, labels.shape[-1] if labels.shape.rank else 1
+    of_vectors = rank is not None and rank > 1 and width != 1
+    if rank is None or (of_vectors and rank > 2 and (labels.dtype.is_integer or width is None or width > classes)):
+        raise UsageError(
+            f"class_weight of {classes} classes got {labels.dtype.name} targets of shape {labels.shape}, which are not "
+            "known to be one-hot vectors; give class numbers a last dimension of 1, one-hot vectors of several "
+            "positions as floating-point numbers with a known last dimension, or use sample_weight"
+        )
+
+    def of_numbers() -> tf.Tensor:
+        numbers = labels if rank < 2 else labels[..., 0]
+        return tf.cast(tf.round(numbers) if labels.dtype.is_floating else numbers, tf.int64)
+
+    if of_vectors and width is None:
+        return tf.cond(tf.shape(labels)[-1] > 1, lambda: tf.argmax(labels, axis=-1), of_numbers)
+    return tf.argmax(labels, axis=-1) if of_vectors else of_numbers()
 
 
 def _count(dataset: tf.data.Dataset) -> int:

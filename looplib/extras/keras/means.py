@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -10,17 +11,18 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
+from looplib import _keras, _tf
 from looplib.errors import UsageError, gist
 from looplib.extras.keras import rows
 from looplib.extras.keras.alone import alone
-from looplib.loop.optimizers import Replacement
+from looplib.extras.keras.building import state_of_model
+from looplib.loop.optimizers import Replacement, refuse_others
+from looplib.task.state import unheld
 
 EXAMPLES = 32  # that are enough to try
 _DRAWS = 4  # of the random numbers of a model that draws some
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _ELEMENTS = 2**16  # of each gradient that are compared
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 _CURE = (
     "make the loss a mean over the examples that it gets (keras.losses with the default reduction, tf.reduce_mean over "
     "the batch; give a mask as sample_weight), write a looplib.GradientTrainer, whose looplib.mean(losses, weights) "
@@ -35,7 +37,7 @@ class _Found:
 
     Attributes:
       losses: float64 `[n]`, the losses that it returns.
-      gradients: float64 `[m]`, elements of all gradients that optimizers get; [0] for a step that only evaluates.
+      gradients: float64 `[m]`, elements of all gradients that optimizers get; [0] for a step without an optimizer.
     """
 
     losses: np.ndarray
@@ -50,9 +52,9 @@ class _Found:
 def check(model: Any, batch: tuple) -> None:
     """Checks that the loss of a batch is the mean of those of its parts, by computing both.
 
-    A `train_step` of the model's own is compared by the gradients that its optimizers get, Keras's own by the losses of
-    its `test_step`, which are those of the training without dropout. Nothing is updated. Batch normalization of the
-    model is not counted as a difference.
+    What is compared are the gradients that optimizers get. Where `train_step` is Keras's own, layers compute as in an
+    evaluation, without dropout. Nothing is updated. Batch normalization in a `train_step` of the model's own is not
+    counted as a difference.
 
     Args:
       model: a compiled model, whose variables exist, on several replicas.
@@ -79,6 +81,8 @@ def check(model: Any, batch: tuple) -> None:
                 )
             else:
                 fault = _of_parts(model, one, run(second), run(_joined(first, second)), run(copies), tolerance)
+    except UsageError:
+        raise
     except (tf.errors.OpError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         logging.warning(
             "whether %s trains alike on any number of replicas could not be tried (%s); `python -m looplib check "
@@ -173,18 +177,35 @@ class _Runs:
             found = self._strategy.run(self._on_replica, args=(_packed(batch, leaves),))
             return tuple(self._strategy.experimental_local_results(part)[0] for part in found)
 
-        self._traced = function.get_concrete_function(*map(_spec, leaves))
-        self._before = [(variable, tf.identity(variable)) for variable in _written(self._traced)]
+        self._traced = function.get_concrete_function(*map(rows.spec, leaves))
+        updated = _tf.updated_by(self._traced)
+        self._before = [
+            (each, tf.identity(each)) for each in self._traced.variables if _tf.identity_of(each) in updated
+        ]
+        refuse_others(self._strategy, unheld(self._strategy, self._traced.variables, state_of_model(self._model)))
 
     def _on_replica(self, batch: tuple) -> tuple[tf.Tensor, tf.Tensor]:
         self._given = []
         with alone():
-            logs = (self._model.train_step if self._own else self._model.test_step)(batch)
-        logs = logs if isinstance(logs, dict) else {}
-        losses = [_flat(value) for name, value in sorted(logs.items()) if "loss" in name]
+            losses = self._own_losses(batch) if self._own else self._losses(batch)
         gradients = [_flat(gradient) for gradient in self._given if gradient is not None]
         empty = [tf.zeros([0], tf.float64)]
         return tf.concat(losses or empty, axis=0), tf.concat(gradients or empty, axis=0)
+
+    def _own_losses(self, batch: tuple) -> list[tf.Tensor]:
+        logs = self._model.train_step(batch)
+        return [_flat(logs[name]) for name in sorted(logs) if "loss" in name] if isinstance(logs, dict) else []
+
+    def _losses(self, batch: tuple) -> list[tf.Tensor]:
+        """Computes the loss as Keras's `train_step` does, but without what a layer does only in a training."""
+        x, y, sample_weight = _keras.unpacked(self._model, batch)
+        known = inspect.signature(self._model.call).parameters
+        training = {"training": False} if "training" in known else {}
+        with tf.GradientTape() as tape:
+            predicted = self._model(x, **training)
+            loss = self._model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
+        self._given = tape.gradient(loss, [_keras.tf_variable(each) for each in self._model.trainable_variables])
+        return [_flat(loss)]
 
     def _takes_gradients(self, grads: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         self._given += list(grads)
@@ -196,27 +217,6 @@ class _Runs:
         for variable, value in self._before:
             if chosen(variable):
                 variable.assign(value)
-
-
-def _written(traced: tf.types.experimental.ConcreteFunction) -> list[tf.Variable]:
-    """Returns the variables that a function may write: those that it does more with than to read."""
-    inside = traced.inputs[len(traced.inputs) - len(traced.captured_inputs) :]
-    handles = {
-        id(captured)
-        for captured, inner in zip(traced.captured_inputs, inside)
-        if any(op.type not in _READS for op in inner.consumers())
-    }
-    return [variable for variable in traced.variables if id(variable.handle) in handles]
-
-
-def _spec(leaf: Any) -> Any:
-    """Returns the spec of a tensor, dense, ragged or sparse, with any number of rows."""
-    shape = [None, *leaf.shape[1:]]
-    if isinstance(leaf, tf.SparseTensor):
-        return tf.SparseTensorSpec(shape, leaf.dtype)
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    return tf.TensorSpec(shape, leaf.dtype)
 
 
 def _flat(value: Any) -> tf.Tensor:

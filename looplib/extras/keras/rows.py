@@ -42,6 +42,22 @@ def take(batch: Any, ids: Iterable[int]) -> Any:
     return tf.nest.map_structure(lambda part: part if part is None else getter(part)(chosen), batch)
 
 
+def count(batch: Any) -> tf.Tensor:
+    """Returns the number of rows of a batch, of tensors of any kind and None."""
+    first = next(part for part in tf.nest.flatten(batch) if part is not None and part.shape.rank != 0)
+    return first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
+
+
+def spec(array: Any) -> tf.TypeSpec:
+    """Returns the spec of an array or a tensor of any kind, with any number of rows."""
+    shape = [None, *array.shape[1:]]
+    if isinstance(array, tf.SparseTensor):
+        return tf.SparseTensorSpec(shape, array.dtype)
+    if isinstance(array, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, array.dtype, array.ragged_rank, array.row_splits.dtype)
+    return tf.TensorSpec(shape, array.dtype)
+
+
 def getter(array: Array) -> Callable[[tf.Tensor], Any]:
     """Returns a function from row numbers, int64 `[b]`, to these rows of an array, as a tensor of its kind."""
     if isinstance(array, tf.SparseTensor):

@@ -1,24 +1,23 @@
 """Trainer and evaluator of a compiled Keras model, of either family."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
 from looplib.extras.keras import means
 from looplib.extras.keras.alone import alone
+from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
-from looplib.task import own_names, reductions, shares
+from looplib.extras.keras.results import Results
+from looplib.task import shares
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
-
-_PREFIX = "compile_metrics_"  # of Keras 3's one object for all compiled metrics
 
 
 class KerasTrainer(Trainer):
@@ -78,10 +77,10 @@ class KerasTrainer(Trainer):
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
+        build(model, self._keras_data, trains=True)
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica_loss:
             means.check(model, self._keras_data.sample(means.EXAMPLES))
-        self.metrics = list(model.metrics)
+        self.metrics, self._keras_results = list(model.metrics), Results(model, "train_step")
         self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
@@ -121,12 +120,11 @@ class KerasTrainer(Trainer):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
         with shares.of_means(), alone():
-            inputs = self._keras_data.whole(inputs)
-            return _metrics(self.model, inputs, self.model.train_step(inputs))
+            return self._keras_results.of_step(self._keras_data.whole(inputs))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """See `Trainer`: gives metrics the names that they have in `fit`."""
-        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
+        """See `Trainer`: gives metrics the names and values that they have in `fit`."""
+        return self._keras_results.finished(metrics)
 
 
 class KerasEvaluator(Evaluator):
@@ -144,8 +142,8 @@ class KerasEvaluator(Evaluator):
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
         self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
-        self.metrics = list(model.metrics)
+        build(model, self._keras_data, trains=False)
+        self.metrics, self._keras_results = list(model.metrics), Results(model, "test_step")
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Evaluator`."""
@@ -154,8 +152,7 @@ class KerasEvaluator(Evaluator):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
         with alone():
-            inputs = self._keras_data.whole(inputs)
-            return _metrics(self.model, inputs, self.model.test_step(inputs))
+            return self._keras_results.of_step(self._keras_data.whole(inputs))
 
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
@@ -164,63 +161,15 @@ class KerasEvaluator(Evaluator):
             return {f"prediction_{number}": output for number, output in enumerate(outputs)}
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}
 
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """See `Evaluator`: the metrics are also those of the training, which continues with its own values."""
-        results = self.model.distribute_strategy.experimental_local_results
-        variables = [
-            part for metric in self.metrics for v in metric.variables for part in results(_keras.tf_variable(v))
-        ]
-        before = [variable.numpy() for variable in variables]
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """See `Evaluator`: the metrics are also those of the training, which gets its own values back."""
         for metric in self.metrics:
             metric.reset_state()
-        try:
-            with super().evaluating():
-                yield
-        finally:
-            for variable, value in zip(variables, before):
-                variable.assign(value)
+        return super().evaluating()
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """See `Evaluator`: gives metrics the names that they have in `fit`."""
-        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
-
-
-def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
-    """Returns the metrics of a step: the model's own objects, and what else its step returned, averaged."""
-    found = {metric.name: metric for metric in model.metrics}
-    results = set(model.get_metrics_result())
-    own_names.check(f"the compiled {type(model).__name__}", results)
-    size = _size(inputs)
-    for name, value in (logs if isinstance(logs, dict) else {}).items():
-        if name not in results and name not in found:
-            found[name] = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
-    return found
-
-
-def _size(inputs: Any) -> tf.Tensor:
-    first = next(leaf for leaf in tf.nest.flatten(inputs) if leaf is not None and leaf.shape.rank != 0)
-    return first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0]
-
-
-def _build(model: Any, batch: tuple) -> None:
-    """Makes the variables of a model and its metrics, which several replicas cannot do in their first step."""
-    strategy = model.distribute_strategy
-    batch = tuple(tf.nest.map_structure(lambda one: tf.constant(one) if isinstance(one, np.ndarray) else one, batch))
-
-    def step() -> None:
-        strategy.run(model.test_step, args=(batch,))
-
-    try:
-        # For one batch a trace takes too long; on several replicas, running eagerly takes longer.
-        (step if strategy.num_replicas_in_sync == 1 else tf.function(step))()
-    except Exception:
-        # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
-        if not _keras.has_own_step(model):
-            raise
-        model.built = model.built or all(layer.built for layer in model.layers)
-    finally:
-        model.reset_metrics()
+        """See `Evaluator`: gives metrics the names and values that they have in `fit`."""
+        return self._keras_results.finished(metrics)
 
 
 def _as_arguments(data: Any) -> tuple:
