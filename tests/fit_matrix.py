@@ -101,8 +101,8 @@ class _Program:
             self._keras.backend.experimental.enable_tf_random_generator()  # as binaries do
         self._keras.utils.set_random_seed(3)
         model, arguments = self._row.build(self._keras)
-        if first and self._row.first_only:
-            self._row.first_only(model)
+        if self._row.prepare:
+            self._row.prepare(model, first)
         return model, arguments
 
     def _fit(self):
