@@ -7,6 +7,7 @@ This imports neither: it recognizes objects by the modules of their classes.
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,11 @@ def family(value: Any) -> str | None:
 def _family_of(kind: type) -> str | None:
     roots = (base.__module__.split(".")[0] for base in kind.__mro__)
     return next((root for root in roots if root in _ROOTS), None)
+
+
+def is_own_class(value: Any) -> bool:
+    """Returns whether Keras itself, of either family, defines the class of an object."""
+    return type(value).__module__.split(".")[0] in _ROOTS
 
 
 def _is_a(value: Any, *path: str) -> bool:
@@ -72,6 +78,12 @@ def tf_variable(variable: Any) -> tf.Variable:
     return variable.value if is_variable(variable) else variable
 
 
+def value_now(value: Any) -> Any:
+    """Returns a value; a tensor in place of a variable of either family, or of TensorFlow, which may change later."""
+    variable = tf_variable(value)
+    return tf.convert_to_tensor(variable) if isinstance(variable, tf.Variable) else value
+
+
 def variable_path(variable: Any) -> str:
     """Returns the name of a variable of either family with the names of the layers that hold it, such as a/kernel."""
     return variable.path if is_variable(variable) else variable.name.removesuffix(":0")
@@ -102,6 +114,16 @@ def input_specs(model: Any) -> Any:
     return tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype, name or part.name), inputs)
 
 
+def is_batch_normalization(layer: Any) -> bool:
+    """Returns whether a layer of either family normalizes by the statistics of its batch."""
+    return _is_a(layer, "layers", "BatchNormalization")
+
+
+def has_own_step(model: Any) -> bool:
+    """Returns whether a model has a `train_step` of its own, in place of Keras's."""
+    return type(model).train_step.__module__.split(".")[0] not in _ROOTS
+
+
 def export_archive(model: Any) -> Any:
     """Returns a new `ExportArchive` of a model's family."""
     return sys.modules[family(model)].export.ExportArchive()
@@ -112,15 +134,15 @@ def load_model(model: Any, path: str) -> Any:
     return sys.modules[family(model)].models.load_model(path, compile=False)
 
 
-def callback_base(model: Any) -> type:
-    """Returns the class of callbacks of a model's family."""
-    return sys.modules[family(model)].callbacks.Callback
+def callbacks_of(model: Any) -> types.ModuleType:
+    """Returns the module of callbacks of a model's family."""
+    return sys.modules[family(model)].callbacks
 
 
 def _within(structure: Any) -> Iterator[tuple[Any, Any]]:
     """Yields (key, item) of what a list, tuple or dict holds and is, or may hold, an object of Keras."""
     items = structure.items() if isinstance(structure, dict) else enumerate(structure)
-    return ((key, item) for key, item in items if isinstance(item, _STRUCTURES) or family(item))
+    return ((key, item) for key, item in items if isinstance(item, (*_STRUCTURES, tf.Module)) or family(item))
 
 
 def optimizers(holder: Any) -> dict[str, Any]:
@@ -140,18 +162,23 @@ def optimizers(holder: Any) -> dict[str, Any]:
     return found
 
 
-def sublayers(layer: Any) -> list[Any]:
-    """Returns a layer and all that it holds, also in lists and dicts, which Keras 3 does not track for TensorFlow."""
-    found, seen, todo = [], set(), [layer]
+def parts(holder: Any) -> list[Any]:
+    """Returns the layers, metrics and modules that something is and holds, also those in lists and dicts."""
+    found, seen, todo = [], set(), [holder]
     while todo:
         value = todo.pop()
         if isinstance(value, _STRUCTURES) and id(value) not in seen:
             todo.extend(item for _, item in _within(value))
-        elif is_layer(value) and id(value) not in seen:
+        elif (is_layer(value) or is_metric(value) or isinstance(value, tf.Module)) and id(value) not in seen:
             found.append(value)
             todo.extend(vars(value).values())
         seen.add(id(value))
     return found
+
+
+def sublayers(layer: Any) -> list[Any]:
+    """Returns a layer and all that it holds, also in lists and dicts, which Keras 3 does not track for TensorFlow."""
+    return [part for part in parts(layer) if is_layer(part)]
 
 
 def with_inner(outer: Iterable[Any]) -> list[Any]:
@@ -205,10 +232,10 @@ def changes_when_called(layer: Any) -> bool:
     return any(getattr(part, "_random_generator", None) is not None for part in parts)
 
 
-def computes_in_float16(model: Any) -> bool:
-    """Returns whether a model, or a layer directly in it, computes in float16."""
+def computes_in(model: Any, *types: str) -> bool:
+    """Returns whether a model, or a layer directly in it, computes in one of some types, such as "float16"."""
     layers = [model, *(model.layers if is_model(model) else ())]
-    return any(is_layer(layer) and layer.compute_dtype == "float16" for layer in layers)
+    return any(is_layer(layer) and layer.compute_dtype in types for layer in layers)
 
 
 def check_one_family(objects: Mapping[str, Any]) -> None:

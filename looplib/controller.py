@@ -1,5 +1,6 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
+import dataclasses
 import datetime
 import functools
 import os
@@ -10,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.checkpoint import choice
-from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
 from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
 from looplib.evaluations import Evaluations
@@ -120,7 +121,10 @@ class Controller:
         )
         checks.check_together(trainer, evaluators, strategy, loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
-        self._actions = [*(action for task in tasks for action in task.own_actions), *actions]
+        own = [action for task in tasks for action in task.own_actions]
+        self._actions = [*own, *actions]
+        rules = (*checkpoints.keep, *(action for action in own if isinstance(action, KeepRule)))
+        checkpoints = dataclasses.replace(checkpoints, keep=rules)
         self.steps_per_loop = settings.steps_per_loop
         self._stops = stops_of(self._actions)
         self._schedule = functools.partial(

@@ -9,6 +9,8 @@ import tensorflow as tf
 from conftest import EVERY, make_strategy, more
 
 import looplib
+from looplib.extras.parameter_server.results import RemoteReducer
+from looplib.loop.reducer import Reducer
 
 pytestmark = pytest.mark.any_engine
 
@@ -114,6 +116,148 @@ def test_keras_metrics_of_both_families_reduce_exactly(name, family):
         assert found["mse"] == pytest.approx(((labels - scores)[:65] ** 2).mean(), rel=1e-5)
         assert found["auc"] == pytest.approx(float(alone.result()), rel=1e-5)
         assert found["examples"] == 65
+
+
+def own_metric(family, kind):
+    """A metric of a class of one's own: of a sum, and of what is none."""
+    keras = importlib.import_module(family)
+    start = {"minimum": "ones"}.get(kind, "zeros")
+    change = {
+        "sum": lambda kept, values: kept + tf.reduce_sum(values),
+        "maximum": lambda kept, values: tf.maximum(kept, tf.reduce_max(values)),
+        "minimum": lambda kept, values: tf.minimum(kept, tf.reduce_min(values)),
+        "moving average": lambda kept, values: 0.9 * kept + 0.1 * tf.reduce_mean(values),
+    }[kind]
+
+    class Own(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="own")
+            self.kept = self.add_weight(shape=(), name="kept", initializer=start)
+
+        def update_state(self, values, sample_weight=None):
+            self.kept.assign(change(tf.convert_to_tensor(self.kept), tf.cast(values, tf.float32)))
+
+        def result(self):
+            return self.kept
+
+        def reset_state(self):
+            self.kept.assign(1.0 if start == "ones" else 0.0)
+
+    return Own()
+
+
+@pytest.mark.any_engine(False)
+@pytest.mark.parametrize("kind", ["sum", "maximum", "minimum", "moving average"])
+@pytest.mark.parametrize("family", ["keras", "tf_keras"])
+def test_a_metric_that_replicas_cannot_sum_is_refused_when_the_controller_is_built(family, kind):
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        metric = own_metric(family, kind)
+
+    def outputs(ids, values):
+        metric.update_state(values)
+        return {"own": metric}
+
+    evaluator = Values(50, outputs)
+    evaluator.own = metric
+    if kind == "sum":
+        assert evaluate(strategy, evaluator)["own"] == pytest.approx(VALUES[:50].sum())
+        return
+    with pytest.raises(looplib.UsageError, match="metric 'own', whose variable .*kept is not a sum over examples"):
+        evaluate(strategy, evaluator)
+    evaluator.own = metric = own_metric(family, kind)  # one replica has no sum to make
+    assert np.isfinite(evaluate(make_strategy("default"), evaluator)["own"])
+
+
+class Summing(looplib.Trainer):
+    """Trains a weight, and returns a sum of a metric class of one's own."""
+
+    def __init__(self, own):
+        self.weight = tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)
+        self.own = own_metric("keras", "sum") if own else None
+
+    def dataset(self, context):
+        return context.indices(len(VALUES)).map(lambda ids: tf.gather(VALUES, ids))
+
+    def step_fn(self, values):
+        self.weight.assign_add(tf.cast(tf.reduce_mean(values), tf.float32))
+        if self.own is not None:
+            self.own.update_state(values)
+        return {"value": values, **({"own": self.own} if self.own else {})}
+
+
+@pytest.mark.any_engine(False)
+def test_a_training_is_the_one_without_the_check_of_its_metric():
+    strategy, weights = make_strategy("mirrored_x2"), []
+    for own in (False, True):
+        with strategy.scope():
+            trainer = Summing(own)
+        controller = looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=8, writers=[])
+        metrics = controller.train(3)
+        weights.append(trainer.weight.numpy())
+    assert weights[0] == weights[1] and metrics["own"] == pytest.approx(24 * metrics["value"])
+
+
+def live_metric(keras):
+    """Returns a metric whose results are its variables themselves, as Keras's own documentation writes them."""
+
+    class Sums(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="sums")
+            self.values, self.count = (self.add_weight(name=name, initializer="zeros") for name in ("values", "count"))
+
+        def update_state(self, values):
+            self.values.assign_add(tf.reduce_sum(tf.cast(values, tf.float32)))
+            self.count.assign_add(tf.cast(tf.size(values), tf.float32))
+
+        def result(self):
+            return {"values": self.values, "count": self.count}
+
+    class One(Sums):
+        def result(self):
+            return self.values
+
+    return Sums(), One()
+
+
+@pytest.mark.parametrize("loop", ["eager", "graph"])
+@pytest.mark.parametrize("name, family", EACH)
+def test_a_keras_metric_may_return_its_own_variables(name, family, loop):
+    strategy, keras = make_strategy(name), pytest.importorskip(family)
+    with strategy.scope():
+        several, one = live_metric(keras)
+
+    def outputs(i, v):
+        several.update_state(v)
+        one.update_state(i)
+        return {"several": several, "one": one}
+
+    with looplib.Controller(
+        evaluator=Values(65, outputs), strategy=strategy, global_batch_size=16, writers=[], loop=loop
+    ) as controller:
+        for _ in range(2):  # reset between evaluations
+            found = controller.evaluate()["eval"]
+            assert found["several_values"] == pytest.approx(VALUES[:65].sum(), rel=1e-5)
+            assert (found["several_count"], found["one"], found["examples"]) == (65, np.arange(65).sum(), 65)
+
+
+@pytest.mark.parametrize("kind", [Reducer, RemoteReducer])
+def test_what_a_reducer_reads_of_keras_metrics_is_from_before_the_reset(kind):
+    """The one of parameter servers keeps its totals, and the metrics' variables, on the coordinator."""
+    several, one = live_metric(importlib.import_module("keras"))
+
+    def step_fn(values):
+        several.update_state(values)
+        one.update_state(2 * values)
+        return {"several": several, "one": one}
+
+    reducer = kind(make_strategy("default"), "step_fn", count_examples=True)
+    contribution = reducer.run_step(step_fn, tf.constant([1.0, 2.0, 4.0]), may_be_empty=False)
+    reducer.create()
+    reducer.add(contribution)
+    expected = {"examples": 3, "several_values": 7.0, "several_count": 3.0, "one": 14.0}
+    assert reducer.packer.unpack(*reducer.read()) == expected
+    assert float(one.values.numpy()) == 0
 
 
 def test_last_is_the_value_of_the_last_step(strategy):

@@ -6,11 +6,21 @@ import pathlib
 TESTS = {
     "checkpoint": ["checkpoints", "choice", "continue", "names", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
-    "data": ["bottleneck", "device_copies", "feeds", "global_batches", "lengths", "resident", "sources"],
+    "data": [
+        "bottleneck",
+        "device_copies",
+        "empty_shares",
+        "feeds",
+        "global_batches",
+        "lengths",
+        "resident",
+        "sources",
+    ],
     "extras": [
         "checks",
         "every_kind",
         "foreign",
+        "keras_replicas",
         "keras_trainer",
         "local_launch",
         "preflight",

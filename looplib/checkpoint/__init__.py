@@ -9,7 +9,7 @@ Names that other rooms may use, by file:
     matching: stable_names
     marker: Commit
     names: none
-    policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+    policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule
     recovery: Recovery
     run_directory: RunDirectory, resolve
     snapshot: none

@@ -18,8 +18,9 @@ Names that other rooms may use, by file:
     graph: none
     loops: LoopSettings, Loops
     media: as_shown
+    metric_sums: none
     one_program: none
-    optimizers: TrainingOptimizers
+    optimizers: Replacement, TrainingOptimizers
     packing: none
     prediction: Prediction
     recorded: RecordedParts

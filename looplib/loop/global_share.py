@@ -1,26 +1,32 @@
 """The step of a replica that has a share of a global batch, whose size may differ from step to step."""
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from looplib import _keras
+from looplib.errors import UsageError, join_names
 from looplib.loop.packing import batch_size
-from looplib.loop.step import StepFn
+from looplib.loop.step import Step, StepFn
 from looplib.task import reductions, shares
 from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction
 from looplib.task.shares import Share
+from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
 
 def add_to(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
     """Wraps a step, so that what it computes is that of the examples of the global batch, however many there are."""
-    metrics = [value for value in vars(task).values() if _keras.is_metrics(value)]
+    metrics = functools.cache(lambda: _metric_variables(vars(task)))  # a model may make some when it is called
 
     def with_share(inputs: Any) -> Any:
         if isinstance(inputs, Share):
-            return _counted(step_fn, inputs, _variables(metrics), isinstance(task, Trainer))
+            outputs = _counted(step_fn, inputs, metrics(), isinstance(task, Trainer))
+            _check_known(task, _metric_variables(outputs), metrics())
+            return outputs
         batch = batch_size(inputs)
         if batch is None:
             return step_fn(inputs)
@@ -31,11 +37,37 @@ def add_to(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
     return with_share
 
 
+def check(task: Trainer | Evaluator, step: Step) -> None:
+    """Raises `UsageError` if a traced step changes sums of a replica, as metrics are, that the task does not hold."""
+    if isinstance(step.stream.element_spec, Share):
+        sums = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
+        used = [variable for variable in step.variables if (variable.synchronization, variable.aggregation) == sums]
+        known = [*_metric_variables(vars(task)), *(variable for _, variable in variables_of(state_of(task)))]
+        _check_known(task, used, [part for v in known for part in step.strategy.experimental_local_results(v)])
+
+
+@tf.autograph.experimental.do_not_convert
+def _check_known(task: Trainer | Evaluator, used: Iterable[tf.Variable], known: Iterable[tf.Variable]) -> None:
+    ids = {id(variable) for variable in known}
+    if names := [variable.name for variable in used if id(variable) not in ids]:
+        raise UsageError(
+            f"{type(task).__name__}.step_fn changes {join_names(names)} of a metric that is not among the attributes "
+            "of the task, so that examples would count twice where a global batch has fewer of them than there are "
+            "replicas; keep the metric as an attribute of the task or its model, or in a list or dict there"
+        )
+
+
+def _metric_variables(holder: Any) -> list[tf.Variable]:
+    """Lists the variables of the Keras metrics in a structure, its models and its modules."""
+    metrics = filter(_keras.is_metric, _keras.parts(holder))
+    return list({id(v): _keras.tf_variable(v) for metric in metrics for v in metric.variables}.values())
+
+
 def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training: bool) -> Any:
     """Runs a step, of which nothing counts where the replica has no example of the global batch."""
     counts = share.examples > 0
     before = [variable.read_value() for variable in metrics]
-    with shares.in_use(share, uneven=True):
+    with shares.in_use(share):
         outputs = step_fn(share.inputs)
     for variable, value in zip(metrics, before):
         variable.assign(tf.where(counts, variable.read_value(), value))
@@ -62,10 +94,3 @@ def _if(counts: tf.Tensor, value: Any) -> Any:
         raise NotImplementedError(f"a share of a global batch does not reduce by looplib.{value.kind}")
     weight = tf.cast(counts, tf.float64)
     return reductions.mean(value.value, weight if value.weight is None else tf.cast(value.weight, tf.float64) * weight)
-
-
-def _variables(value: Any) -> list[tf.Variable]:
-    """Returns the variables of the Keras metrics in a structure."""
-    if isinstance(value, (list, tuple, dict)):
-        return [one for item in (value.values() if isinstance(value, dict) else value) for one in _variables(item)]
-    return [_keras.tf_variable(variable) for variable in value.variables]

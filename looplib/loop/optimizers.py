@@ -57,7 +57,7 @@ class TrainingOptimizers:
         self._strategy = strategy
         self._noted = noted
         self._sums = strategy.num_replicas_in_sync > 1
-        self._replacements: list[_Replacement] = []
+        self._replacements: list[Replacement] = []
         self._prepared: list[Any] = []  # optimizers of Keras 3 that leave the sum to this object
         self._inside: set[int | None] = set()  # replicas that are in an `apply` whose gradients are summed
         self._held = list(_keras.optimizers(trainer).values())
@@ -79,7 +79,7 @@ class TrainingOptimizers:
             replacement.take_back()
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-        self._replacements.append(_Replacement(owner, name, make))
+        self._replacements.append(Replacement(owner, name, make))
 
     def _change(self, optimizer: Any) -> None:
         noted = self._noted and not _keras.scales_loss(optimizer)
@@ -220,18 +220,19 @@ class TrainingOptimizers:
             )
 
 
-class _Replacement:
+class Replacement:
     """A method of one object in place of its class's, made from the one that it replaces."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         before = vars(owner).pop(name, None)
-        if isinstance(before, _Replacement):  # of a training that was not closed
+        if isinstance(before, Replacement):  # of a training that was not closed
             before = before._before
         self._owner, self._name, self._before = owner, name, before
         self._method = make(getattr(owner, name) if before is None else before)
         vars(owner)[name] = self  # past __setattr__, which would look for state in it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method that was made."""
         return self._method(*args, **kwargs)
 
     def take_back(self) -> None:

@@ -282,11 +282,15 @@ class Reducer(Accumulator):
           `(totals, results)` for `packer.unpack`: float64 tensor `[n]`, and a dict of result tensors of Keras metrics.
         """
         totals = self._sum_replicas()
-        results = {name: metric.result() for name, metric in self.packer.keras.items()}
+        results = self.results()
         # The metrics are read before they are reset, also where nothing else orders the two.
         with tf.control_dependencies([totals, *tf.nest.flatten(results)]):
             self._strategy.run(self._reset_local)
         return totals, results
+
+    def results(self) -> dict[str, Any]:
+        """Returns the results of the Keras metrics by their names, which a reset does not change."""
+        return {n: tf.nest.map_structure(_keras.value_now, m.result()) for n, m in self.packer.keras.items()}
 
     @tf.autograph.experimental.do_not_convert
     def take(self, wanted: tf.Tensor) -> tf.Tensor:

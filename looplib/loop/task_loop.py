@@ -16,7 +16,7 @@ from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import example_checksum, global_share
+from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
 from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
@@ -75,6 +75,9 @@ class TaskLoop(TrainingLoop):
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
+        if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
+            global_share.check(spec.task, self._inner.step)
+            metric_sums.check(self._inner.step, spec.step_name, self.reducer.packer.keras)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None
 
     def _decorators(self, backend: Backend) -> list[Decorator]:

@@ -372,7 +372,7 @@ def _make_loss_scale(model: Any, kind: str | None) -> scaling.DynamicLossScale |
     if kind not in ("auto", "dynamic", None):
         raise UsageError(f'loss_scale is {kind!r}; expected "auto", "dynamic" or None')
     if kind == "auto":
-        kind = "dynamic" if _keras.computes_in_float16(model) else None
+        kind = "dynamic" if _keras.computes_in(model, "float16") else None
     return scaling.DynamicLossScale() if kind else None
 
 

@@ -42,32 +42,24 @@ def counted(weights: tf.Tensor) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def in_use(share: Share, uneven: bool = False) -> Iterator[None]:
-    """Makes a share the current one of the `with` block.
-
-    Args:
-      share: the share.
-      uneven: whether replicas may have shares of other sizes.
-    """
-    _step.share, _step.uneven = share, uneven
+def in_use(share: Share) -> Iterator[None]:
+    """Makes a share the current one of the `with` block."""
+    _step.share = share
     try:
         yield
     finally:
-        _step.share, _step.uneven = None, False
+        _step.share = None
 
 
 @contextlib.contextmanager
 def of_means() -> Iterator[None]:
     """Has optimizers weigh the gradients of the `with` block by this replica's part of the global batch.
 
-    For a loss that is the mean over this replica's examples divided by the number of replicas, as Keras computes it: it
-    is right on its own only where all replicas have as many examples.
+    For a loss that is the mean over this replica's examples, or otherwise that of a batch of these examples alone.
     """
-    if not getattr(_step, "uneven", False):
-        yield
-        return
-    share, replicas = current(), tf.distribute.get_replica_context().num_replicas_in_sync
-    _step.factor = tf.cast(share.examples * replicas, tf.float32) / tf.cast(share.of, tf.float32)
+    share = current()
+    if share is not None and tf.distribute.get_replica_context().num_replicas_in_sync > 1:
+        _step.factor = tf.cast(share.examples, tf.float32) / tf.cast(share.of, tf.float32)
     try:
         yield
     finally:
@@ -76,6 +68,6 @@ def of_means() -> Iterator[None]:
 
 @tf.autograph.experimental.do_not_convert
 def weighed(gradients: Iterable[Any]) -> list[Any]:
-    """Returns gradients, times the factor of `of_means` if they are computed in one."""
+    """Returns gradients, times the factor of `of_means` if they are computed in one on several replicas."""
     factor = getattr(_step, "factor", None)
     return [gradient_sum.times(gradient, factor) for gradient in gradients]

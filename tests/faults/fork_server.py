@@ -39,7 +39,7 @@ _CONVERTED = {
     "looplib.loop.batch_sizes.BatchSizes": "add_to/measured",
     "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _of_rows add_to/checked",
     "looplib.loop.optimizers.TrainingOptimizers": "_applying_pairs/apply_gradients",
-    "looplib.loop.optimizers._Replacement": "__call__",
+    "looplib.loop.optimizers.Replacement": "__call__",
     "looplib.loop.evaluation.EvaluationLoop": "_steps _add _last",
     "looplib.loop.prediction.Prediction": "step_fn",
     "looplib.health.non_finite": "run_watched note_gradients",

@@ -1,8 +1,12 @@
 """Compiled Keras models, of either family, trained as `fit` trains them.
 
 Names that other rooms may use, by file:
+    alone: none
+    best_weights: none
+    callback_kinds: none
     callback_memory: none
     callbacks: none
     data: none
+    means: none
     trainer: KerasTrainer
 """

@@ -1,6 +1,7 @@
 """What Keras callbacks remember in their attributes, for checkpoints."""
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from absl import logging
 
 from looplib.errors import UsageError
+from looplib.extras.keras import callback_kinds
 from looplib.task.actions import warn_of_other_memories
 from looplib.task.plain import as_json
 
@@ -26,6 +28,7 @@ class Memory:
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
+        self._others_keep = _SETTINGS + (("best_weights",) if callback_kinds.restores_best(callback) else ())
         self._warned: set[str] = set()
         self.begin()
 
@@ -52,15 +55,16 @@ class Memory:
                     f"the checkpoint has a value for {type(self._callback).__name__}.{name:.100}, which is a method; "
                     "name another checkpoint"
                 )
-        first = {name: json.loads(text) for name, text in self._first.items()}
-        vars(self._callback).update({**first, **changed})
+        held = vars(self._callback)
+        first = {name: json.loads(text) for name, text in self._first.items() if not callable(held.get(name))}
+        held.update({**first, **changed})
 
     def _kept(self) -> dict[str, str]:
         """Returns the attributes that are kept, as JSON."""
         return {
             name: json.dumps(value, default=as_json)
             for name, value in vars(self._callback).items()
-            if name not in _SETTINGS and _is_plain(value)
+            if name not in self._others_keep and _is_plain(value)
         }
 
     def _not_kept(self) -> dict[str, tuple[int, int]]:
@@ -68,7 +72,7 @@ class Memory:
         return {
             name: (id(value), len(value) if isinstance(value, Sized) else 0)
             for name, value in vars(self._callback).items()
-            if not _is_plain(value) and not callable(value)
+            if name not in self._others_keep and not _is_plain(value) and not callable(value)
         }
 
     def _warn(self) -> None:
@@ -91,13 +95,17 @@ class Memories:
       callbacks: the callbacks.
       common: the names of attributes that every callback has.
 
+    Attributes:
+      named: the callbacks with their names.
+
     Raises:
       UsageError: if two that remember something have one name.
     """
 
     def __init__(self, callbacks: Sequence[Any], common: Collection[str]) -> None:
         self._common = frozenset(common)
-        self._named = [(_name(callback), Memory(callback)) for callback in callbacks]
+        self.named = [(_name(callback), callback) for callback in callbacks]
+        self._named = [(name, Memory(callback)) for name, callback in self.named]
         self._refuse_equal_names()
 
     def begin(self) -> None:
@@ -155,10 +163,11 @@ class Memories:
 
 
 def _name(callback: Any) -> str:
-    """Returns what a callback is and watches."""
+    """Returns what a callback is, watches and writes."""
     held = vars(callback)
+    file = os.path.basename(callback.filepath) if callback_kinds.writes_models(callback) else None
     better = getattr(held.get("monitor_op"), "__name__", None)  # in place of a mode in tf_keras
-    known = (held.get("monitor"), held.get("mode", better), held.get("name"))
+    known = (held.get("monitor"), held.get("mode", better), file, held.get("name"))
     return f"{type(callback).__name__}({', '.join(one for one in known if isinstance(one, str))})"
 
 

@@ -1,31 +1,20 @@
-"""Keras callbacks that observe epochs or set the learning rate, called by a controller."""
+"""Keras callbacks, called by a controller at the start and the end of each epoch."""
 
+import copy
+import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 from looplib import _keras
+from looplib.checkpoint.marker import Commit
+from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError
+from looplib.extras.keras import callback_kinds
+from looplib.extras.keras.best_weights import BestWeights
 from looplib.extras.keras.callback_memory import Memories
 from looplib.task.actions import Action, Event
 
-_REPLACED = {
-    "ModelCheckpoint": "CheckpointPolicy(keep=(looplib.KeepBest(...),)) and model_dir of the Controller, or the action "
-    "looplib.ExportBest",
-    "BackupAndRestore": "model_dir of the Controller, which saves all state and continues from it",
-    "TensorBoard": "model_dir of the Controller, which writes TensorBoard events",
-    "TerminateOnNaN": "CheckpointPolicy(guards=looplib.Guards(non_finite=...)), which halts by default",
-    "SwapEMAWeights": "the averages of looplib.GradientTrainer",
-    "OrbaxCheckpoint": "model_dir of the Controller, and CheckpointPolicy",
-    "CSVLogger": "Controller(trackers=[looplib.CsvWriter(model_dir)]) (--trackers=csv), whose tables have each step "
-    "once, also after a kill",
-    "RemoteMonitor": "trackers of the Controller, or a looplib.Writer of your own that sends the metrics, because its "
-    "`resume` says which records the run makes again",
-    "ProgbarLogger": "the console, which looplib writes by default",
-}
-_IN_AN_EPOCH = (
-    "on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end",
-    "on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end",
-)  # fmt: skip
 _OWN = ("steps_per_second", "epoch")  # of a report, beside the trainer's metrics
 
 
@@ -46,15 +35,20 @@ class KerasCallbacks(Action):
 
     def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
         self._model = model
-        self._callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._callbacks, self._replaced = callback_kinds.running(model, callbacks)
+        if not Workers(model.distribute_strategy).is_chief:
+            self._callbacks = [self._to_nowhere(callback) for callback in self._callbacks]
         for callback in self._callbacks:
-            _check(model, callback)
             callback.set_model(model)
         self._trains = False
         self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
-        self._memories = Memories(self._callbacks, vars(_keras.callback_base(self._model)()))
+        self._memories = Memories(self._callbacks, vars(_keras.callbacks_of(self._model).Callback()))
+        self._best = BestWeights()
+        self._stopped: dict[str, Any] | None = None  # the state before the end of the epoch that ended the training
 
     def on_start(self, controller: Any) -> None:
         """Begins the training, and its first epoch."""
@@ -72,9 +66,13 @@ class KerasCallbacks(Action):
                 f"reports do not end with its epochs; continue with {batches.original}, or start a new run from the "
                 "weights (--warm_start)"
             )
+        callback_kinds.check_replaced(self._replaced, controller)
         self._begin_training()
+        self._best.forget_lost(controller, self._memories.named)
         if self._logs is None:
             self._begin_epoch(controller.global_step // steps)
+        elif not self._missing:  # the run has stopped there
+            self._end_epoch(controller.global_step, controller)
 
     def __call__(self, event: Event) -> None:
         """Ends an epoch with its report, or with the last evaluation after that."""
@@ -88,31 +86,65 @@ class KerasCallbacks(Action):
             self._missing.remove(event.split)
         else:
             return
-        if not self._missing:
-            self._end_epoch(event.step // controller.steps_per_epoch - 1, controller)
+        if not self._missing and self._end_epoch(event.step, controller):
+            if event.split == "train" and controller.model_dir:  # before an evaluation, the step has been saved
+                controller.save_checkpoint()
 
     def on_end(self, controller: Any) -> None:
-        """Ends the training."""
+        """Ends the training, with the best weights if a callback restores them."""
         self._trains = False
-        for callback in self._callbacks:
+        for name, callback in self._memories.named:
+            self._best.restore(name, callback, self._model, controller)
             callback.on_train_end({})
 
+    def select(self, kept: Sequence[Commit]) -> list[Commit]:
+        """Returns the checkpoints to keep, see `KeepRule`: those with the best weights."""
+        return self._best.select(kept)
+
     def state(self) -> dict[str, Any]:
-        """See `Action`: of each callback, what has changed since its training began."""
-        changed = self._memories.changed()
-        return {"callbacks": changed, "logs": self._logs, "missing": self._missing, "begun": self._begun}
+        """See `Action`: of each callback, what has changed since its training began.
+
+        Where a callback has ended the training, it is the state before that, and the next start asks the callbacks
+        again, as they may have other settings.
+        """
+        state = self._stopped or self._state()
+        self._best.saved(state["best"])
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """See `Action`."""
-        self._begin_training()
-        self._memories.load(state["callbacks"])
+        """See `Action`; a checkpoint that is restored for the best weights at the end changes no callback."""
+        if not self._best.restoring:
+            self._begin_training()
+            self._memories.load(state["callbacks"])
+            self._best.load(state.get("best", {}), self._memories.named)
         self._logs, self._missing, self._begun = state["logs"], list(state["missing"]), state["begun"]
+        self._stopped = None
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "callbacks": self._memories.changed(),
+            "best": self._best.state(),
+            "logs": self._logs and dict(self._logs),
+            "missing": list(self._missing),
+            "begun": self._begun,
+        }
+
+    def _to_nowhere(self, callback: Any) -> Any:
+        """Returns what stands for a callback where another worker writes files: reading the weights takes all."""
+        if not callback_kinds.writes_models(callback) or _keras.family(callback) == "tf_keras":  # which does so itself
+            return callback
+        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="looplib-keras-")
+        twin = copy.copy(callback)
+        twin.filepath = os.path.join(self._folder.name, os.path.basename(callback.filepath))
+        return twin
 
     def _begin_training(self) -> None:
         if self._trains:
             return
         self._trains = True
         self._model.stop_training = False
+        self._stopped = None
+        self._best.forget()
         for callback in self._callbacks:
             callback.on_train_begin({})
         self._memories.begin()
@@ -123,34 +155,14 @@ class KerasCallbacks(Action):
             for callback in self._callbacks:
                 callback.on_epoch_begin(epoch, {})
 
-    def _end_epoch(self, epoch: int, controller: Any) -> None:
-        logs, self._logs = self._logs, None
-        for callback in self._callbacks:
-            callback.on_epoch_end(epoch, logs)
+    def _end_epoch(self, step: int, controller: Any) -> bool:
+        """Ends the epoch of a step; returns whether the weights to restore at the end are now those of this step."""
+        epoch = step // controller.steps_per_epoch - 1
+        before, logs, self._logs = self._state(), self._logs, None
+        best = [self._best.end_epoch(name, one, epoch, logs, step) for name, one in self._memories.named]
         if self._model.stop_training:
+            self._stopped = before
             controller.stop()
         elif not controller.ending:
             self._begin_epoch(epoch + 1)
-
-
-def _check(model: Any, callback: Any) -> None:
-    kind = type(callback).__name__
-    base = _keras.callback_base(model)
-    if not isinstance(callback, base):
-        raise UsageError(
-            f"the callback {callback!r} is no {base.__module__}.{base.__name__}, as the model's family needs"
-        )
-    for parent in type(callback).__mro__:
-        if parent.__name__ in _REPLACED and _keras.family(callback):
-            raise UsageError(f"the callback {kind} does not work in looplib; use {_REPLACED[parent.__name__]}")
-    if getattr(callback, "restore_best_weights", False):
-        raise UsageError(
-            f"{kind} has restore_best_weights, which a restart would forget; use "
-            "looplib.EarlyStopping(restore_best=True)"
-        )
-    for name in _IN_AN_EPOCH:
-        if name in vars(callback) or getattr(type(callback), name) is not getattr(base, name):
-            raise UsageError(
-                f"the callback {kind} has {name}, which looplib does not call, because it runs many steps in one call "
-                "to the device; use on_epoch_end, or an action of the Controller, which is called after each report"
-            )
+        return any(best)

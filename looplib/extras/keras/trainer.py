@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
+from looplib.extras.keras import means
+from looplib.extras.keras.alone import alone
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.task import own_names, reductions, shares
@@ -35,9 +37,12 @@ class KerasTrainer(Trainer):
       validation_data: (x, y), (x, y, sample_weight) or a data set of global batches, for `evaluator()`.
       shuffle: whether each epoch has an order of its own; only for arrays.
       callbacks: Keras callbacks that observe epochs or set the learning rate.
+      per_replica_loss: bool, whether each replica may compute the loss of its own examples alone also where that
+        differs from their part in the loss of the global batch, such as a contrastive loss. By default it is refused.
 
     Raises:
-      UsageError: for a model that is not compiled, data that does not fit together, or a callback that cannot work.
+      UsageError: for a model that is not compiled, data that does not fit together, a callback that cannot work, or, on
+        several replicas, a loss that is no mean over examples.
 
     Example:
         ```python
@@ -60,6 +65,7 @@ class KerasTrainer(Trainer):
         validation_data: Any = None,
         shuffle: bool = True,
         callbacks: Sequence[Any] = (),
+        per_replica_loss: bool = False,
     ) -> None:
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
             found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
@@ -72,6 +78,8 @@ class KerasTrainer(Trainer):
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
         _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
+        if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica_loss:
+            means.check(model, self._keras_data.sample(means.EXAMPLES))
         self.metrics = list(model.metrics)
         self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
 
@@ -109,7 +117,7 @@ class KerasTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
-        with shares.of_means():
+        with shares.of_means(), alone():
             return _metrics(self.model, inputs, self.model.train_step(inputs))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +149,8 @@ class KerasEvaluator(Evaluator):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
-        return _metrics(self.model, inputs, self.model.test_step(inputs))
+        with alone():
+            return _metrics(self.model, inputs, self.model.test_step(inputs))
 
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
@@ -197,15 +206,11 @@ def _build(model: Any, batch: tuple) -> None:
         (step if strategy.num_replicas_in_sync == 1 else tf.function(step))()
     except Exception:
         # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
-        if not _has_own_step(model):
+        if not _keras.has_own_step(model):
             raise
         model.built = model.built or all(layer.built for layer in model.layers)
     finally:
         model.reset_metrics()
-
-
-def _has_own_step(model: Any) -> bool:
-    return not type(model).train_step.__module__.startswith(("keras.", "tf_keras."))
 
 
 def _as_arguments(data: Any) -> tuple:

@@ -30,8 +30,7 @@ class RemoteReducer(Reducer):
 
     def read(self) -> tuple[np.ndarray, Metrics]:
         """See `Reducer`."""
-        totals = self._totals.numpy()
-        results = {name: metric.result() for name, metric in self.packer.keras.items()}
+        totals, results = self._totals.numpy(), self.results()
         self._reset_local()
         return totals, results
 

@@ -214,8 +214,7 @@ class _View:
             for name, norm in reducer.gradient_norms(part).items():
                 self._gradients[name] = float(np.maximum(self._gradients.get(name, 0.0), norm))  # NaN stays
         self._after = self._after or _weights(self._trainer)
-        results = {name: metric.result() for name, metric in reducer.packer.keras.items()}
-        return reducer.packer.unpack(np.sum(parts, axis=0), results)
+        return reducer.packer.unpack(np.sum(parts, axis=0), reducer.results())
 
     def _call(self) -> list[np.ndarray]:
         """Runs the step outside of any `tf.function`; returns what each replica adds to the metrics."""

@@ -1,0 +1,256 @@
+"""Whether the loss of a compiled model is a mean over examples, so that each replica can compute a part of it."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib import _keras
+from looplib.errors import UsageError, gist
+from looplib.extras.keras.alone import alone
+from looplib.loop.optimizers import Replacement
+
+EXAMPLES = 32  # that are enough to try
+_DRAWS = 4  # of the random numbers of a model that draws some
+_ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
+_ELEMENTS = 2**16  # of each gradient that are compared
+_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+_CURE = (
+    "make the loss a mean over the examples that it gets (keras.losses with the default reduction, tf.reduce_mean over "
+    "the batch; give a mask as sample_weight), write a looplib.GradientTrainer, whose looplib.mean(losses, weights) "
+    "and looplib.all_gather are exact on any number of replicas, use one replica, or say that each replica is to "
+    "compute the loss of its own examples alone: KerasTrainer(..., per_replica_loss=True)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What a step computes for a batch.
+
+    Attributes:
+      losses: float64 `[n]`, the losses that it returns.
+      gradients: float64 `[m]`, elements of all gradients that optimizers get; [0] for a step that only evaluates.
+    """
+
+    losses: np.ndarray
+    gradients: np.ndarray
+
+    @property
+    def compared(self) -> np.ndarray:
+        """The gradients, or the losses where there are none."""
+        return self.gradients if self.gradients.size else self.losses
+
+
+def check(model: Any, batch: tuple) -> None:
+    """Checks that the loss of a batch is the mean of those of its parts, by computing both.
+
+    A `train_step` of the model's own is compared by the gradients that its optimizers get, Keras's own by the losses of
+    its `test_step`, which are those of the training without dropout. Nothing is updated. Batch normalization of the
+    model is not counted as a difference.
+
+    Args:
+      model: a compiled model, whose variables exist, on several replicas.
+      batch: examples, as arguments x, y and sample_weight.
+
+    Raises:
+      UsageError: if it is not.
+    """
+    rows = min(EXAMPLES, _size(batch)) // 2
+    if not rows:
+        return
+    first, second = _rows(batch, 0, rows), _rows(batch, rows, 2 * rows)
+    try:
+        with _Runs(model) as run:
+            one, again, reversed_one = run(first), run(first), run(_reversed(first))
+            rounding = _ROUNDING * _apart(one, reversed_one)  # deep models have more than others
+            tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, rounding)
+            copies = _joined(first, first)
+            if _apart(one, again) > 1e-6 or tolerance > _MOST_ROUNDING:
+                fault = _of_draws(
+                    [one, again, *(run(first) for _ in range(_DRAWS - 2))], [run(copies) for _ in range(_DRAWS)]
+                )
+            else:
+                fault = _of_parts(model, one, run(second), run(_joined(first, second)), run(copies), tolerance)
+    except (tf.errors.OpError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        logging.warning(
+            "whether %s trains alike on any number of replicas could not be tried (%s); `python -m looplib check "
+            "replicas` compares whole trainings", type(model).__name__, gist(error),
+        )  # fmt: skip
+        return
+    if fault:
+        raise UsageError(f"the loss of {type(model).__name__} is no mean over examples: {fault}; {_CURE}")
+
+
+def _of_parts(model: Any, first: _Found, second: _Found, both: _Found, copies: _Found, tolerance: float) -> str:
+    """Returns what is wrong with a step that computes the same thing each time; "" for nothing."""
+    mean = _Found((first.losses + second.losses) / 2, (first.gradients + second.gradients) / 2)
+    if _apart(mean, both) <= tolerance:
+        return ""
+    if _apart(first, copies) > tolerance:
+        return _of_copies(_ratio(copies.compared, first.compared))
+    if any(map(_keras.is_batch_normalization, _keras.sublayers(model))):
+        return ""  # which takes the statistics of each replica's examples; docs/from_keras.md
+    return (
+        f"the mean of those of two halves of a batch differs from that of the batch by {_apart(mean, both):.2%} (it "
+        "divides by something else than examples, such as its tokens or the sum of its weights, or uses statistics of "
+        "the batch), so that replicas with other parts would compute another one"
+    )
+
+
+def _of_draws(ones: list[_Found], copies: list[_Found]) -> str:
+    """Returns what is wrong with a step that draws random numbers; "" for nothing that stands out of their noise."""
+    if ones[0].gradients.size:
+        pairs = itertools.combinations([found.gradients for found in ones], 2)
+        square = np.mean([first @ second for first, second in pairs])
+        product = np.mean([one.gradients @ copy.gradients for one in ones for copy in copies])
+        if square > 0.05 * np.mean([found.gradients @ found.gradients for found in ones]):  # else noise alone
+            factor = product / square
+            if not 2**-0.5 < factor < 2**0.5:
+                return _of_copies(factor)
+    losses, twice = (np.stack([found.losses for found in each]) for each in (ones, copies))
+    noise = 4 * (losses.std(axis=0) + twice.std(axis=0)) / np.sqrt(_DRAWS)
+    mean = losses.mean(axis=0)
+    apart = np.abs(twice.mean(axis=0) - mean) > 0.1 * np.abs(mean) + noise
+    return _of_copies(_ratio(twice.mean(axis=0)[apart], mean[apart])) if apart.any() else ""
+
+
+def _of_copies(factor: float) -> str:
+    return (
+        f"with each example twice, a batch has {factor:.3g} times the loss or the gradient that it has without (it "
+        "sums over the examples, divides by a fixed number, or compares examples with each other), so that both would "
+        "depend on the number of replicas"
+    )
+
+
+class _Runs:
+    """Runs a step without its updates, in a `with` block; afterwards all variables are as before.
+
+    Each run begins with the variables that the model has, apart from whole numbers: the state of random numbers.
+
+    Args:
+      model: the compiled model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._strategy = model, model.distribute_strategy
+        self._own = _keras.has_own_step(model)
+        self._given: list[Any] = []  # gradients, in one trace
+        self._before: list[tuple[tf.Variable, tf.Tensor]] = []
+        self._traced: Any = None
+        self._replaced = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Runs":
+        for optimizer in _keras.optimizers(self._model).values() if self._own else ():
+            name = "apply" if _keras.family(optimizer) == "keras" else "apply_gradients"
+            taken = self._takes_gradients if name == "apply" else self._takes_pairs
+            replacement = Replacement(optimizer, name, lambda _, taken=taken: taken)
+            self._replaced.callback(replacement.take_back)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._put_back(lambda variable: True)
+        self._replaced.close()
+
+    def __call__(self, batch: tuple) -> _Found:
+        leaves = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in _leaves(batch)]
+        if self._traced is None:
+            self._trace(batch, leaves)
+        losses, gradients = self._traced(*leaves)
+        self._put_back(lambda variable: variable.dtype.is_floating)
+        return _Found(losses.numpy(), gradients.numpy())
+
+    def _trace(self, batch: tuple, leaves: list[Any]) -> None:
+        @tf.function(autograph=False)
+        def function(*leaves: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            found = self._strategy.run(self._on_replica, args=(_packed(batch, leaves),))
+            return tuple(self._strategy.experimental_local_results(part)[0] for part in found)
+
+        self._traced = function.get_concrete_function(*map(_spec, leaves))
+        self._before = [(variable, tf.identity(variable)) for variable in _written(self._traced)]
+
+    def _on_replica(self, batch: tuple) -> tuple[tf.Tensor, tf.Tensor]:
+        self._given = []
+        with alone():
+            logs = (self._model.train_step if self._own else self._model.test_step)(batch)
+        logs = logs if isinstance(logs, dict) else {}
+        losses = [_flat(value) for name, value in sorted(logs.items()) if "loss" in name]
+        gradients = [_flat(gradient) for gradient in self._given if gradient is not None]
+        empty = [tf.zeros([0], tf.float64)]
+        return tf.concat(losses or empty, axis=0), tf.concat(gradients or empty, axis=0)
+
+    def _takes_gradients(self, grads: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        self._given += list(grads)
+
+    def _takes_pairs(self, grads_and_vars: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        self._given += [gradient for gradient, _ in grads_and_vars]
+
+    def _put_back(self, chosen: Any) -> None:
+        for variable, value in self._before:
+            if chosen(variable):
+                variable.assign(value)
+
+
+def _written(traced: tf.types.experimental.ConcreteFunction) -> list[tf.Variable]:
+    """Returns the variables that a function may write: those that it does more with than to read."""
+    inside = traced.inputs[len(traced.inputs) - len(traced.captured_inputs) :]
+    handles = {
+        id(captured)
+        for captured, inner in zip(traced.captured_inputs, inside)
+        if any(op.type not in _READS for op in inner.consumers())
+    }
+    return [variable for variable in traced.variables if id(variable.handle) in handles]
+
+
+def _spec(leaf: Any) -> Any:
+    """Returns the spec of a tensor, dense or ragged, with any number of rows."""
+    shape = [None, *leaf.shape[1:]]
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    return tf.TensorSpec(shape, leaf.dtype)
+
+
+def _flat(value: Any) -> tf.Tensor:
+    flat = tf.reshape(tf.convert_to_tensor(value), [-1])
+    return tf.cast(flat[:: max(1, (flat.shape[0] or 0) // _ELEMENTS)], tf.float64)
+
+
+def _apart(one: _Found, other: _Found) -> float:
+    """Returns how much two results differ, relative to the second."""
+    first, second = one.compared, other.compared
+    return float(np.linalg.norm(first - second) / max(np.linalg.norm(second), 1e-30))
+
+
+def _ratio(values: np.ndarray, to: np.ndarray) -> float:
+    return float(values @ to / max(to @ to, 1e-30))
+
+
+def _leaves(batch: tuple) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+
+
+def _packed(batch: tuple, leaves: Iterable[Any]) -> tuple:
+    leaves = iter(leaves)
+    filled = [None if leaf is None else next(leaves) for leaf in tf.nest.flatten(batch)]
+    return tf.nest.pack_sequence_as(batch, filled)
+
+
+def _size(batch: tuple) -> int:
+    return min(int(leaf.shape[0]) for leaf in _leaves(batch))
+
+
+def _rows(batch: tuple, start: int, stop: int) -> tuple:
+    return _packed(batch, [leaf[start:stop] for leaf in _leaves(batch)])
+
+
+def _reversed(batch: tuple) -> tuple:
+    return _packed(batch, [leaf[::-1] for leaf in _leaves(batch)])
+
+
+def _joined(first: tuple, second: tuple) -> tuple:
+    pairs = zip(_leaves(first), _leaves(second))
+    return _packed(first, [tf.concat([one, other], axis=0) for one, other in pairs])

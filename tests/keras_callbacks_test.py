@@ -1,0 +1,218 @@
+"""Callbacks of Keras that write models and restore the best weights, beside `fit`: files, stops and weights are equal."""
+
+import itertools
+
+import keras as keras3
+import numpy as np
+import pytest
+from conftest import make_strategy
+
+import looplib
+from looplib.errors import UsageError
+
+pytestmark = pytest.mark.any_engine
+
+FAMILIES = ("keras", "tf_keras")
+BATCH, EPOCHS = 16, 9  # 40 examples: 3 steps an epoch
+X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+OTHERS = X[:24] * 2, Y[:24] * 2
+
+
+def rate(epoch, _):
+    """Goes up the gradient after the third epoch, and down again from the sixth on, but not to the best."""
+    return [0.02, 0.02, 0.02, -0.01, -0.01, 0.001, 0.001, 0.001, 0.001][epoch]
+
+
+def build(keras):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.5), "mse", metrics=["mae"])
+    return model
+
+
+def callbacks(keras, folder, monitor="val_loss", **others):
+    kinds = keras.callbacks
+    every = str(folder / f"{{epoch:02d}}-{{{monitor}:.3f}}.weights.h5")
+    return [
+        kinds.LearningRateScheduler(rate),
+        kinds.ModelCheckpoint(str(folder / "best.keras"), monitor=monitor, save_best_only=True),
+        kinds.ModelCheckpoint(every, save_weights_only=True),
+        kinds.EarlyStopping(monitor=monitor, restore_best_weights=True, **{"patience": 4, **others}),
+        kinds.History(),
+    ]
+
+
+def fitted(keras, folder, **others):
+    model, called = build(keras), callbacks(keras, folder, **others)
+    model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, validation_data=OTHERS, callbacks=called)
+    return model, called
+
+
+def controlled(keras, called, strategy="default", **settings):
+    strategy = make_strategy(strategy)
+    with strategy.scope():
+        model = build(keras)
+        trainer = looplib.KerasTrainer(model, X, Y, shuffle=False, validation_data=OTHERS, callbacks=called)
+    settings = {"writers": [], "strategy": strategy, "global_batch_size": BATCH, **settings}
+    return model, looplib.Controller(trainer=trainer, evaluator=trainer.evaluator(), **settings)
+
+
+def trained(keras, called, epochs=EPOCHS, **settings):
+    model, controller = controlled(keras, called, **settings)
+    with controller:
+        controller.train_and_evaluate(epochs=epochs)
+    return model
+
+
+def assert_equal_files(ours, theirs, keras):
+    names = sorted(path.name for path in theirs.iterdir())
+    assert sorted(path.name for path in ours.iterdir()) == names and len(names) > 3
+    for name in names:
+        if name.endswith(".weights.h5"):
+            models = build(keras), build(keras)
+            for model, folder in zip(models, (ours, theirs)):
+                model.load_weights(folder / name)
+        else:
+            models = [keras.models.load_model(folder / name) for folder in (ours, theirs)]
+            assert_close(*([np.array(v) for v in model.optimizer.variables] for model in models))
+        assert_close(*(model.get_weights() for model in models))
+
+
+def assert_close(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def assert_as_fit(ours, theirs):
+    (model, called), (fit, fits) = ours, theirs
+    assert called[-1].epoch == fits[-1].epoch
+    assert_close(model.get_weights(), fit.get_weights())
+    for name in ("stopped_epoch", "best_epoch", "wait", "best"):
+        assert getattr(called[3], name) == pytest.approx(getattr(fits[3], name), rel=1e-5), name
+    assert called[1].best == pytest.approx(fits[1].best, rel=1e-5)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "keras, strategy",
+    [("tf_keras", "default"), ("keras", "mirrored_x2"), ("tf_keras", "mirrored_x2"), ("keras", "default")],
+    indirect=["keras"],
+)
+def test_files_stops_and_final_weights_are_those_of_fit(keras, strategy, tmp_path):
+    theirs = fitted(keras, tmp_path / "fit")
+    assert (theirs[1][3].best_epoch, theirs[1][3].stopped_epoch) == (2, 6)  # neither the first nor the last
+    called = callbacks(keras, tmp_path / "ours")
+    model = trained(keras, called, strategy=strategy)
+    assert_as_fit((model, called), theirs)
+    assert_equal_files(tmp_path / "ours", tmp_path / "fit", keras)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("others", [dict(start_from_epoch=4, patience=3), dict(baseline=1e-9, patience=2)], ids=str)
+def test_other_settings_of_early_stopping_are_those_of_fit(keras, others, tmp_path):
+    theirs = fitted(keras, tmp_path / "fit", **others)
+    called = callbacks(keras, tmp_path / "ours", **others)
+    assert_as_fit((trained(keras, called), called), theirs)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "fails, monitor, keras",
+    [*itertools.product([1, 4, 6], ["val_loss", "loss"], FAMILIES), (6, "loss", "tf_keras"), (4, "val_loss", "keras")],
+    indirect=["keras"],
+)
+def test_a_run_that_was_killed_ends_with_the_files_and_the_best_weights_of_fit(keras, fails, monitor, tmp_path):
+    """Before the best epoch, after it, and in the epoch in which it stops; saves are scarce where nothing is evaluated."""
+    theirs = fitted(keras, tmp_path / "fit", monitor=monitor)
+    settings = dict(
+        model_dir=tmp_path / "run", checkpoints=looplib.CheckpointPolicy(every_steps=7, keep=looplib.KeepLast(1))
+    )
+    called = callbacks(keras, tmp_path / "ours", monitor)
+    kill = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epoch == fails and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trained(keras, [*called, kill], **settings)
+    called = callbacks(keras, tmp_path / "ours", monitor)
+    assert_as_fit((trained(keras, called, **settings), called), theirs)
+    assert_equal_files(tmp_path / "ours", tmp_path / "fit", keras)
+    again = callbacks(keras, tmp_path / "ours", monitor)  # a run that has stopped trains no further
+    assert_as_fit((trained(keras, again, **settings), again), theirs)
+    assert_equal_files(tmp_path / "ours", tmp_path / "fit", keras)
+
+
+def test_jobs_on_a_run_take_the_best_weights_and_a_longer_training_continues_from_the_last(tmp_path):
+    best = 2
+    theirs = fitted(keras3, tmp_path / "fit")
+    settings = dict(model_dir=tmp_path / "run")
+    model, controller = controlled(keras3, callbacks(keras3, tmp_path / "ours"), **settings)
+    with controller:
+        controller.train_and_evaluate(epochs=EPOCHS)
+        assert controller.global_step == 3 * (best + 1)
+    strategy = make_strategy("default")
+    evaluator = looplib.KerasTrainer(build(keras3), X, Y, validation_data=OTHERS).evaluator()
+    with looplib.Controller(
+        evaluator=evaluator, strategy=strategy, global_batch_size=BATCH, writers=[], **settings
+    ) as job:
+        assert job.evaluate()["eval"]["loss"] == pytest.approx(theirs[1][-1].history["val_loss"][best], rel=1e-5)
+    patient = callbacks(keras3, tmp_path / "ours", patience=9)
+    trained(keras3, patient, **settings)
+    theirs = callbacks(keras3, tmp_path / "fit", patience=9)
+    build(keras3).fit(
+        X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, validation_data=OTHERS, callbacks=theirs
+    )
+    assert patient[-1].epoch == theirs[-1].epoch == list(range(EPOCHS))
+    assert_close(patient[-1].history["val_loss"], theirs[-1].history["val_loss"])
+
+
+def test_a_best_checkpoint_that_is_gone_is_said(tmp_path, caplog):
+    settings = dict(model_dir=tmp_path / "run")
+    trained(keras3, callbacks(keras3, tmp_path), epochs=5, **settings)
+    for path in (tmp_path / "run" / "checkpoints").glob("ckpt-9*"):
+        path.unlink()
+    called = callbacks(keras3, tmp_path)
+    trained(keras3, called, **settings)
+    assert (
+        "the best weights of EarlyStopping(val_loss, auto) were those of step 9, whose checkpoint is gone"
+        in caplog.text
+    )
+    assert called[3].best_epoch > 4
+
+
+REFUSED = {
+    "batches": (lambda k: k.callbacks.ModelCheckpoint("a.keras", save_freq=3), "save_freq=3, a number of batches"),
+    "own batches": (
+        lambda k: type("Own", (k.callbacks.ModelCheckpoint,), {"on_train_batch_end": print})("a.keras"),
+        "Own has on_train_batch_end",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_checkpoint_of_batches_is_refused(case, keras):
+    make, named = REFUSED[case]
+    with pytest.raises(UsageError, match=named):
+        looplib.KerasTrainer(build(keras), X, Y, callbacks=[make(keras)])
+
+
+def test_a_callback_whose_work_looplib_does_is_not_called_and_said_or_refused_without_it(keras, tmp_path, caplog):
+    kinds = keras.callbacks
+    called = [
+        kinds.BackupAndRestore(str(tmp_path / "a")),
+        kinds.TensorBoard(str(tmp_path / "b")),
+        kinds.TerminateOnNaN(),
+    ]
+    caplog.set_level("INFO")
+    trained(keras, called, epochs=1, model_dir=tmp_path / "run")
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+    assert caplog.text.count("is not called: ") == 3
+    for callback, settings, named in [
+        (called[0], {}, "BackupAndRestore is not called, because a model_dir does its work"),
+        (called[1], {}, "TensorBoard is not called, because a model_dir does its work"),
+        (
+            called[2],
+            dict(checkpoints=looplib.CheckpointPolicy(guards=looplib.Guards(non_finite="off"))),
+            "TerminateOnNaN is not called, because guards",
+        ),
+    ]:
+        with pytest.raises(UsageError, match=named):
+            trained(keras, [callback], **settings)

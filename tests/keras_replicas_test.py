@@ -1,0 +1,303 @@
+"""Compiled models whose losses Keras does not divide by the number of replicas, and those that replicas cannot divide."""
+
+import keras as keras3
+import numpy as np
+import pytest
+import tensorflow as tf
+import tf_keras
+from conftest import make_strategy
+
+import looplib
+from looplib import _keras
+from looplib.errors import UsageError
+from looplib.extras.keras.alone import alone
+
+FAMILIES = {"keras": keras3, "tf_keras": tf_keras}
+pytestmark = pytest.mark.any_engine
+
+ROWS, BATCH, STEPS = 39, 16, 3  # the last batch of an epoch has 7 rows, and replicas have 4 and 3
+X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def mean_error(y, predicted):
+    return tf.reduce_mean(tf.square(y - predicted))
+
+
+def scalar_loss(keras):
+    """A loss function that returns a mean."""
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), mean_error)
+    return model
+
+
+def scalar_beside_mean(keras):
+    """Two outputs: a loss that Keras divides by the number of replicas, and one that it does not."""
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(4, "tanh", kernel_regularizer="l2")(inputs)
+    outputs = {name: keras.layers.Dense(1, name=name)(hidden) for name in "ab"}
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), {"a": "mse", "b": mean_error})
+    return model
+
+
+def own_step(keras):
+    """A `train_step` with plain means, and a tracker of them."""
+
+    class Model(keras.Model):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.tracker = keras.metrics.Mean(name="loss")
+
+        @property
+        def metrics(self):
+            return [self.tracker]
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = mean_error(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+            return {"loss": self.tracker.result()}
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(4, "tanh")(inputs)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5))
+    return model
+
+
+def scaled_tracker(keras):
+    """A `train_step` that tracks a loss of Keras, which Keras divides by the number of replicas."""
+
+    class Model(type(own_step(keras))):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compiled_error(y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            self.tracker.update_state(loss, sample_weight=tf.shape(x)[0])
+            return {"loss": self.tracker.result()}
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compiled_error = keras.losses.MeanSquaredError()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def endpoint(keras):
+    """A layer that adds the loss."""
+
+    class Endpoint(keras.layers.Layer):
+        def call(self, values):
+            predicted, y = values
+            self.add_loss(mean_error(y, predicted))
+            return predicted
+
+    x, y = keras.Input((6,), name="x"), keras.Input((1,), name="y")
+    model = keras.Model({"x": x, "y": y}, Endpoint()([keras.layers.Dense(1)(x), y]))
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def trained(make, keras, strategy, x, y, **arguments):
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = make(keras)
+        trainer = looplib.KerasTrainer(model, x, y, shuffle=False, **arguments)
+    reports = []
+    controller = looplib.Controller(
+        trainer=trainer, strategy=strategy, global_batch_size=BATCH, steps_per_loop=STEPS,
+        actions=[lambda event: reports.append(event.metrics["loss"])], writers=[],
+    )  # fmt: skip
+    controller.train(2 * STEPS)
+    controller.close()
+    return [np.array(variable) for variable in model.trainable_variables], reports
+
+
+@pytest.fixture(params=FAMILIES)
+def keras(request):
+    return FAMILIES[request.param]
+
+
+@pytest.mark.parametrize("make", [scalar_loss, scalar_beside_mean, own_step, scaled_tracker, endpoint])
+def test_replicas_train_and_report_as_fit_does_on_one_device(make, keras):
+    x = {"x": X, "y": Y} if make is endpoint else X
+    y = None if make is endpoint else {"a": Y, "b": 2 * Y} if make is scalar_beside_mean else Y
+    if make is scaled_tracker and keras is tf_keras:
+        pytest.skip("tf_keras refuses a loss that divides by the batch, on several replicas, in a step of one's own")
+    keras.utils.set_random_seed(1)
+    model = make(keras)
+    history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    weights, losses = trained(make, keras, make_strategy("mirrored_x2"), x, y)
+    for ours, theirs in zip(weights, model.trainable_variables, strict=True):
+        np.testing.assert_allclose(ours, np.array(theirs), rtol=1e-4, atol=1e-6)
+    # tf_keras does not weigh an added loss by examples, so that those of 4 and of 3 examples count alike.
+    unweighed = make is endpoint and keras is tf_keras
+    np.testing.assert_allclose(losses, history["loss"], rtol=0.01 if unweighed else 1e-4)
+
+
+def masked(keras):
+    """A loss for each step of a sequence, with a mask, whose mean Keras takes over the steps that count."""
+    layers = [keras.Input((5,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=True)]
+    model = keras.Sequential([*layers, keras.layers.LSTM(3, return_sequences=True), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def summed(keras):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
+    return model
+
+
+def fixed_divisor(keras):
+    """A `train_step` that divides by a number of its own."""
+
+    class Model(type(own_step(keras))):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(y - self(x, training=True))) / BATCH
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"error": loss}
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(1)(keras.layers.BatchNormalization()(inputs)))
+    model.compile("sgd")
+    return model
+
+
+def contrastive(keras, noise=0.0):
+    """A loss that compares examples with the others of the batch."""
+
+    class Model(keras.Model):
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                codes = [self(x + noise * tf.random.normal(tf.shape(x)), training=True) for _ in range(2)]
+                logits = tf.matmul(codes[0], codes[1], transpose_b=True)
+                labels = tf.range(tf.shape(x)[0])
+                loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"loss": loss}
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(4)(inputs))
+    model.compile("sgd")
+    return model
+
+
+def noisy_contrastive(keras):
+    return contrastive(keras, 0.1)
+
+
+def drawn(kind, keras):
+    """A `train_step` that draws noise, whose loss is a mean or a sum."""
+    reduce = {"mean": tf.reduce_mean, "sum": tf.reduce_sum}[kind]
+
+    class Model(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = reduce(tf.square(y - self(x + tf.random.normal(tf.shape(x)), training=True)))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"loss": loss}
+
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(8, "relu")(inputs))
+    model = Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile("sgd")
+    return model
+
+
+def drawn_sum(keras):
+    return drawn("sum", keras)
+
+
+TOKENS = np.where(np.arange(5) <= np.arange(ROWS)[:, None] // 8, 1 + np.arange(ROWS)[:, None] % 7, 0)
+
+
+def build(make, keras, **arguments):
+    x, y = (TOKENS, np.repeat(Y[:, None], 5, axis=1)) if make is masked else (X, Y)
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        return looplib.KerasTrainer(make(keras), x, y, **arguments)
+
+
+@pytest.mark.parametrize("make", [masked, summed, fixed_divisor, contrastive, noisy_contrastive, drawn_sum])
+def test_a_loss_that_replicas_cannot_divide_is_refused(make, keras):
+    with pytest.raises(UsageError, match="no mean over examples.*GradientTrainer.*per_replica_loss=True"):
+        build(make, keras)
+    assert build(make, keras, per_replica_loss=True)
+
+
+def batch_normalized(keras):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+def batch_normalized_step(keras):
+    model = type(own_step(keras))(*[keras.Input((6,))] * 2)
+    inputs = keras.Input((6,))
+    model = type(model)(inputs, keras.layers.Dense(1)(keras.layers.BatchNormalization()(inputs)))
+    model.compile("adam")
+    return model
+
+
+def drawn_mean(keras):
+    return drawn("mean", keras)
+
+
+@pytest.mark.parametrize("make", [batch_normalized, batch_normalized_step, drawn_mean])
+def test_a_model_whose_layers_see_the_batch_or_draw_noise_is_not_refused_and_not_changed(make, keras):
+    trainer = build(make, keras)
+    make_strategy("default")
+    keras.utils.set_random_seed(1)
+    fresh = make(keras)
+    for ours, theirs in zip(trainer.model.variables, fresh.variables, strict=True):
+        if "seed" not in ours.name:
+            np.testing.assert_array_equal(_value(ours), _value(theirs), ours.name)
+    assert all(np.sum(_value(variable)) == 0 for metric in trainer.metrics for variable in metric.variables)
+
+
+def _value(variable):
+    return _keras.tf_variable(variable).numpy()
+
+
+@pytest.mark.any_engine(False)
+def test_a_replica_is_alone_only_where_it_is_asked_to_be():
+    strategy = make_strategy("mirrored_x2")
+
+    def seen():
+        context = tf.distribute.get_replica_context()
+        before = context.num_replicas_in_sync
+        with alone():
+            inside = context.num_replicas_in_sync, tf.distribute.get_strategy().num_replicas_in_sync
+            gathered = context.all_gather(tf.random.normal([3, 1]), axis=0)
+            outside = context.merge_call(lambda strategy: strategy.num_replicas_in_sync)
+        return before, *inside, tf.shape(gathered)[0], outside, context.num_replicas_in_sync
+
+    found = tf.function(lambda: strategy.run(seen), autograph=False)()
+    assert [int(strategy.experimental_local_results(each)[-1]) for each in found] == [2, 1, 1, 6, 2, 2]
+
+
+@pytest.mark.any_engine(False)
+def test_a_strategy_that_counts_its_replicas_in_another_way_is_refused():
+    class Other(tf.distribute.MirroredStrategy):
+        num_replicas_in_sync = 2
+
+    def step():
+        with alone():
+            return tf.constant(0)
+
+    with pytest.raises(UsageError, match="train the compiled model on one replica"):
+        Other(["CPU:0", "CPU:1"]).run(step)
