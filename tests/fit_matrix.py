@@ -44,7 +44,7 @@ PER_OUTPUT = "| losses of single outputs on several replicas (Keras 3) |"
 SCRIPTS["multi_output"] = dataclasses.replace(
     SCRIPTS["multi_output"], not_compared={"price_loss": PER_OUTPUT, "kind_loss": PER_OUTPUT}
 )
-SCRIPTS["autoencoder"] = dataclasses.replace(SCRIPTS["autoencoder"], said={"replicas": fit_models.RANDOM})
+SCRIPTS["autoencoder"] = dataclasses.replace(SCRIPTS["autoencoder"], said={"replicas": fit_models.STATISTICS})
 ROWS = {**SCRIPTS, **fit_models.ROWS, **fit_steps.ROWS}
 NOT_OF_FIT = ("epoch", "steps_per_second", "val_examples")
 RIGHT, REFUSED, DIFFERS, WRONG = "right", "refused", "differs", "**wrong**"
@@ -154,11 +154,14 @@ class _Program:
             batch = {} if isinstance(arguments["x"], tf.data.Dataset) else {"batch_size": fit_rows.BATCH}
             history = fitted.fit(**arguments, **batch, epochs=fit_rows.EPOCHS, shuffle=False, verbose=0).history
             self._fitted = _weights(fitted), history
+        weights, history = self._fitted
+        before = model.get_weights()
         if self._row.after:
             self._row.after(model)
-        weights, history = self._fitted
         history = {name: values for name, values in history.items() if name not in self._row.not_compared}
-        return {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
+        differences = {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
+        model.set_weights(before)  # other columns compare with them
+        return differences
 
     def trained(self, strategy, name=None, steps=None, first=True):
         """Returns the model and the reports of a training by looplib.

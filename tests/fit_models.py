@@ -4,7 +4,8 @@ import numpy as np
 import tensorflow as tf
 from fit_rows import BATCH, EXAMPLES, labels, noise, padded, rows_of, sparse_loss
 
-RANDOM = "Dropout and batch normalization differ between numbers of replicas"
+RANDOM = "Layers that draw numbers at random, such as dropout, draw others for the parts of a batch than for the whole batch."
+STATISTICS = "Batch normalization takes the statistics of each replica's own examples"
 
 
 def _dense(keras, outputs=1, features=5, **arguments):
@@ -419,7 +420,7 @@ def conditional(keras):
 ROWS = rows_of(
     scalar_loss, summed_loss, loss_class, masked_scalar_loss, masked_sequence, transformer, stateful, weighted_outputs,
     soft_labels, soft_binary, own_metric, maximum_metric, listed_metrics, (normalization, dict(prepare=_adapt_at_first)),
-    text_vectorization, (other_vocabulary, dict(prepare=_adapt_otherwise_later)), feature_tables, (batch_norm, dict(said={"replicas": RANDOM})), synchronized_norm,
+    text_vectorization, (other_vocabulary, dict(prepare=_adapt_otherwise_later)), feature_tables, (batch_norm, dict(said={"replicas": STATISTICS})), synchronized_norm,
     (dropout, dict(said={"replicas": RANDOM})), frozen_base, activity, spectral_norm, weight_norm, added_loss, ctc,
     clipped, globally_clipped, (accumulated, dict(families=("keras",))),
     (averaged, dict(after=lambda model: model.optimizer.finalize_variable_values(model.trainable_variables))),
