@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 from fit_rows import BATCH, EXAMPLES, labels, noise, padded, rows_of, sparse_loss
 
-RANDOM = "Layers that draw numbers at random, such as dropout, draw others for the parts of a batch than for the whole batch."
+RANDOM = "Layers that draw numbers at random, such as dropout, draw others for the parts of a batch"
 STATISTICS = "Batch normalization takes the statistics of each replica's own examples"
 
 
@@ -402,7 +402,7 @@ def uneven(keras):
     return model, dict(x=noise(5, examples=21), y=noise(1, seed=1, examples=21))
 
 
-def conditional(keras):
+def unbuilt(keras):
     """A subclass without Input layers, built by its first batch, that draws at random from a generator of its own."""
 
     class Model(keras.Model):
@@ -425,5 +425,5 @@ ROWS = rows_of(
     clipped, globally_clipped, (accumulated, dict(families=("keras",))),
     (averaged, dict(after=lambda model: model.optimizer.finalize_variable_values(model.trainable_variables))),
     (mixed_precision, dict(tolerance=5e-3)), ragged, sparse, no_targets,
-    unknown_length, uneven, (conditional, dict(said={"replicas": RANDOM})),
+    unknown_length, uneven, (unbuilt, dict(said={"replicas": RANDOM})),
 )  # fmt: skip
