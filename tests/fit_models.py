@@ -389,6 +389,20 @@ def no_targets(keras):
     return model, dict(x=tf.data.Dataset.from_tensor_slices(noise(6)).batch(BATCH).map(lambda rows: (rows, None)))
 
 
+def tuple_inputs(keras):
+    """Inputs in a tuple, without targets; the model adds its loss."""
+
+    class Distance(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(tf.reduce_mean(tf.square(inputs[0] - inputs[1])))
+            return inputs[1]
+
+    inputs = (keras.Input((4,)), keras.Input((4,)))
+    model = keras.Model(inputs, Distance()([inputs[0], keras.layers.Dense(4)(inputs[1])]))
+    model.compile(keras.optimizers.SGD(0.1))
+    return model, dict(x=(noise(4), noise(4, seed=1)))
+
+
 def unknown_length(keras):
     """A data set whose length is not known, as it is filtered."""
     model, arguments = _regression(keras, _dense(keras))
@@ -425,5 +439,5 @@ ROWS = rows_of(
     clipped, globally_clipped, (accumulated, dict(families=("keras",))),
     (averaged, dict(after=lambda model: model.optimizer.finalize_variable_values(model.trainable_variables))),
     (mixed_precision, dict(tolerance=5e-3)), ragged, sparse, no_targets,
-    unknown_length, uneven, (unbuilt, dict(said={"replicas": RANDOM})),
+    tuple_inputs, unknown_length, uneven, (unbuilt, dict(said={"replicas": RANDOM})),
 )  # fmt: skip

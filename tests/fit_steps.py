@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import tensorflow as tf
-from fit_rows import labels, noise, padded, rows_of, sparse_loss
+from fit_rows import BATCH, labels, noise, padded, rows_of, sparse_loss
 
 LAST_BATCH = "| metrics that only `train_step` returns | those of the last batch | the mean over examples |"
 
@@ -377,7 +377,8 @@ def siamese(keras):
 
     model = Siamese(_network(keras, 6, 8, 4))
     model.compile(keras.optimizers.Adam(0.01))
-    return model, dict(x=(noise(6), noise(6, seed=1), noise(6, seed=2)))
+    triplets = (noise(6), noise(6, seed=1), noise(6, seed=2))
+    return model, dict(x=tf.data.Dataset.from_tensor_slices(triplets).batch(BATCH))
 
 
 def distiller(keras):

@@ -181,6 +181,7 @@ class KerasEvaluator(Evaluator):
         return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
 
 
+@tf.autograph.experimental.do_not_convert
 def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
     """Returns the metrics of a step: the model's own objects, and what else its step returned, averaged."""
     found = {metric.name: metric for metric in model.metrics}
