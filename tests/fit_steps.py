@@ -34,16 +34,17 @@ def _tracked(keras, *names):
     class Tracked(keras.Model):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.trackers = {name: keras.metrics.Mean(name=name) for name in names}
+            for name in names:
+                setattr(self, f"{name}_tracker", keras.metrics.Mean(name=name))
 
         @property
         def metrics(self):
-            return list(self.trackers.values())
+            return [getattr(self, f"{name}_tracker") for name in names]
 
         def track(self, **values):
             for name, value in values.items():
-                self.trackers[name].update_state(value)
-            return {name: tracker.result() for name, tracker in self.trackers.items()}
+                getattr(self, f"{name}_tracker").update_state(value)
+            return {metric.name: metric.result() for metric in self.metrics}
 
     return Tracked
 
@@ -97,8 +98,8 @@ def vector_loss(keras):
                 logits = self(tokens, training=True)
                 loss = sparse_loss(keras, reduction="none")(targets, logits, sample_weight=weights)
             _apply(self.optimizer, tape, loss, self.trainable_variables)
-            self.trackers["loss"].update_state(loss, sample_weight=weights)
-            return {"loss": self.trackers["loss"].result()}
+            self.loss_tracker.update_state(loss, sample_weight=weights)
+            return {"loss": self.loss_tracker.result()}
 
     inputs = keras.Input((6,), dtype="int32")
     model = Model(inputs, keras.layers.Dense(9)(keras.layers.Embedding(9, 4)(inputs)))
