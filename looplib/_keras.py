@@ -17,6 +17,7 @@ from looplib.errors import UsageError
 
 _ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
 _STRUCTURES = (list, tuple, dict)
+_SEARCHED = (*_STRUCTURES, tf.Module, tf.train.Checkpoint)
 
 
 def family(value: Any) -> str | None:
@@ -119,9 +120,9 @@ def is_batch_normalization(layer: Any) -> bool:
     return _is_a(layer, "layers", "BatchNormalization")
 
 
-def has_own_step(model: Any) -> bool:
-    """Returns whether a model has a `train_step` of its own, in place of Keras's."""
-    return type(model).train_step.__module__.split(".")[0] not in _ROOTS
+def has_own_step(model: Any, step: str = "train_step") -> bool:
+    """Returns whether a model has a `train_step`, or another step, of its own in place of Keras's."""
+    return getattr(type(model), step).__module__.split(".")[0] not in _ROOTS
 
 
 def export_archive(model: Any) -> Any:
@@ -139,41 +140,46 @@ def callbacks_of(model: Any) -> types.ModuleType:
     return sys.modules[family(model)].callbacks
 
 
-def _within(structure: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields (key, item) of what a list, tuple or dict holds and is, or may hold, an object of Keras."""
-    items = structure.items() if isinstance(structure, dict) else enumerate(structure)
-    return ((key, item) for key, item in items if isinstance(item, (*_STRUCTURES, tf.Module)) or family(item))
+def _within(value: Any) -> Iterable[tuple[str, Any]]:
+    """Returns (name, item) of what a list or dict, layer or module of TensorFlow holds, to be searched last first.
+
+    A layer's private attributes come first, because Keras also has those of a user in some, and a model's own optimizer
+    last.
+    """
+    if isinstance(value, _STRUCTURES):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(str(key), item) for key, item in items if isinstance(item, _SEARCHED) or family(item)]
+    if not is_layer(value) and not isinstance(value, _SEARCHED):
+        return ()
+    parts = dict(vars(value))
+    if is_model(value):
+        parts["optimizer"] = getattr(value, "optimizer", None)
+    return sorted(parts.items(), key=lambda part: (not part[0].startswith("_"), part[0] == "optimizer"))
+
+
+def _reached(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields (path, object) for all that attributes hold, also through others, each object once."""
+    todo, seen = list(attributes.items()), set()
+    while todo:
+        path, value = todo.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield path, value
+            todo.extend((f"{path}/{name}", item) for name, item in _within(value))
 
 
 def optimizers(holder: Any) -> dict[str, Any]:
-    """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, and in compiled models.
+    """Returns the Keras optimizers that a trainer holds: as attributes, in lists and dicts, models, layers and modules.
 
-    Each has the name of its attribute, such as `optimizer`, or `model/optimizer` for one of a compiled model.
+    Each has the path of its attribute, such as `optimizer`, or `model/d_optimizer` for one of a model.
     """
-    found, todo = {}, list(vars(holder).items())
-    while todo:
-        name, value = todo.pop()
-        if isinstance(value, _STRUCTURES):
-            todo.extend((f"{name}/{key}", item) for key, item in _within(value))
-        elif is_model(value):
-            todo.append((f"{name}/optimizer", getattr(value, "optimizer", None)))
-        elif is_optimizer(value) and all(value is not other for other in found.values()):
-            found[name] = value
-    return found
+    return {path: value for path, value in _reached(vars(holder)) if is_optimizer(value)}
 
 
 def parts(holder: Any) -> list[Any]:
     """Returns the layers, metrics and modules that something is and holds, also those in lists and dicts."""
-    found, seen, todo = [], set(), [holder]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, _STRUCTURES) and id(value) not in seen:
-            todo.extend(item for _, item in _within(value))
-        elif (is_layer(value) or is_metric(value) or isinstance(value, tf.Module)) and id(value) not in seen:
-            found.append(value)
-            todo.extend(vars(value).values())
-        seen.add(id(value))
-    return found
+    kinds = (is_layer, is_metric, lambda value: isinstance(value, tf.Module))
+    return [value for _, value in _reached({"": holder}) if any(is_one(value) for is_one in kinds)]
 
 
 def sublayers(layer: Any) -> list[Any]:
@@ -269,8 +275,8 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
     """Returns the state of a Keras object that `tf.train.Checkpoint` would miss.
 
     In Keras 3 these are the variables of metrics and seed generators, the seeds of layers, and the variables of layers
-    that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random generators of layers such as
-    dropout. Lists, tuples and dicts are searched.
+    and optimizers that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random generators of
+    layers such as dropout. Lists, tuples and dicts are searched.
     """
     if isinstance(value, _STRUCTURES):
         return [variable for _, item in _within(value) for variable in untracked_variables(item)]
@@ -285,7 +291,9 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
         return [variable.value for variable in (value.variables if is_metric(value) else [value.state])]
     if is_layer(value):
         tracked = {id(part) for part in tf.train.TrackableView(value).descendants()}
-        return [variable.value for variable in value.variables if id(variable) not in tracked]
+        missed = [part for part in optimizers(value).values() if id(part) not in tracked]
+        own = [*value.variables, *(variable for optimizer in missed for variable in optimizer.variables)]
+        return [variable.value for variable in own if id(variable) not in tracked]
     return []
 
 

@@ -375,6 +375,15 @@ def is_of_the_input(error: BaseException) -> bool:
     return bool(_OF_THE_INPUT.search(str(error)))
 
 
+_WRONG_LENGTH = re.compile(r"dataset was expected to contain (\d+) elements? but contained ((?:at least|only) \d+)")
+
+
+def lengths_of_a_wrong_epoch(error: BaseException) -> tuple[str, str] | None:
+    """Returns how many elements a data set was asserted to have, and had, where that is an error; else None."""
+    found = _WRONG_LENGTH.search(str(error))
+    return (found[1], found[2]) if found else None
+
+
 _NOT_IN_XLA = re.compile(r"\(No registered '(\w+)' OpKernel for XLA_")
 
 
@@ -404,6 +413,11 @@ def growing_array(nodes: Iterable[tf.compat.v1.NodeDef]) -> str | None:
 def is_late_variable(error: BaseException) -> bool:
     """Returns whether an error says that a `tf.function` makes variables in its first call and cannot lift them out."""
     return type(error).__name__ == "UnliftableError"  # it has no public name (TensorFlow 2.21)
+
+
+def is_merge_in_branch(error: BaseException) -> bool:
+    """Returns whether an error says that replicas cannot be joined inside of a condition or another inner graph."""
+    return isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error)
 
 
 def wrapped_by_coordinator(error: Exception) -> BaseException:

@@ -75,7 +75,6 @@ class Controller:
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
         and report; `clock.summary()` says what they mean.
-      steps_per_loop: the steps of one call into the device.
       evaluation_due: whether an evaluation of the reported step follows; for actions.
       ending: whether the reported step is the last of this training; for actions.
       model_dir: the run directory, or None.
@@ -112,12 +111,12 @@ class Controller:
         checkpoints, actions = checkpoints or CheckpointPolicy(), actions or ()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
-        if steps_per_loop is None:
-            steps_per_loop = (trainer.own_steps_per_loop(global_batch_size) if trainer else None) or 100
+        own_steps = trainer.own_steps_per_loop if trainer and steps_per_loop is None else lambda *_: steps_per_loop
+        self._own_steps = functools.partial(own_steps, global_batch_size)
         model_dir = resolve(model_dir) if model_dir else None
         left_out = LeftOut(bad_records, f"{model_dir}/bad_records" if model_dir else None)
         settings = LoopSettings(
-            strategy, loop, global_batch_size, steps_per_loop, seed, overfit_batch, left_out, distribute
+            strategy, loop, global_batch_size, self.steps_per_loop, seed, overfit_batch, left_out, distribute
         )
         checks.check_together(trainer, evaluators, strategy, loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
@@ -125,11 +124,7 @@ class Controller:
         self._actions = [*own, *actions]
         rules = (*checkpoints.keep, *(action for action in own if isinstance(action, KeepRule)))
         checkpoints = dataclasses.replace(checkpoints, keep=rules)
-        self.steps_per_loop = settings.steps_per_loop
         self._stops = stops_of(self._actions)
-        self._schedule = functools.partial(
-            Schedule, settings.steps_per_loop, checkpoints.every_steps, stops=tuple(self._stops)
-        )
         self._stopped = self.evaluation_due = self.ending = False
         self._run = Run(
             settings,
@@ -195,6 +190,12 @@ class Controller:
     def loops(self) -> dict[str, Loop]:
         """The inner loops: dict from "train" and the names of evaluators to `loop.base.Loop`."""
         return self._run.loops.by_name
+
+    @property
+    def steps_per_loop(self) -> int:
+        """The steps of one call into the device."""
+        steps = self._own_steps()
+        return 100 if steps is None else steps
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -410,7 +411,8 @@ class Controller:
                 "each start of a training would go back there; leave it out, and call controller.restore_checkpoint"
             )
         run.refuse_while_training("train")
-        schedule = self._schedule(evaluate_every=eval_interval, end=run.loops.check_end(end))
+        end = run.loops.check_end(end)
+        schedule = Schedule(self.steps_per_loop, self.policy.every_steps, eval_interval, end, tuple(self._stops))
         run.end = schedule.end
         self._stopped = False
         with attending(self._actions, run.store.take_committed, self), run.training_now():
@@ -501,7 +503,8 @@ class Controller:
         run.writers.progress(run.pace.at(step, schedule.end, schedule.next_evaluation(step), evaluating))
 
     def _report(self, step: int) -> None:
-        self._publish("train", step, self._run.window.read(step, self._run.store.record.losses))
+        metrics = self._run.window.read(step, self._run.store.record.losses, self.steps_per_loop)
+        self._publish("train", step, metrics)
 
     def _tell_saves(self) -> None:
         tell_saves(self._actions, self._run.store.take_committed(), self)

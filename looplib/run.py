@@ -113,7 +113,7 @@ class Run:
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)
-            self.window = Window(self.loops.training, self.clock, policy.guards, settings.steps_per_loop)
+            self.window = Window(self.loops.training, self.clock, policy.guards)
             self._parts = RecordedParts(trainer, self.loops, self.window, action_states)
         self.watchdog = Watchdog(
             self.clock, self.loops.progress, lambda: self.directory.latest, policy.guards.stall_limit

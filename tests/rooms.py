@@ -18,9 +18,11 @@ TESTS = {
     ],
     "extras": [
         "checks",
+        "class_weight",
         "every_kind",
         "foreign",
         "keras_replicas",
+        "keras_results",
         "keras_trainer",
         "local_launch",
         "preflight",

@@ -27,7 +27,7 @@ Names that other rooms may use, by file:
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
     showing: none
-    step: Step, StepFn
+    step: Step, StepFn, raise_refusal
     stepwise: none
     task_loop: TaskLoop, as_numbers, check_evaluation
     timing: timed

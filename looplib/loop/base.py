@@ -282,6 +282,9 @@ class TrainingLoop(Loop):
         """Returns how often the data has come at a step; None where the length of an epoch is not known."""
         return float(self.batches.trained(step, self.epoch) / self.epoch.examples) if self.epoch else None
 
+    def renew(self) -> None:
+        """Builds the data again, once the trainer knows the length of an epoch."""
+
     @abc.abstractmethod
     def position(self) -> bytes | None:
         """Returns the position in the data after the last `run`, for `rewind`; None if the step determines it."""

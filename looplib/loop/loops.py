@@ -235,12 +235,15 @@ class Loops:
         return math.ceil(self._epoch(1).steps(self.training.batches.size))
 
     def _epoch(self, epochs: float) -> Epoch:
-        if self.training.epoch is None:
+        training = self.training
+        if training.epoch is None and training.task.own_steps_per_loop(self.settings.global_batch_size, of_epoch=True):
+            training.renew()
+        if training.epoch is None:
             raise UsageError(
-                f"epochs is {epochs}, and the length of the training data is not known; give steps, or make the data "
-                "with context.indices or a KerasTrainer, or set context.steps_per_epoch in dataset"
+                f"epochs is {epochs}, and the length of the training data is not known, or it never ends; give steps, "
+                "or make the data with context.indices, or set context.steps_per_epoch in dataset"
             )
-        return self.training.epoch
+        return training.epoch
 
     def check_end(self, end: int) -> int | None:
         """Checks the step to train to; returns it, or None for the end of the data.

@@ -10,6 +10,7 @@ A change is a method set on the instance. On one replica, none of them adds an o
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,6 +78,21 @@ class TrainingOptimizers:
         """Gives the optimizers the methods back that they had before."""
         for replacement in reversed(self._replacements):
             replacement.take_back()
+
+    def refuse_others(self, unsaved: Iterable[str]) -> None:
+        """Raises `UsageError` if a step on several replicas updates by an optimizer that is not known here.
+
+        Args:
+          unsaved: the names of the variables of the step that the trainer does not hold. Each optimizer reads its
+            learning rate or its count of updates from one.
+        """
+        found = [name for name in unsaved if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
+        if found and self._sums:
+            raise UsageError(
+                f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and "
+                "whose gradients looplib can neither sum over the replicas nor weigh by their examples; make it an "
+                "attribute of the trainer, or of a model, layer or tf.Module in it"
+            )
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         self._replacements.append(Replacement(owner, name, make))

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _tf
+from looplib import _tf, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
@@ -59,15 +59,7 @@ class Step:
         try:
             self._step = step.get_concrete_function()
         except Exception as error:
-            usage_error = _usage_error(error)  # AutoGraph hides the type of what is raised while it traces
-            if usage_error is not None:
-                raise usage_error from None
-            if _tf.is_late_variable(error):
-                raise UsageError(
-                    "step_fn makes variables in its first call, and on several replicas they must exist before it; "
-                    "build models (an Input layer, or a call) and optimizers (optimizer.build(variables)) in __init__, "
-                    "under strategy.scope()"
-                ) from error
+            raise_refusal(error)
             raise
         reducer.create()
 
@@ -161,8 +153,27 @@ class Step:
         return (contributions, collected) if self.reducer.collects else contributions
 
 
-def _usage_error(error: BaseException | None) -> UsageError | None:
-    """Finds the `UsageError` that led to an error, or None."""
-    while error is not None and not isinstance(error, UsageError):
-        error = error.__cause__ or error.__context__
-    return error
+def raise_refusal(error: Exception) -> None:
+    """Raises the `UsageError` that led to an error of tracing a step, or says what to do about it, where that is known.
+
+    Args:
+      error: what tracing has raised. AutoGraph hides its type.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, UsageError):
+            raise cause from None
+        cause = cause.__cause__ or cause.__context__
+    if _tf.is_late_variable(error):
+        raise UsageError(
+            "the step (step_fn, or a Keras model's train_step) makes variables in its first call, and on several "
+            "replicas they must exist before it; build models (an Input layer, or a call) and optimizers "
+            "(optimizer.build(variables)) when they are made, under strategy.scope()"
+        ) from error
+    if _tf.is_merge_in_branch(error):
+        raise UsageError(
+            "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
+            "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts), which TensorFlow cannot do "
+            f"({source_locations.place_of(error)}); call it outside, in every step. For an update in every n-th step, "
+            "give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device without a strategy"
+        ) from error

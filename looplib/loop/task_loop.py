@@ -185,6 +185,11 @@ class TaskLoop(TrainingLoop):
                         f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
                         f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
                     ) from error
+                if lengths := _tf.lengths_of_a_wrong_epoch(error):
+                    raise DataError(
+                        f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
+                        "give each epoch as many, such as by a filter without random numbers, or train by steps"
+                    ) from error
                 self._name_the_record(error)
                 if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
                     raise
@@ -271,8 +276,14 @@ class TaskLoop(TrainingLoop):
             )
         if (start_step, batches) != (self._start_step, self.batches):
             self._start_step, self.batches = start_step, batches
-            self._stream = self._distribute()
-            self._stream.share(self._first_stream)
+            self.renew()
+
+    def renew(self) -> None:
+        """See `TrainingLoop`."""
+        self._end_data()
+        self._stream = self._distribute()
+        self._stream.share(self._first_stream)
+        self.epoch = self._stream.epoch
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""
@@ -361,6 +372,8 @@ class TaskLoop(TrainingLoop):
         }
         saved.add(_identity(self._spec.counter))  # the controller's own
         names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
+        if self._optimizers is not None:
+            self._optimizers.refuse_others(names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "

@@ -23,9 +23,9 @@ class TracedValues:
     """The values that the step of a task had in Python when it was traced.
 
     These are the attributes of the task and of its layers that the code of the step reads: numbers, strings, and lists,
-    dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, and which
-    models and optimizers the task holds. An attribute that the step itself assigns is left out, because it may count
-    the traces.
+    dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, which
+    models the task holds, and which optimizers it and its layers hold. An attribute that the step itself assigns is
+    left out, because it may count the traces.
 
     Args:
       task: a trainer or evaluator whose step has just been traced.
@@ -82,7 +82,7 @@ def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
         if _is_plain(value) or (callable(value) and name in vars(holder)):  # such as an activation
             yield name, value
     for name, value in vars(holder).items():
-        if not _keras.is_layer(holder) and (_keras.is_layer(value) or _keras.is_optimizer(value)):
+        if _keras.is_optimizer(value) or (_keras.is_layer(value) and not _keras.is_layer(holder)):
             yield name, value
 
 

@@ -15,31 +15,30 @@ class Window:
       training: the loop that runs them.
       clock: has their time as "train" and "input".
       guards: what to check the metrics for.
-      steps_per_loop: steps of a complete window.
 
     Attributes:
       start: the step of the last report, or the one that the training continued from. The first is part of the state of
         a run, because a checkpoint within a window holds its metrics so far.
     """
 
-    def __init__(self, training: TrainingLoop, clock: Clock, guards: Guards, steps_per_loop: int) -> None:
+    def __init__(self, training: TrainingLoop, clock: Clock, guards: Guards) -> None:
         self.start = 0
         self._training = training
         self._clock = clock
         self._guards = guards
-        self._steps_per_loop = steps_per_loop
         self._mark = (0, 0.0)
 
     def measure_from(self, step: int) -> None:
         """Starts to measure the speed at a step."""
         self._mark = step, self._seconds()
 
-    def read(self, step: int, losses: list[float]) -> dict[str, float]:
+    def read(self, step: int, losses: list[float], complete: int) -> dict[str, float]:
         """Ends the window at a step; returns its metrics, with `steps_per_second` and, if it is known, the `epoch`.
 
         Args:
           step: the global step.
           losses: the last reported losses, of which this window's becomes one.
+          complete: steps of a complete window.
 
         Raises:
           Trouble: if the loss jumps, or every step was skipped.
@@ -50,7 +49,7 @@ class Window:
             check_skipped(step, metrics, step - self.start)
             self.start = step
             loss = metrics.get(self._training.task.loss_name)
-            check_loss(losses, step, loss, self._guards, self._steps_per_loop)
+            check_loss(losses, step, loss, self._guards, complete)
             if steps and seconds:
                 metrics["steps_per_second"] = round(steps / seconds, 2)
                 for name, value in self._training.task.rates.items():

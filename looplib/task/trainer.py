@@ -111,9 +111,14 @@ class Trainer(abc.ABC):
         """
         return {}
 
-    def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
-        """Returns the controller's `steps_per_loop` where it is not given; None leaves it to looplib."""
-        del global_batch_size
+    def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
+        """Returns the controller's `steps_per_loop` where it is not given; None leaves it to looplib.
+
+        Args:
+          global_batch_size: examples of a step.
+          of_epoch: whether a training by epochs needs the steps of one, for which the data may be read once.
+        """
+        del global_batch_size, of_epoch
         return None
 
     def initialize(self) -> None:

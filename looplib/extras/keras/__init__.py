@@ -4,9 +4,11 @@ Names that other rooms may use, by file:
     alone: none
     best_weights: none
     callback_kinds: none
+    building: none
     callback_memory: none
     callbacks: none
     data: none
     means: none
+    results: none
     trainer: KerasTrainer
 """

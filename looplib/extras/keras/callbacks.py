@@ -57,7 +57,7 @@ class KerasCallbacks(Action):
             raise UsageError(
                 f"Keras callbacks take the metrics of whole epochs, of {steps or 'an unknown number of'} steps, and "
                 f"the Controller reports every {controller.steps_per_loop} steps; leave out its steps_per_loop, and "
-                "give a data set of unknown length tf.data.experimental.assert_cardinality"
+                "give data that never ends a length, such as by tf.data.Dataset.take"
             )
         batches = controller.loops["train"].batches
         if batches.earlier:

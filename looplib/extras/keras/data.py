@@ -1,16 +1,19 @@
 """The data that a Keras model is trained on: arrays, or a data set of global batches."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib.errors import UsageError
 from looplib.task.input_context import InputContext
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
+_PATIENCE = 10.0  # seconds between two lines of the log
 
 
 class KerasData:
@@ -52,6 +55,8 @@ class KerasData:
                     "(x, y) or (x, y, sample_weight)"
                 )
             self._make = x if callable(x) else lambda: x
+            self._length: int | None = None  # in batches
+            self._counted = False
             return
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
         self._arrays = tf.nest.map_structure(lambda array: _array(array, float_type), parts)
@@ -65,40 +70,69 @@ class KerasData:
         if self._weights is not None:
             self._arrays = tf.nest.map_structure(np.asarray, self._with_weights(*self._arrays))
 
-    def steps_per_epoch(self, global_batch_size: int) -> int | None:
-        """Returns the number of steps in which all examples come once; None if it is not known."""
+    def steps_per_epoch(self, global_batch_size: int, count: bool) -> int | None:
+        """Returns the number of steps in which all examples come once; None if it is not known.
+
+        Args:
+          global_batch_size: examples of a step.
+          count: whether to read the data once, if that tells the number.
+        """
         if self.is_arrays:
             return math.ceil(self._length / global_batch_size)
-        length = int(self._make().cardinality())
-        return length if length > 0 else None
+        if self._length is None:
+            self._length = int(self._make().cardinality())
+        if count and self._length == tf.data.UNKNOWN_CARDINALITY:
+            self._length, self._counted = _count(self._dataset()), True
+        return self._length if self._length > 0 else None
 
-    def sample(self, examples: int) -> tuple:
-        """Returns a batch of a few examples as arguments x, y and sample_weight."""
+    def sample(self, examples: int) -> Any:
+        """Returns a batch of a few examples, as a step gets it."""
+        batch = self._rows_given if self.is_arrays else next(iter(self._dataset()))
+        return tf.nest.map_structure(lambda part: part[:examples], batch)
+
+    def spec(self, replicas: int) -> Any:
+        """Returns the structure of `tf.TypeSpec`s of the batches of one replica.
+
+        Their size is known where that of the data set's batches is.
+        """
         if self.is_arrays:
-            return tf.nest.map_structure(lambda array: array[:examples], self._arrays)
-        element = next(iter(self._dataset()))
-        if any(leaf.shape.rank == 0 for leaf in tf.nest.flatten(element)):
-            raise UsageError("the data set of KerasTrainer has single examples; batch it by the global batch size")
-        element = element if isinstance(element, tuple) else (element,)
-        return tf.nest.map_structure(lambda leaf: leaf[:examples], element)
+            return tf.nest.map_structure(
+                lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), self._rows_given
+            )
+
+        def of_replica(spec: Any) -> Any:
+            if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+                return spec
+            if spec.shape.rank == 0:
+                raise UsageError("the data set of KerasTrainer has single examples; batch it by the global batch size")
+            size = spec.shape[0] and math.ceil(spec.shape[0] / replicas)
+            return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype)
+
+        return tf.nest.map_structure(of_replica, self._dataset().element_spec)
 
     def training(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
         """Returns the data, epoch after epoch."""
         if self.is_arrays:
             return self._rows(context, shuffle)
         dataset = self._dataset()
-        length = int(dataset.cardinality())
-        if length == tf.data.INFINITE_CARDINALITY:
+        if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
             return dataset
-        context.steps_per_epoch = length if length > 0 else None
+        context.steps_per_epoch = self.steps_per_epoch(context.global_batch_size, False)
+        if self._counted:  # a pass of another length is an error
+            dataset = dataset.apply(tf.data.experimental.assert_cardinality(self._length))
         return dataset.repeat()
 
     def evaluation(self, context: InputContext) -> tf.data.Dataset:
         """Returns the data, once."""
         return self._rows(context, False) if self.is_arrays else self._dataset()
 
+    @property
+    def _rows_given(self) -> Any:
+        """The arrays, in the structure of a batch."""
+        return self._arrays if len(self._arrays) > 1 else self._arrays[0]
+
     def _rows(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
-        arrays = self._arrays if len(self._arrays) > 1 else self._arrays[0]
+        arrays = self._rows_given
         flat = tf.nest.flatten(arrays)
         if sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES and all(a.dtype.kind in "biuf" for a in flat):
             return context.resident(arrays, shuffle=shuffle, whole_epochs=True)
@@ -115,6 +149,7 @@ class KerasData:
             )
         return dataset if self._weights is None else dataset.map(self._with_weights)
 
+    @tf.autograph.experimental.do_not_convert
     def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:
         """Adds the weights of the examples' classes to a batch, or to all examples."""
         if y is None or tf.nest.is_nested(y) or others:
@@ -122,13 +157,46 @@ class KerasData:
                 "class_weight needs (x, y) with class numbers or one-hot vectors as y, and no sample weights; use "
                 "sample_weight alone"
             )
-        labels = tf.convert_to_tensor(y)
-        if labels.shape.rank and labels.shape.rank > 1:
-            labels = labels[..., 0] if labels.shape[-1] == 1 else tf.argmax(labels, axis=-1)
-        labels = tf.cast(labels, tf.int64)
+        labels = _class_numbers(tf.convert_to_tensor(y), self._weights.size)
         known = tf.logical_and(labels >= 0, labels < self._weights.size)
         weights = tf.gather(self._weights, tf.where(known, labels, 0))
         return x, y, tf.where(known, weights, tf.ones_like(weights))
+
+
+def _class_numbers(labels: tf.Tensor, classes: int) -> tf.Tensor:
+    """Returns the classes that targets mean, as `fit` does: an argmax of vectors, and numbers rounded; int64."""
+    rank, width = labels.shape.rank, labels.shape[-1] if labels.shape.rank else 1
+    of_vectors = rank is not None and rank > 1 and width != 1
+    if rank is None or (of_vectors and rank > 2 and (labels.dtype.is_integer or width is None or width > classes)):
+        raise UsageError(
+            f"class_weight of {classes} classes got {labels.dtype.name} targets of shape {labels.shape}, which are not "
+            "known to be one-hot vectors; give class numbers a last dimension of 1, one-hot vectors of several "
+            "positions as floating-point numbers with a known last dimension, or use sample_weight"
+        )
+
+    def of_numbers() -> tf.Tensor:
+        numbers = labels if rank < 2 else labels[..., 0]
+        return tf.cast(tf.round(numbers) if labels.dtype.is_floating else numbers, tf.int64)
+
+    if of_vectors and width is None:
+        return tf.cond(tf.shape(labels)[-1] > 1, lambda: tf.argmax(labels, axis=-1), of_numbers)
+    return tf.argmax(labels, axis=-1) if of_vectors else of_numbers()
+
+
+def _count(dataset: tf.data.Dataset) -> int:
+    """Counts the batches of data that does not tell their number, by reading it once."""
+    count, told = 0, time.monotonic()
+    for _ in dataset.map(lambda *_: 0):
+        count += 1
+        if time.monotonic() - told > _PATIENCE:
+            told = time.monotonic()
+            logging.warning(
+                "the batches of an epoch are being counted, because the data set of KerasTrainer does not tell their "
+                "number: %d so far; tf.data.experimental.assert_cardinality spares that; data that never ends is "
+                "trained on by steps, without Keras callbacks", count,
+            )  # fmt: skip
+    logging.info("an epoch of KerasTrainer has %d batches, counted by reading the data once", count)
+    return count
 
 
 def _array(array: Any, float_type: str) -> np.ndarray:

@@ -10,14 +10,14 @@ from looplib import _keras
 from looplib.errors import UsageError
 from looplib.extras.keras import means
 from looplib.extras.keras.alone import alone
+from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
-from looplib.task import own_names, reductions, shares
+from looplib.extras.keras.results import Results
+from looplib.task import shares
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
-
-_PREFIX = "compile_metrics_"  # of Keras 3's one object for all compiled metrics
 
 
 class KerasTrainer(Trainer):
@@ -77,10 +77,10 @@ class KerasTrainer(Trainer):
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
+        build(model, self._keras_data, trains=True)
         if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica_loss:
             means.check(model, self._keras_data.sample(means.EXAMPLES))
-        self.metrics = list(model.metrics)
+        self.metrics, self._keras_results = list(model.metrics), Results(model, "train_step")
         self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
 
     def evaluator(self, x: Any = None, y: Any = None, sample_weight: Any = None) -> "KerasEvaluator":
@@ -107,9 +107,11 @@ class KerasTrainer(Trainer):
         """See `Trainer`."""
         return [self._keras_callbacks] if self._keras_callbacks else []
 
-    def own_steps_per_loop(self, global_batch_size: int | None) -> int | None:
-        """See `Trainer`: an epoch, if its length is known."""
-        return self._keras_data.steps_per_epoch(global_batch_size) if global_batch_size else None
+    def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
+        """See `Trainer`: an epoch, which callbacks need too, if its length is known or asked for."""
+        if not global_batch_size:
+            return None
+        return self._keras_data.steps_per_epoch(global_batch_size, of_epoch or self._keras_callbacks is not None)
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
@@ -118,11 +120,11 @@ class KerasTrainer(Trainer):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
         with shares.of_means(), alone():
-            return _metrics(self.model, inputs, self.model.train_step(inputs))
+            return self._keras_results.of_step(inputs)
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """See `Trainer`: gives metrics the names that they have in `fit`."""
-        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
+        """See `Trainer`: gives metrics the names and values that they have in `fit`."""
+        return self._keras_results.finished(metrics)
 
 
 class KerasEvaluator(Evaluator):
@@ -140,8 +142,8 @@ class KerasEvaluator(Evaluator):
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
         self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
-        _build(model, self._keras_data.sample(model.distribute_strategy.num_replicas_in_sync))
-        self.metrics = list(model.metrics)
+        build(model, self._keras_data, trains=False)
+        self.metrics, self._keras_results = list(model.metrics), Results(model, "test_step")
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Evaluator`."""
@@ -150,7 +152,7 @@ class KerasEvaluator(Evaluator):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
         with alone():
-            return _metrics(self.model, inputs, self.model.test_step(inputs))
+            return self._keras_results.of_step(inputs)
 
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
@@ -177,41 +179,8 @@ class KerasEvaluator(Evaluator):
                 variable.assign(value)
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """See `Evaluator`: gives metrics the names that they have in `fit`."""
-        return {name.removeprefix(_PREFIX): value for name, value in metrics.items()}
-
-
-@tf.autograph.experimental.do_not_convert
-def _metrics(model: Any, inputs: Any, logs: Any) -> dict[str, Any]:
-    """Returns the metrics of a step: the model's own objects, and what else its step returned, averaged."""
-    found = {metric.name: metric for metric in model.metrics}
-    results = set(model.get_metrics_result())
-    own_names.check(f"the compiled {type(model).__name__}", results)
-    size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
-    for name, value in (logs if isinstance(logs, dict) else {}).items():
-        if name not in results and name not in found:
-            found[name] = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
-    return found
-
-
-def _build(model: Any, batch: tuple) -> None:
-    """Makes the variables of a model and its metrics, which several replicas cannot do in their first step."""
-    strategy = model.distribute_strategy
-    batch = tuple(tf.nest.map_structure(lambda part: part if part is None else tf.convert_to_tensor(part), batch))
-
-    def step() -> None:
-        strategy.run(model.test_step, args=(batch,))
-
-    try:
-        # For one batch a trace takes too long; on several replicas, running eagerly takes longer.
-        (step if strategy.num_replicas_in_sync == 1 else tf.function(step))()
-    except Exception:
-        # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
-        if not _keras.has_own_step(model):
-            raise
-        model.built = model.built or all(layer.built for layer in model.layers)
-    finally:
-        model.reset_metrics()
+        """See `Evaluator`: gives metrics the names and values that they have in `fit`."""
+        return self._keras_results.finished(metrics)
 
 
 def _as_arguments(data: Any) -> tuple:

@@ -1,0 +1,119 @@
+"""The variables of a compiled Keras model, of its metrics and optimizers: made before the first step, from the data.
+
+Several replicas and the eager loop cannot make them in a step. What is traced here is not run, so that nothing changes.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.errors import UsageError, gist
+from looplib.extras.keras.data import KerasData
+from looplib.loop.step import raise_refusal
+from looplib.task.state import variables_of
+
+
+def build(model: Any, data: KerasData, trains: bool) -> None:
+    """Makes the variables that the steps of a model need.
+
+    Args:
+      model: the compiled model.
+      data: what it is trained or evaluated on.
+      trains: whether it is trained.
+
+    Raises:
+      UsageError: for a `train_step` that has to make variables on several replicas and cannot be traced.
+    """
+    own_step = _keras.has_own_step(model)
+    try:
+        _build_by_test_step(model, data)
+    except Exception:
+        if not own_step:
+            raise
+    finally:
+        model.reset_metrics()
+    if trains and own_step and _is_unbuilt(model):
+        _build_by_train_step(model, data)
+    # A model with a train_step of its own needs neither a loss nor a call; its first step shows what is wrong.
+    model.built = model.built or all(layer.built for layer in model.layers)
+
+
+def _build_by_test_step(model: Any, data: KerasData) -> None:
+    """Runs the test step on few examples, where that is faster than to trace it; or traces it."""
+    if model.built and model.distribute_strategy.num_replicas_in_sync == 1:
+        with contextlib.suppress(Exception), _unchanged(model):  # a layer may need batches of another size
+            batch = tf.nest.map_structure(_as_tensor, data.sample(1))
+            model.distribute_strategy.run(model.test_step, args=(batch,))
+            return
+    _trace(model, model.test_step, data)
+
+
+def _build_by_train_step(model: Any, data: KerasData) -> None:
+    try:
+        _trace(model, model.train_step, data)
+    except Exception as error:
+        if model.distribute_strategy.num_replicas_in_sync == 1:
+            return  # the first step makes them
+        raise_refusal(error)
+        raise UsageError(
+            f"{type(model).__name__}.train_step has to make variables, which must exist before the first step on "
+            f"several replicas, and it cannot be traced for a batch of the data ({gist(error)}); under "
+            "strategy.scope(), build the layers (layer.build(shape), or a call on a batch) and the optimizers "
+            "(optimizer.build(variables)) before KerasTrainer gets the model"
+        ) from error
+    model.built = True
+
+
+def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> None:
+    """Traces a step on all replicas, for batches such as those of the data."""
+    strategy = model.distribute_strategy
+    spec = data.spec(strategy.num_replicas_in_sync)
+    with strategy.scope(), tf.variable_creator_scope(_outside):
+        tf.function(lambda batch: strategy.run(step, args=(batch,))).get_concrete_function(spec)
+
+
+def _outside(make: Callable[..., Any], **settings: Any) -> Any:
+    """Makes a variable outside of the function that is traced, with its initial value, as tf_keras's layers do."""
+    value = settings["initial_value"]
+    if tf.is_symbolic_tensor(value):
+        value = tf.get_static_value(value)
+    if tf.executing_eagerly() or value is None:
+        return make(**settings)
+    settings["initial_value"] = value
+    known = inspect.signature(tf.Variable.__init__).parameters
+    with tf.init_scope():
+        return tf.Variable(**{name: value for name, value in settings.items() if name in known})
+
+
+def _is_unbuilt(model: Any) -> bool:
+    """Returns whether a step has to make variables of layers, or of optimizers of Keras 3 other than the compiled one.
+
+    One replica makes those of optimizers in its first step.
+    """
+    layers = [layer for layer in _keras.sublayers(model) if layer is not model]
+    if not all(layer.built for layer in layers):
+        return True
+    others = [one for one in _keras.optimizers(model).values() if one is not model.optimizer]
+    several = model.distribute_strategy.num_replicas_in_sync > 1
+    return several and any(_keras.family(one) == "keras" and not one.built for one in others)
+
+
+@contextlib.contextmanager
+def _unchanged(model: Any) -> Iterator[None]:
+    """Gives the state of a model that a test step may change its values back."""
+    state = {"model": model, "untracked": _keras.untracked_variables(model)}
+    held = [variable for _, variable in variables_of(state) if not variable.trainable]
+    before = [variable.read_value() for variable in held]
+    try:
+        yield
+    finally:
+        for variable, value in zip(held, before):
+            variable.assign(value)
+
+
+def _as_tensor(part: Any) -> Any:
+    return part if part is None else tf.convert_to_tensor(part)

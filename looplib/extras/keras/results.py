@@ -1,0 +1,86 @@
+"""What a step of a compiled model reports: the numbers that it returns, under the names that they have in `fit`."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras
+from looplib.task import own_names, reductions
+
+
+class Results:
+    """The metrics of the steps of one task, by the model's metric objects where the step has changed these.
+
+    Keras holds metrics that a `train_step` or `test_step` of the model's own may leave alone, such as the loss tracker
+    of Keras 3: what the step returns by the name of such a metric is a number of its own, and is averaged.
+
+    Args:
+      model: the compiled model.
+      step: its method, "train_step" or "test_step".
+    """
+
+    def __init__(self, model: Any, step: str) -> None:
+        self._model, self._step = model, step
+        self._own = _keras.has_own_step(model, step)
+        self._names: dict[str, str] = {}  # in fit, by those in reports
+        self._objects: dict[str, str] = {}  # the metric that a name in fit belongs to
+        self._returned: frozenset[str] | None = None  # the names that an own step returns; None for all
+
+    def of_step(self, inputs: Any) -> dict[str, Any]:
+        """Runs a step; returns its metrics, for `finished`. In replica context."""
+        model, run = self._model, getattr(self._model, self._step)
+        metrics = {metric.name: metric for metric in model.metrics}
+        before = {name: _values(metric) for name, metric in metrics.items()} if self._own else {}
+        logs = run(inputs)
+        logs = logs if isinstance(logs, dict) else {}
+        self._note_names(metrics)
+        own_names.check(f"the compiled {type(model).__name__}", {*self._objects, *logs})
+        size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
+        outputs = dict(metrics)
+        for name, value in logs.items():
+            if name not in self._objects or self._own:
+                mean = reductions.mean(tf.reduce_mean(value), tf.cast(size, tf.float32))
+                outputs[self._alone(name) if name in self._objects else name] = mean
+        if self._own and logs:
+            self._returned = frozenset(logs)
+            for name in {self._objects[name] for name in logs if name in self._objects}:
+                outputs[self._changed(name)] = reductions.total(_differ(before[name], _values(metrics[name])))
+        return outputs
+
+    def finished(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Returns the metrics of a report with the names and the values that they have in `fit`."""
+        added = {self._alone(name) for name in self._objects} | {self._changed(name) for name in self._objects.values()}
+        found = {}
+        for name, value in metrics.items():
+            name = self._names.get(name, name)
+            if name in added or (name in self._objects and self._returned is not None and name not in self._returned):
+                continue
+            if metrics.get(self._changed(self._objects.get(name, "")), 1) == 0:
+                value = metrics[self._alone(name)]
+            found[name] = value
+        return found
+
+    def _note_names(self, metrics: dict[str, Any]) -> None:
+        for key, metric in metrics.items():
+            result = metric.result()
+            several = result if isinstance(result, dict) else {}
+            self._names |= {f"{key}_{name}": name for name in several}
+            self._objects |= dict.fromkeys(several or [key], key)
+
+    def _alone(self, name: str) -> str:
+        return f"{name} of {self._step}"
+
+    def _changed(self, metric: str) -> str:
+        return f"{self._step} changes {metric}"
+
+
+def _values(metric: Any) -> list[tf.Tensor]:
+    return [_keras.tf_variable(variable).read_value() for variable in metric.variables]
+
+
+@tf.autograph.experimental.do_not_convert
+def _differ(before: list[tf.Tensor], after: list[tf.Tensor]) -> tf.Tensor:
+    """Returns 1 if a value has changed, else 0; 1 for a metric that has got its variables meanwhile."""
+    if len(before) != len(after):
+        return tf.constant(1)
+    return tf.cast(tf.reduce_any([tf.reduce_any(one != other) for one, other in zip(before, after)]), tf.int32)

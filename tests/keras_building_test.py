@@ -1,0 +1,200 @@
+"""KerasTrainer makes all variables before the first step, and finds every optimizer: its steps are those of fit."""
+
+import functools
+
+import keras as keras3
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy, more
+
+import looplib
+from looplib.errors import UsageError
+
+pytestmark = pytest.mark.any_engine
+
+BATCH, STEPS = 8, 3
+X = np.random.RandomState(0).randn(STEPS * BATCH, 2).astype("float32")
+X[::2] *= 3  # so that to clip each replica's own gradients makes a difference
+
+
+def in_attribute(model, optimizer):
+    model.d_optimizer = optimizer
+    return lambda: model.d_optimizer
+
+
+def in_list(model, optimizer):
+    model.several = [optimizer]
+    return lambda: model.several[0]
+
+
+def in_sublayer(model, optimizer):
+    model.discriminator.compile(optimizer)
+    return lambda: model.discriminator.optimizer
+
+
+def in_module(model, optimizer):
+    model.module = tf.Module()
+    model.module.held = optimizer
+    return lambda: model.module.held
+
+
+def elsewhere(model, optimizer):
+    return lambda: optimizer
+
+
+def gan(keras, keep=in_attribute, built=True, conditional=False):
+    """A GAN as public scripts have it: without call and test_step, with two optimizers, which clip."""
+
+    class Gan(keras.Model):
+        def __init__(self):
+            super().__init__()
+            first = [keras.layers.InputLayer((2,))] if built else []
+            self.discriminator = keras.Sequential([*first, keras.layers.Dense(1, kernel_initializer="ones")])
+            self.generator = keras.Sequential([*first, keras.layers.Dense(2, kernel_initializer="ones")])
+            self.d_loss = keras.metrics.Mean(name="d_loss")
+
+        @property
+        def metrics(self):
+            return [self.d_loss]
+
+        def compile(self, d_optimizer, g_optimizer):
+            super().compile()
+            self.g_optimizer = g_optimizer
+            self.kept = keep(self, d_optimizer)
+
+        def train_step(self, x):
+            replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+            with tf.GradientTape() as tape:
+                of_fake = self.discriminator(self.generator(x * 0.5)) - 1
+                d_loss = tf.reduce_mean(tf.square(self.discriminator(x)) + tf.square(of_fake)) / replicas
+            variables = self.discriminator.trainable_variables
+            step = functools.partial(update, self.kept(), tape.gradient(d_loss, variables), variables)
+            tf.cond(tf.reduce_sum(x) > -1e9, step, lambda: 0) if conditional else step()
+            with tf.GradientTape() as tape:
+                g_loss = tf.reduce_mean(tf.square(self.discriminator(self.generator(x * 0.5)))) / replicas
+            variables = self.generator.trainable_variables
+            update(self.g_optimizer, tape.gradient(g_loss, variables), variables)
+            self.d_loss.update_state(d_loss * replicas)
+            return {"d_loss": self.d_loss.result()}
+
+    model = Gan()
+    model.compile(keras.optimizers.SGD(0.1, clipnorm=0.3), keras.optimizers.SGD(0.1, momentum=0.5, global_clipnorm=0.2))
+    return model
+
+
+def update(optimizer, gradients, variables):
+    optimizer.apply_gradients(zip(gradients, variables))
+    return 0
+
+
+def weights(model):
+    return [np.array(variable) for variable in model.discriminator.variables + model.generator.variables]
+
+
+def trained(make, strategy, data=(X,), steps=STEPS, evaluates=False, **settings):
+    """Returns the model after a training in looplib."""
+    strategy = make_strategy(strategy)
+    with strategy.scope():
+        model = make()
+        trainer = looplib.KerasTrainer(model, *data, shuffle=False)
+    settings = {"writers": [], "strategy": strategy, "global_batch_size": BATCH, **settings}
+    evaluator = trainer.evaluator(*data) if evaluates else None
+    with looplib.Controller(trainer=trainer, evaluator=evaluator, **settings) as controller:
+        controller.train(steps)
+        if evaluates:
+            return model, controller.evaluate()["eval"]
+    return model
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("strategy", ["mirrored_x2", *more(["default"])])
+def test_a_gan_trains_as_in_fit_on_one_device(strategy, built, keras):
+    expected = gan(keras)
+    expected.fit(X, batch_size=BATCH, shuffle=False, verbose=0)
+    model = trained(lambda: gan(keras, built=built), strategy)
+    for ours, theirs in zip(weights(model), weights(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("keep", [in_list, in_sublayer, in_module])
+def test_an_optimizer_that_a_model_holds_anywhere_sums_before_it_clips_and_resumes(keep, keras, tmp_path):
+    expected = gan(keras)
+    expected.fit(X, batch_size=BATCH, shuffle=False, verbose=0)
+    trained(lambda: gan(keras, keep), "mirrored_x2", steps=1, model_dir=tmp_path)
+    model = trained(lambda: gan(keras, keep), "mirrored_x2", model_dir=tmp_path)
+    for ours, theirs in zip(weights(model), weights(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.any_engine(False)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_an_optimizer_that_nobody_holds_is_refused_on_several_replicas(legacy, keras, caplog):
+    if legacy and keras is keras3:
+        pytest.skip("only tf_keras has legacy optimizers")
+    keep = elsewhere if not legacy else lambda model, optimizer: elsewhere(model, keras.optimizers.legacy.SGD(0.1))
+    with pytest.raises(
+        UsageError, match="uses an optimizer that the trainer does not hold .*(iter|rate).*make it an attr"
+    ):
+        trained(lambda: gan(keras, keep), "mirrored_x2")
+    trained(lambda: gan(keras, keep), "default")
+    assert "variables that are not attributes of the trainer" in caplog.text
+
+
+@pytest.mark.any_engine(False)
+def test_an_update_in_a_condition_is_refused_on_several_replicas_with_its_line(keras):
+    with pytest.raises(UsageError, match="inside of a condition.*keras_building_test.py:.*apply_gradients.*n-th step"):
+        trained(lambda: gan(keras, conditional=True), "mirrored_x2")
+    expected = gan(keras)
+    expected.fit(X, batch_size=BATCH, shuffle=False, verbose=0)
+    for ours, theirs in zip(weights(trained(lambda: gan(keras, conditional=True), "default")), weights(expected)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+SEQUENCES = np.random.RandomState(1).randn(STEPS * BATCH, 3, 2).astype("float32")
+SUMS = SEQUENCES.sum(axis=(1, 2))
+
+
+def stateful(keras, first):
+    """A model whose layer has a state for each example of a batch."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([*first, keras.layers.LSTM(4, stateful=True), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def fixed(keras):
+    """A model that computes with the size of its batches."""
+    keras.utils.set_random_seed(3)
+
+    class Mixing(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.dense(tf.reshape(x, [BATCH, 6]) - tf.reduce_mean(x))
+
+    model = Mixing()
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return model
+
+
+def batches():
+    return tf.data.Dataset.from_tensor_slices((SEQUENCES, SUMS)).batch(BATCH, drop_remainder=True)
+
+
+@pytest.mark.parametrize("case", ["declared", "data set", "fixed"])
+def test_a_model_for_batches_of_one_size_trains_as_in_fit(case, keras):
+    make = {
+        "declared": lambda: stateful(keras, [keras.Input((3, 2), batch_size=BATCH)]),
+        "data set": lambda: stateful(keras, []),
+        "fixed": lambda: fixed(keras),
+    }[case]
+    expected = make()
+    history = expected.fit(batches(), epochs=1, verbose=0).history
+    data = (SEQUENCES, SUMS) if case == "declared" else (batches(),)
+    model, metrics = trained(make, "default", data, evaluates=True)
+    for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert metrics["examples"] == len(SUMS) and history

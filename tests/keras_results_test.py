@@ -1,0 +1,89 @@
+"""What a `train_step` or `test_step` of a model's own returns is what is reported, and what guards watch."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import make_strategy, more
+
+import looplib
+
+pytestmark = pytest.mark.any_engine
+
+X = np.random.RandomState(0).randn(20, 3).astype(np.float32)
+Y = X.sum(axis=1, keepdims=True)
+BATCH, RATE = 8, 0.05  # the last batch of an epoch has 4 examples
+
+
+def compiled(keras, kind="plain"):
+    """Returns a model with steps of its own, which leave the loss tracker of Keras 3 alone."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.tracker = keras.layers.Dense(1, use_bias=False), keras.metrics.Mean(name="tracked")
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            variables = self.trainable_variables
+            count = tf.convert_to_tensor(self.optimizer.iterations)
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            if kind == "tracked":
+                self.tracker.update_state(loss, tf.shape(x)[0])
+                return {"tracked": self.tracker.result(), "twice": 2 * loss}
+            return {"loss": tf.where(count == 1, np.nan, loss) if kind == "bad" else loss}
+
+        def test_step(self, data):
+            x, y = data
+            return {"loss": tf.reduce_mean(tf.square(self(x, training=False) - y))}
+
+    keras.utils.set_random_seed(1)
+    model = Own()
+    model(X)
+    model.compile(keras.optimizers.SGD(RATE))
+    return model
+
+
+def numpy_epochs(kernel, count):
+    """Returns the mean loss of the examples of each epoch, and the mean loss at the end."""
+    found = []
+    for _ in range(count):
+        losses = []
+        for start in range(0, len(X), BATCH):
+            x, y = X[start : start + BATCH], Y[start : start + BATCH]
+            error = x @ kernel - y
+            losses += [np.square(error)]
+            kernel = kernel - RATE * 2 * x.T @ error / len(x)
+        found.append(np.concatenate(losses).mean())
+    return found, np.square(X @ kernel - Y).mean()
+
+
+@pytest.mark.parametrize("name", ["mirrored_x2", *more(["default"])])
+@pytest.mark.parametrize("kind", ["plain", "tracked"])
+def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, keras):
+    strategy, reports = make_strategy(name), {"train": [], "eval": []}
+    with strategy.scope():
+        model = compiled(keras, kind)
+        trainer = looplib.KerasTrainer(model, X, Y, shuffle=False, validation_data=(X, Y))
+    expected, last = numpy_epochs(model.get_weights()[0].astype(np.float64), 2)
+    with looplib.Controller(
+        trainer=trainer, evaluator=trainer.evaluator(), strategy=strategy, global_batch_size=BATCH, writers=[],
+        actions=[lambda event: reports[event.split].append(event.metrics)],
+    ) as controller:  # fmt: skip
+        controller.train_and_evaluate(epochs=2)
+    found = [{key: report[key] for key in report.keys() - {"epoch", "steps_per_second"}} for report in reports["train"]]
+    names = {"loss": 1} if kind == "plain" else {"tracked": 1, "twice": 2}
+    for report, loss in zip(found, expected, strict=True):
+        assert report == {key: pytest.approx(factor * loss, rel=1e-5) for key, factor in names.items()}
+    assert reports["eval"][-1] == {"examples": len(X), "loss": pytest.approx(last, rel=1e-5)}
+
+
+def test_a_returned_loss_that_is_not_finite_ends_the_run_at_its_step(keras):
+    trainer = looplib.KerasTrainer(compiled(keras, "bad"), X, Y, shuffle=False)
+    with looplib.Controller(trainer=trainer, global_batch_size=BATCH, writers=[]) as controller:
+        with pytest.raises(looplib.DivergenceError, match="at step 2, loss.* not finite"):
+            controller.train(epochs=1)
