@@ -134,12 +134,7 @@ class _Program:
         ) as controller:
             path = pathlib.Path(controller.export(self._folder / "export"))
         loaded = tf.saved_model.load(path / "saved_model")
-        x = arguments["x"]
-        if isinstance(x, tf.data.Dataset):
-            x = next(iter(x))[0]
-        specs = tf.nest.flatten(trainer.export().signature)
-        flat = [tf.convert_to_tensor(part)[: fit_rows.BATCH] for part in tf.nest.flatten(x)]
-        x = tf.nest.pack_sequence_as(x, [tf.cast(part, spec.dtype) for part, spec in zip(flat, specs, strict=True)])
+        x = _first_batch(arguments["x"], trainer.export().signature)
         expected = tf.nest.flatten(trained(x, training=False))
         differences = {"outputs": _largest(tf.nest.flatten(loaded.serve(x)), expected)}
         if (path / "model.keras").exists():
@@ -190,6 +185,16 @@ class _Program:
             train = controller.train_and_evaluate if "validation_data" in arguments else controller.train
             train(steps, epochs=None if steps else fit_rows.EPOCHS)
         return model, reports
+
+
+def _first_batch(x, signature):
+    """Returns the inputs of the first batch, in the types of a signature."""
+    if isinstance(x, tf.data.Dataset):
+        element = next(iter(x))
+        return element[0] if isinstance(element, tuple) else element
+    specs = tf.nest.flatten(signature)
+    flat = [tf.constant(part[: fit_rows.BATCH]) for part in tf.nest.flatten(x)]
+    return tf.nest.pack_sequence_as(x, [tf.cast(part, spec.dtype) for part, spec in zip(flat, specs, strict=True)])
 
 
 def _weights(model):
