@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError
@@ -88,6 +89,11 @@ def value_now(value: Any) -> Any:
 def variable_path(variable: Any) -> str:
     """Returns the name of a variable of either family with the names of the layers that hold it, such as a/kernel."""
     return variable.path if is_variable(variable) else variable.name.removesuffix(":0")
+
+
+def without_vocabularies(variables: Iterable[Any]) -> list[Any]:
+    """Returns the variables among those of a layer, where tf_keras lists vocabularies too."""
+    return [variable for variable in variables if isinstance(tf_variable(variable), tf.Variable)]
 
 
 def is_optimizer(value: Any) -> bool:
@@ -185,6 +191,32 @@ def parts(holder: Any) -> list[Any]:
 def sublayers(layer: Any) -> list[Any]:
     """Returns a layer and all that it holds, also in lists and dicts, which Keras 3 does not track for TensorFlow."""
     return [part for part in parts(layer) if is_layer(part)]
+
+
+def adapts(layer: Any) -> bool:
+    """Returns whether a layer learns what it computes with from data, in its method `adapt`."""
+    return callable(getattr(layer, "adapt", None))
+
+
+def finalizes(layer: Any) -> bool:
+    """Returns whether a layer computes with constants that its `finalize_state` makes of its variables."""
+    own = getattr(type(layer), "finalize_state", None)
+    return own is not getattr(sys.modules[family(layer)].layers.Layer, "finalize_state", None)
+
+
+def given_constants(layer: Any) -> list[Any]:
+    """Returns what a layer has in no variable in place of what it learns in `adapt`, without a lookup's table.
+
+    These are the boundaries of a `Discretization`, or the mean and the variance of a `Normalization`.
+    """
+    if _is_a(layer, "layers", "Normalization"):
+        found = (layer.input_mean, layer.input_variance)
+    elif _is_a(layer, "layers", "Discretization"):
+        # In tf_keras a variable has what an adapted layer makes its boundaries of.
+        found = (layer.bin_boundaries if family(layer) == "keras" else layer.input_bin_boundaries,)
+    else:
+        found = ()
+    return [float(number) for value in found if value is not None for number in np.ravel(value)]
 
 
 def with_inner(outer: Iterable[Any]) -> list[Any]:

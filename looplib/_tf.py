@@ -183,6 +183,11 @@ class Ops:
         return None
 
 
+def functions_in(concrete: tf.types.experimental.ConcreteFunction) -> set[str]:
+    """Returns the names of all functions that a traced function calls."""
+    return {function.signature.name for function in concrete.graph.as_graph_def().library.function}
+
+
 def called(op: tf.Operation) -> Iterator[str]:
     """Yields the names of the functions that an op calls."""
     for value in op.node_def.attr.values():

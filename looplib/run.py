@@ -20,7 +20,7 @@ from looplib.checkpoint.recovery import Recovery
 from looplib.checkpoint.run_directory import RunDirectory
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
-from looplib.errors import Preempted, UsageError
+from looplib.errors import Preempted, UsageError, join_names
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
@@ -39,7 +39,7 @@ from looplib.report.writer import Writer
 from looplib.report.writers import Writers, make_writers
 from looplib.task import checks, model_table
 from looplib.task.actions import ActionStates, Event
-from looplib.task.derived import starting
+from looplib.task.derived import Constants, starting
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import RunRecord
 from looplib.task.state import ReplicaState, differing_variables
@@ -159,12 +159,13 @@ class Run:
             own = ReplicaState(strategy, stable_names(objects, differing_variables(strategy, trainer, objects)))
         step, sync = self.loops.global_step, self.writers.sync
         self.store = Store(self.directory, policy, self.workers, objects, step, own, sync)
-        self._averages = functools.partial(starting, trainer, objects)
+        self._averages, self._constants = functools.partial(starting, trainer, objects), Constants(objects)
         if self.directory.start:
             self._restore_start(self.directory.start.path)
         else:
             with self._averages(restores=False):
                 self.restored_from, start = begin(trainer, objects, step, policy, strategy)
+            self._renew_constants()
             if self.restored_from:
                 self.store.record.input_offset, self.store.record.reported = -start, {"train": start}
             if trainer:
@@ -211,6 +212,7 @@ class Run:
         with self.clock.phase("restore"), some:
             optimizers = self._parts.optimizers if self.loops.training else None
             step = self.store.restore(path, rollback, optimizers)
+        self._renew_constants()
         if self.loops.training:
             self.store.warn_of_changes(step, self._settings.recorded)
         self.restored_from, self.loops.torn = path, False
@@ -221,6 +223,12 @@ class Run:
             self._parts.restore(self.store.record, step, position)
             self._continued_from = step, self.store.record.reported.get("train", 0)
         return path
+
+    def _renew_constants(self) -> None:
+        if layers := self._constants.renew():
+            logging.info("the steps are traced again, with the restored constants of %s", join_names(layers))
+            for loop in self.loops.by_name.values():
+                loop.retrace(join_names(layers))
 
     def restore_chosen(self, which: str | int) -> str | None:
         """Restores the checkpoint that a word or a step names, with its scores as the last evaluation.

@@ -203,8 +203,47 @@ def test_losses_of_the_models_layers_count_once(weighted, count):
     """A regularizer is neither multiplied by replicas or micro-batches nor divided by tokens."""
     strategy = make_strategy("mirrored_x2")
     trainer = made(strategy, regularizer=0.01, weighted=weighted, micro_batches=count)
-    train(trainer, 3, strategy)
+    metrics = train(trainer, 3, strategy)
     assert_weights(trainer, numpy_weights(3, weighted=weighted, regularizer=0.01))
+    kernel, _ = numpy_weights(2, weighted=weighted, regularizer=0.01)  # before the last step, of the last report
+    assert metrics["regularization_loss"] == pytest.approx(0.01 * np.square(kernel).sum(), rel=1e-5)
+
+
+class InOrder(Tagger):
+    """Batches in the order of the data, as those of fit, of sentences that are all whole."""
+
+    def dataset(self, context):
+        rows = lambda i: (tf.gather(X, i), tf.gather(Y, i), tf.ones_like(tf.gather(MASK, i)))
+        data = tf.data.Dataset.range(BATCH).shard(context.num_pipelines, context.pipeline_index)
+        return data.batch(context.per_replica_batch_size).map(rows).repeat()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, keras):
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        trainer = InOrder(keras, regularizer=0.01, weighted=weighted, micro_batches=count)
+    with looplib.Controller(
+        trainer=trainer, strategy=strategy, global_batch_size=8, steps_per_loop=4, writers=[]
+    ) as controller:
+        metrics = controller.train(4)
+    order = np.stack([np.arange(0, BATCH, 2), np.arange(1, BATCH, 2)]).reshape(2, 4, 4).transpose(1, 0, 2).ravel()
+    theirs = Tagger(keras, regularizer=0.01).model
+    theirs.compile(keras.optimizers.SGD(RATE), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = theirs.fit(X[order], Y[order], batch_size=8, shuffle=False, verbose=0).history
+    assert metrics["loss"] + metrics["regularization_loss"] == pytest.approx(history["loss"][0], rel=1e-5)
+
+
+def test_a_metric_of_one_s_own_stays_by_the_name_of_the_regularization():
+    class Own(Tagger):
+        def loss_fn(self, inputs):
+            losses, metrics = super().loss_fn(inputs)
+            return losses, {**metrics, "regularization_loss": looplib.last(7.0)}
+
+    assert train(Own(regularizer=0.01), 2)["regularization_loss"] == 7
+    assert "regularization_loss" not in train(Tagger(), 2)
 
 
 def _scaled_to(limit, gradients):

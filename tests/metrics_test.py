@@ -11,6 +11,7 @@ from conftest import EVERY, make_strategy, more
 import looplib
 from looplib.extras.parameter_server.results import RemoteReducer
 from looplib.loop.reducer import Reducer
+from looplib.task.record import RunningTotals
 
 pytestmark = pytest.mark.any_engine
 
@@ -258,6 +259,18 @@ def test_what_a_reducer_reads_of_keras_metrics_is_from_before_the_reset(kind):
     expected = {"examples": 3, "several_values": 7.0, "several_count": 3.0, "one": 14.0}
     assert reducer.packer.unpack(*reducer.read()) == expected
     assert float(one.values.numpy()) == 0
+
+
+def test_a_metric_that_is_new_leaves_the_sums_of_others_in_a_checkpoint_alone():
+    reducer = Reducer(make_strategy("default"), "step_fn", count_examples=False)
+    step = lambda values: {"new": values, "old": values}
+    contribution = reducer.run_step(step, tf.constant([1.0, 2.0]), may_be_empty=False)
+    reducer.create()
+    for names, old in ((["old"], (7.0 + 3.0) / (2 + 2)), (["gone", "old"], 1.5)):
+        reducer.clear()
+        reducer.load(RunningTotals(names, [[7.0, 2.0] * len(names)]))
+        reducer.add(contribution)
+        assert reducer.packer.unpack(*reducer.read()) == {"new": 1.5, "old": old}
 
 
 def test_last_is_the_value_of_the_last_step(strategy):

@@ -21,6 +21,7 @@ TESTS = {
         "class_weight",
         "every_kind",
         "foreign",
+        "keras_building",
         "keras_replicas",
         "keras_results",
         "keras_trainer",

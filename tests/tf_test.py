@@ -190,6 +190,18 @@ def the_error_of_a_variable_that_is_made_too_late(folder: pathlib.Path) -> None:
     assert not _tf.is_late_variable(ValueError("another"))
 
 
+def the_error_of_replicas_that_are_joined_in_a_branch(folder: pathlib.Path) -> None:
+    def step(x: tf.Tensor) -> tf.Tensor:
+        total = lambda: tf.distribute.get_replica_context().all_reduce("sum", x)
+        return tf.cond(x > 0, total, lambda: x)
+
+    strategy = make_strategy("mirrored_x2")
+    outer = tf.function(lambda x: strategy.run(step, (x,)))
+    error = error_of(outer.get_concrete_function, tf.TensorSpec([]))
+    assert _tf.is_merge_in_branch(error), error
+    assert not _tf.is_merge_in_branch(RuntimeError("another"))
+
+
 def ops_that_xla_lacks(folder: pathlib.Path) -> None:
     function = tf.function(lambda x: tf.strings.to_number(tf.strings.as_string(x)), jit_compile=True)
     assert "AsString" in _tf.lacking_in_xla(error_of(function, tf.zeros([2])))
@@ -334,6 +346,7 @@ USES = [
     xlas_plan_of_memory,
     the_difference_between_an_error_of_the_data_and_of_the_step,
     the_error_of_a_variable_that_is_made_too_late,
+    the_error_of_replicas_that_are_joined_in_a_branch,
     ops_that_xla_lacks,
     the_op_at_the_end_of_a_message,
     the_users_frames_in_a_message,

@@ -4,6 +4,7 @@ Names that other rooms may use, by file:
     beginning: begin
     choice: BEST, FINAL, LATEST, best, check, choose, final
     commits: SET_ASIDE, begin, checkpoints, commit, committed, listing, path_of, place_of, verify
+    contents: none
     lock: Holder, holder
     manager: latest_checkpoint, peek
     matching: stable_names

@@ -2,11 +2,10 @@
 
 import dataclasses
 import enum
-import functools
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import _tf, files
-from looplib.checkpoint import commits, marker, worker_positions
+from looplib.checkpoint import commits, contents, marker, worker_positions
 from looplib.checkpoint.marker import Measured
-from looplib.checkpoint.matching import misplaced
+from looplib.checkpoint.matching import differences, misplaced
 from looplib.checkpoint.names import Live, Saved
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.snapshot import Snapshots, host_device, objects_of
@@ -25,7 +24,7 @@ from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.errors import UsageError, gist
 from looplib.task.plain import as_bytes
-from looplib.task.record import RunRecord, VariableNames
+from looplib.task.record import Contents, RunRecord, VariableNames
 
 _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
 
@@ -82,7 +81,7 @@ class Checkpoints:
         # The files are this process's, also of variables on parameter servers.
         self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
         self._snapshots: Snapshots | None = None
-        self._names: VariableNames | None = None
+        self._noted: tuple[VariableNames, dict[str, Contents]] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self.committed: list[str] = []
@@ -253,16 +252,16 @@ class Checkpoints:
           mode: `RestoreMode`, which differences are allowed.
 
         Raises:
-          UsageError: if the checkpoint is not one of this model; it lists the keys of both sides. The variables may
-            then be partly restored.
+          UsageError: if the checkpoint is not one of this model; it lists what differs. The variables may then be
+            partly restored.
         """
         self.wait()
         if mode is RestoreMode.INTERSECTION:
             take_what_fits(self._objects, path)
             return
         try:
-            if moved := self._misplaced(path):
-                raise UsageError(self._mismatch(path, mode, moved))
+            if self._compared(path, shapes=False).get("other names"):
+                raise UsageError(self._mismatch(path, mode))
             status = self._checkpoint.restore(path, self._options)
             if mode is RestoreMode.SUBSET:
                 status.assert_existing_objects_matched().expect_partial()
@@ -271,7 +270,7 @@ class Checkpoints:
         except UsageError:
             raise
         except (ValueError, AssertionError) as error:
-            raise UsageError(self._mismatch(path, mode)) from error
+            raise UsageError(self._mismatch(path, mode, error)) from error
         except (tf.errors.OpError, IndexError) as error:
             raise UsageError(
                 f"the checkpoint {path} cannot be read ({gist(error)}); specify an older, intact one, or move it away"
@@ -296,40 +295,41 @@ class Checkpoints:
                 if not key.startswith("save_counter/")
             )
 
-    def names(self) -> VariableNames:
-        """Returns the names of the variables, to be kept with a checkpoint."""
-        if self._names is None:
-            self._names = Live(self._objects).record()
-        return self._names
+    def note_in(self, record: RunRecord) -> None:
+        """Notes in the record of a checkpoint what its variables are called, and what no variable holds."""
+        if self._noted is None:
+            self._noted = Live(self._objects).record(), contents.contents_of(self._objects)
+        record.names, record.contents = self._noted
 
-    def _misplaced(self, path: str) -> list[str]:
-        """Returns what has another name in a checkpoint, at the same place; [] where the names are not known."""
+    def _compared(self, path: str, shapes: bool) -> dict[str, list[str]]:
+        """Returns what a checkpoint and the objects here have apart, by titles; {} where the names are not known.
+
+        Args:
+          path: the checkpoint's.
+          shapes: whether to look at all, or else only for other names at the same places.
+
+        Raises:
+          UsageError: if what no variable holds is not what the checkpoint was made with.
+        """
         reader = tf.train.load_checkpoint(path)
+        record = RunRecord.in_checkpoint(reader, path)
+        contents.check(self._objects, record, path)
         graph = _tf.object_graph(reader)
         if graph is None:
-            return []
-        names = RunRecord.in_checkpoint(reader, path).names
-        return misplaced(Saved(reader, graph, names, self._objects), objects_of(graph, self._checkpoint))
+            return {}
+        saved = Saved(reader, graph, record.names, self._objects)
+        moved = {"other names": sorted(misplaced(saved, objects_of(graph, self._checkpoint)))}
+        return {**differences(saved), **moved} if shapes else moved
 
-    def _mismatch(self, path: str, mode: RestoreMode, moved: Sequence[str] = ()) -> str:
-        """Returns the sentence that lists all differences; TensorFlow names only the first one."""
-        theirs = _keys(path)
-        with tempfile.TemporaryDirectory() as folder:
-            ours = _keys(self._checkpoint.write(os.path.join(folder, "live"), self._options))
-        in_order = functools.partial(sorted, key=lambda key: ("optimizer" in key, key))  # names of weights first
-        differences = {
-            "only here": in_order(ours.keys() - theirs.keys()),
-            "only there": [] if mode is RestoreMode.SUBSET else in_order(theirs.keys() - ours.keys()),
-            "other shapes": [
-                f"{key} {theirs[key]} there, {ours[key]} here" for key in ours.keys() & theirs.keys()
-                if theirs[key] != ours[key]
-            ],
-            "other names": sorted(moved),
-        }  # fmt: skip
+    def _mismatch(self, path: str, mode: RestoreMode, error: Exception | None = None) -> str:
+        """Returns the sentence that lists all differences; TensorFlow's error names only the first one."""
+        found = self._compared(path, shapes=True)
+        if mode is RestoreMode.SUBSET:
+            found.pop("only there", None)
         return (
             f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "
             "build the model that the checkpoint was made with, or ask for a partial restore "
-            f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(differences)})"
+            f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(found) or gist(error)})"
         )
 
 
@@ -371,12 +371,3 @@ def peek(path: str) -> tuple[int, RunRecord]:
             f"{step}; name another checkpoint"
         )
     return step, record
-
-
-def _keys(path: str) -> dict[str, list[int]]:
-    """Returns the shapes of a checkpoint's variables by name."""
-    return {
-        _tf.name_of_variable(key): shape
-        for key, shape in tf.train.list_variables(path)
-        if not key.startswith((_tf.OBJECT_GRAPH_KEY, "save_counter")) and not _tf.is_python_state_key(key)
-    }

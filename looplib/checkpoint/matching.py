@@ -176,6 +176,38 @@ def misplaced(saved: Saved, objects: Mapping[int, Any]) -> list[str]:
     return found
 
 
+def differences(saved: Saved) -> dict[str, list[str]]:
+    """Returns what a checkpoint and the objects here have apart: dict from a title to the names of variables.
+
+    These are the names of layers, and not their places in lists, under the attribute of the trainer.
+    """
+    normal = Normal(saved.live)
+
+    def key(leaf: Leaf) -> tuple[str, str]:
+        if leaf.origin:
+            return leaf.kind, key(leaf.origin)[1]
+        root, (numbers, path) = min(leaf.paths.items(), key=lambda way: way[1])
+        return "", f"{root}/{normal(leaf.name) if numbers else path}".rstrip("/")
+
+    def shown(leaf: Leaf) -> str:
+        kind, name = key(leaf)
+        return f"{kind} of {name}" if kind else name
+
+    def only(side: dict[Any, list[Leaf]], other: dict[Any, list[Leaf]]) -> list[str]:
+        return [shown(leaf) for name, leaves in sorted(side.items()) for leaf in leaves[len(other.get(name, ())) :]]
+
+    there, here = (groups(leaves, key) for leaves in (saved.leaves.values(), saved.live.leaves))
+    pairs = [pair for name in sorted(there.keys() & here.keys()) for pair in zip(there[name], here[name])]
+    return {
+        "only here": only(here, there),
+        "only there": only(there, here) + sorted(saved.attributes - saved.live.objects.keys()),
+        "other shapes": [
+            f"{shown(other)} {list(one.shape)} there, {list(other.shape)} here"
+            for one, other in pairs if one.shape != other.shape
+        ],
+    }  # fmt: skip
+
+
 def _leaves_of(layer: _Layer) -> list[Leaf]:
     return [leaf for alike in layer.values() for leaf in alike]
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib import _keras, _tf
 from looplib.task.averages import WeightAverages
 from looplib.task.record import VariableNames
 from looplib.task.state import SlotOptimizer
@@ -91,7 +91,8 @@ class Live:
         self.parts = [value for value in self._objects if _variable(value) is None]
         # Keras 3's own names of variables that TensorFlow knows by shorter ones.
         layers = [part for part in self.parts if _keras.is_layer(part) and part.built]
-        known = {id(_variable(one)): _keras.variable_path(one) for layer in layers for one in layer.variables}
+        held = _keras.without_vocabularies(one for layer in layers for one in layer.variables)
+        known = {id(_variable(one)): _keras.variable_path(one) for one in held}
         named = []
         self._places: list[tuple[str, Leaf]] = []  # Keras 3's variable and the tf.Variable in it are two
         for number, paths in self._ways.items():
@@ -178,6 +179,7 @@ class Saved:
 
     Attributes:
       leaves: dict from the number of a node to its variable.
+      attributes: the attributes of the trainer that have a variable in it.
       live: the variables here, under names of the same kind.
     """
 
@@ -211,6 +213,8 @@ class Saved:
                     leaf.kind, leaf.origin = slot.slot_name, self.leaves.get(slot.original_variable_node_id)
         for leaf in self.leaves.values():
             leaf.paths = _of_others(leaf.paths, live.optimizers)
+        variables = [key for key in self._shapes if _tf.is_variable_key(key)]
+        self.attributes = {_tf.name_of_variable(key).partition("/")[0] for key in variables} - {"save_counter"}
 
     def _add(self, graph: Any, number: int, paths: _Paths) -> None:
         for attribute in graph.nodes[number].attributes:

@@ -119,7 +119,7 @@ class Store:
         """
         if self.saved_step != step:
             fill_in(self.record)
-            self.record.names = self._checkpoints.names()
+            self._checkpoints.note_in(self.record)
             own = b""
             if self._workers.count > 1:
                 own, self.input_state.position = self.input_state.position, b""

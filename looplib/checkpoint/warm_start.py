@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import _keras, _tf
-from looplib.checkpoint import choice, commits
+from looplib.checkpoint import choice, commits, contents
 from looplib.checkpoint.matching import Match
 from looplib.checkpoint.names import Leaf, Saved
 from looplib.checkpoint.snapshot import objects_of
@@ -81,6 +81,7 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
     if graph is None:
         raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
     record = RunRecord.in_checkpoint(reader, path)
+    contents.check(objects, record, path)
     saved = Saved(reader, graph, record.names, objects)
     live = saved.live
     if weights_only:

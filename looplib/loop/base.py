@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
 from looplib.records.damage import LeftOut
@@ -244,6 +245,20 @@ class Loop(abc.ABC):
           position: bytes from `position` at that step, which spare the pipeline to read and skip earlier batches.
           batches: the sizes of the global batches; None leaves them as they are.
         """
+
+    def retrace(self, layers: str) -> None:
+        """Traces the step again, and builds the data set, because constants of layers have changed.
+
+        Args:
+          layers: the names of the layers, for messages.
+
+        Raises:
+          UsageError: if what was traced is not looplib's, and may compute with the earlier constants.
+        """
+        raise UsageError(
+            f"{self.who} has its own loop, which may have been traced with other constants of {layers} than those that "
+            "are restored; adapt these layers in the program, as that run did, before the controller is built"
+        )
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -342,9 +342,10 @@ class Reducer(Accumulator):
         return RunningTotals(self.packer.names, totals)
 
     def load(self, state: State) -> None:
-        """Continues from a `state()`; from zero if that has other metrics, which belong to an earlier program.
+        """Continues from a `state()`; from zero if that has metrics which are not here, of an earlier program.
 
-        Only `skipped_steps` may be missing on one side: it is a metric with `non_finite="skip"`, which may change.
+        Only `skipped_steps` may be missing here: it is a metric with `non_finite="skip"`, which may change. A metric
+        that is new begins with zero.
         """
         if not self.created:
             self._pending = state
@@ -362,13 +363,13 @@ class Reducer(Accumulator):
         sizes = {slot.name: slot.size for slot in self.packer.slots}
         state = state if isinstance(state, RunningTotals) else RunningTotals([], [])
         earlier = {name: sizes.get(name, 1) for name in state.names}
-        others = (earlier.keys() ^ sizes.keys()) - {"skipped_steps"}
+        others = earlier.keys() - sizes.keys() - {"skipped_steps"}
         lengths = {len(totals) for totals in state.totals}
         if not earlier or not sizes or others or lengths != {sum(earlier.values())}:
             return np.zeros([1, self.packer.size])
         totals = np.asarray(state.totals, np.float64)
         parts = dict(zip(earlier, np.split(totals, np.cumsum([*earlier.values()])[:-1], axis=1)))
-        return np.concatenate([parts.get(name, np.zeros([len(totals), 1])) for name in sizes], axis=1)
+        return np.concatenate([parts.get(name, np.zeros([len(totals), size])) for name, size in sizes.items()], axis=1)
 
     def _of_all_replicas(self) -> np.ndarray:
         """Returns the accumulated vector of each replica, float64 `[replicas, n]`; workers wait for each other."""

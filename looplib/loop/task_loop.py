@@ -51,6 +51,12 @@ class TaskLoop(TrainingLoop):
         self.task, self.who = spec.task, spec.who
         self._spec = spec
         self._strategy, self._clock = spec.strategy, spec.clock
+        self._slowest: tuple[str, str] | None = None
+        self._build()
+
+    def _build(self) -> None:
+        """Builds the data set and traces the step."""
+        spec = self._spec
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
@@ -70,7 +76,6 @@ class TaskLoop(TrainingLoop):
         self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
         self._tables = None if self._stream.arrays is None else backend.tables(self._stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
-        self._slowest: tuple[str, str] | None = None
         if spec.training:
             spec.clock.of_input = self._of_input
         with spec.clock.phase("compile"):
@@ -289,6 +294,18 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`."""
         if self._iterator is None and step != self._start_step:
             self.rewind(step)
+
+    def retrace(self, layers: str) -> None:
+        """See `Loop`; raises `UsageError` if a function of the user's own was traced before, and is not again."""
+        before = _tf.functions_in(self._inner.step.function) if self._inner.step else set()
+        self.close()
+        self._build()
+        if self._inner.step and (kept := before & _tf.functions_in(self._inner.step.function)):
+            raise UsageError(
+                f"{self._spec.step_name} calls {join_names(sorted(kept))}, which were traced with other constants of "
+                f"{layers} than those that are restored; leave out tf.function there, or adapt these layers in the "
+                "program, as that run did, before the controller is built"
+            )
 
     def close(self) -> None:
         """See `Loop`; restores the optimizers' original methods."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
@@ -79,7 +80,8 @@ def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
         names = [name for name in names if not name.startswith("_") and name != "trainable"]  # others are Keras's own
     for name in sorted(names):
         value = inspect.getattr_static(holder, name, _NOWHERE)
-        if _is_plain(value) or (callable(value) and name in vars(holder)):  # such as an activation
+        constant = isinstance(value, (tf.Tensor, tf.lookup.StaticHashTable))  # such as what `adapt` has learned
+        if constant or _is_plain(value) or (callable(value) and name in vars(holder)):  # such as an activation
             yield name, value
     for name, value in vars(holder).items():
         if _keras.is_optimizer(value) or (_keras.is_layer(value) and not _keras.is_layer(holder)):

@@ -6,7 +6,7 @@ Names that other rooms may use, by file:
     batches: Batches, Epoch, Span
     buckets: Buckets
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
-    derived: starting
+    derived: Constants, starting
     evaluator: Evaluator
     exported: Exported
     gradient_checks: none
@@ -31,7 +31,7 @@ Names that other rooms may use, by file:
     plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     positions: none
     profiling: Profile
-    record: EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
+    record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, of_means, weighed
     state: InputState, ReplicaState, SlotOptimizer, differing_variables, state_of, tables_of, variables_of

@@ -1,7 +1,12 @@
-"""What derives from weights: averages of them, which start once the weights have the values that a run starts with."""
+"""What derives from variables, and follows when these get other values than the program has given them.
+
+Averages of weights start once the weights have the values that a run starts with. Layers compute with constants that
+they have made of their variables.
+"""
 
 import contextlib
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +14,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.task.averages import WeightAverages
+from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import held_by, variables_of
 from looplib.task.trainer import Trainer
 
@@ -46,3 +52,34 @@ def _pairs(trainer: Trainer, objects: Mapping[str, Any], restores: bool) -> list
     for optimizer in _keras.with_inner(_keras.optimizers(trainer).values()):
         pairs += _keras.averaged(optimizer, variables, with_updated=restores)
     return [(variable, average) for variable, average in pairs if average.dtype.is_floating]
+
+
+class Constants:
+    """The constants that layers have made of their variables, or of data, such as the mean of a `Normalization`.
+
+    A step or a data set computes with those of the time when it was traced.
+
+    Args:
+      objects: dict from attribute name to trackable object, the state of the run, whose steps have just been traced.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._layers = list(filter(_keras.finalizes, _keras.sublayers(list(objects.values()))))
+        self._sources = list(map(_sources, self._layers))
+
+    def renew(self) -> list[str]:
+        """Makes the constants again where their sources have changed; returns the names of these layers."""
+        changed = []
+        for number, layer in enumerate(self._layers):
+            if _sources(layer) != self._sources[number]:
+                layer.finalize_state()
+                self._sources[number] = _sources(layer)
+                changed.append(layer.name)
+        return changed
+
+
+def _sources(layer: Any) -> list[Any]:
+    """Returns what tells whether the constants of a layer are others: its variables' checksums, its tables."""
+    checksums = [zlib.crc32(as_bytes(as_array(variable))) for _, variable in variables_of({"layer": layer})]
+    tables = [value for value in held_by({"layer": layer}) if isinstance(value, tf.lookup.StaticHashTable)]
+    return [*checksums, *tables, *_keras.given_constants(layer)]

@@ -59,7 +59,8 @@ class GradientTrainer(Trainer):
     A subclass defines `dataset` and `loss_fn`. One step computes the gradient of the mean loss over the global batch,
     on any number of replicas: it sums the gradients over micro-batches, then once over replicas, divides, clips, and
     gives them to the optimizer. Losses that the model's layers add (regularization, in `model.losses`) are added once
-    a step. Everything else is off by default.
+    a step. The metric `loss` leaves them out; `regularization_loss` reports them, unless `loss_fn` returns a metric of
+    that name. The sum of both is the `loss` of `fit`. Everything else is off by default.
 
     Args:
       model: Keras model of either family, or a `tf.Module`, that has its variables; an attribute of the trainer.
@@ -182,7 +183,8 @@ class GradientTrainer(Trainer):
     def frozen_variables(self) -> list[Any]:
         """The variables of the model that are not trained, because `freeze` or their layers say so."""
         trained = {id(variable) for variable in self._gradient_plan.trained}
-        return [variable for variable in self.model.variables if id(variable) not in trained]
+        variables = _keras.without_vocabularies(self.model.variables)
+        return [variable for variable in variables if id(variable) not in trained]
 
     def export(self) -> Exported:
         """See `Trainer.export`; with the averages."""
@@ -197,7 +199,7 @@ class GradientTrainer(Trainer):
     def _backward(self, inputs: Any) -> _Backward:
         with tf.GradientTape(persistent=True) as tape:
             losses, metrics = checks.losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
-            target, weight, auxiliary = self._targets(losses)
+            target, weight, auxiliary, own_metrics = self._targets(losses)
         variables = [_keras.tf_variable(variable) for variable in self._gradient_plan.trained]
         data = tape.gradient(target, variables)
         own = [] if auxiliary is None else tape.gradient(auxiliary, variables)
@@ -206,11 +208,11 @@ class GradientTrainer(Trainer):
                 f"the losses of {type(self).__name__}.loss_fn depend on none of the trained variables; compute them "
                 "with the model, by differentiable operations"
             )
-        return _Backward(data, own, weight, {self.loss_name: losses, **metrics})
+        return _Backward(data, own, weight, {self.loss_name: losses, **own_metrics, **metrics})
 
     @tf.autograph.experimental.do_not_convert
-    def _targets(self, losses: Any) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None]:
-        """Returns (sum of losses over the global batch size, their weight, the model's own losses), scaled."""
+    def _targets(self, losses: Any) -> tuple[tf.Tensor, tf.Tensor | None, tf.Tensor | None, dict[str, Any]]:
+        """Returns (sum of losses over the global batch size, their weight, own losses), scaled, and metrics."""
         weight = None
         if isinstance(losses, Reduction):
             values = _at_least_float32(losses.value)
@@ -223,14 +225,18 @@ class GradientTrainer(Trainer):
             target = self.global_mean(losses)
             if self.batch_size_varies:
                 weight = tf.cast(tf.shape(losses)[0], target.dtype)
-        auxiliary = None
+        auxiliary, metrics = None, {}
         if own := list(self.model.losses) if _keras.is_layer(self.model) else []:
             shares = tf.distribute.get_strategy().num_replicas_in_sync * self.micro_batches
-            auxiliary = tf.add_n([tf.cast(loss, target.dtype) for loss in own]) / shares
+            auxiliary = tf.add_n([tf.cast(loss, target.dtype) for loss in own])
+            metrics["regularization_loss"] = reductions.mean(
+                auxiliary, tf.shape(losses)[0] if weight is None else weight
+            )
+            auxiliary /= shares
             if weight is None:
                 target, auxiliary = target + auxiliary, None
         scale = None if self.loss_scale is None else self.loss_scale.scale
-        return gradient_sum.times(target, scale), weight, gradient_sum.times(auxiliary, scale)
+        return gradient_sum.times(target, scale), weight, gradient_sum.times(auxiliary, scale), metrics
 
     def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
         """Computes the gradients in `count` parts, for `fitting`."""

@@ -104,7 +104,7 @@ def _variables(trainer: Trainer) -> Iterator[tuple[str, Any, bool]]:
     for name, value in layers_first:  # so that their variables have the layers' names, not those of an optimizer
         if _keras.is_layer(value):
             trained = {id(variable) for variable in value.trainable_weights} if value.built else set()
-            for variable in value.weights if value.built else ():
+            for variable in _keras.without_vocabularies(value.weights) if value.built else ():
                 yield _keras.variable_path(variable), variable, id(variable) in trained
         elif not _keras.is_optimizer(value) and not _keras.is_metrics(getattr(trainer, name, None)):
             for own, variable in variables_of({name: value}):

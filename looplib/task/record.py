@@ -95,6 +95,21 @@ class VariableNames:
             raise _MisfitError
 
 
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a table or a layer computes with that no variable holds.
+
+    Attributes:
+      size: how many entries.
+      digest: the SHA-256 of all of them, in their order.
+      begins: the first of them, as text.
+    """
+
+    size: int
+    digest: str
+    begins: list[str]
+
+
 @dataclasses.dataclass
 class RunRecord:
     """The run record.
@@ -119,6 +134,7 @@ class RunRecord:
       examples: how many examples the training data has; None where that is not known.
       files: checksums of the files of the training data, see `records.fingerprint`; None where there are none.
       names: what the variables are called; None in a record that has none.
+      contents: dict from the name of a table, or of a layer that has learned from data, to its `Contents`.
       unknown: the fields that only a newer looplib knows.
     """
 
@@ -139,6 +155,7 @@ class RunRecord:
     examples: int | None = None
     files: dict[str, str] | None = None
     names: VariableNames | None = None
+    contents: dict[str, Contents] = dataclasses.field(default_factory=dict)
     unknown: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
