@@ -407,7 +407,7 @@ def unknown_length(keras):
     """A data set whose length is not known, as it is filtered."""
     model, arguments = _regression(keras, _dense(keras))
     rows = tf.data.Dataset.from_tensor_slices((arguments["x"], arguments["y"]))
-    return model, dict(x=rows.filter(lambda x, y: x[0] > -1.0).batch(8))
+    return model, dict(x=rows.filter(lambda x, y: x[0] > -1.0).batch(BATCH))
 
 
 def uneven(keras):

@@ -377,7 +377,7 @@ def siamese(keras):
             return self.track(loss=loss)
 
     model = Siamese(_network(keras, 6, 8, 4))
-    model.compile(keras.optimizers.Adam(0.01))
+    model.compile(keras.optimizers.SGD(0.1))
     triplets = (noise(6), noise(6, seed=1), noise(6, seed=2))
     return model, dict(x=tf.data.Dataset.from_tensor_slices(triplets).batch(BATCH))
 
