@@ -95,7 +95,10 @@ class Saved:
         if self.optimizer is not None:
             self.state.record.optimizers = {"optimizer": type(self.optimizer).__name__}
         checkpoints = Checkpoints(str(folder), self.objects)
-        self.state.record.names = checkpoints.names() if names else None
+        if names:
+            checkpoints.note_in(self.state.record)
+        else:
+            self.state.record.names = None
         return checkpoints.save(0, wait=True)
 
     def restore(self, path, mode=RestoreMode.INTERSECTION):
@@ -381,7 +384,7 @@ def test_a_warm_start_takes_the_weights_of_models_wherever_they_are_and_no_optim
     checkpoints = Checkpoints(
         str(tmp_path), {**objects, "global_step": tf.Variable(0, dtype=tf.int64), "run_state": record}
     )
-    record.record.names = checkpoints.names()
+    checkpoints.note_in(record.record)
     path = checkpoints.save(0, wait=True)
     again, other, objects = state("xab")
     warm_start(objects, path)

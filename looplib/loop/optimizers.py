@@ -86,8 +86,7 @@ class TrainingOptimizers:
           unsaved: the names of the variables of the step that the trainer does not hold. Each optimizer reads its
             learning rate or its count of updates from one.
         """
-        found = [name for name in unsaved if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
-        if found and self._sums:
+        if self._sums and (found := counters(unsaved)):
             raise UsageError(
                 f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and "
                 "whose gradients looplib can neither sum over the replicas nor weigh by their examples; make it an "
@@ -234,6 +233,11 @@ class TrainingOptimizers:
             self._replace(
                 iterations, "assign_add", lambda _: lambda value: variable.assign_add(tf.cast(value, variable.dtype))
             )
+
+
+def counters(names: Iterable[str]) -> list[str]:
+    """Returns those of the names of variables that optimizers give to their learning rates and counts of updates."""
+    return [name for name in names if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
 
 
 class Replacement:

@@ -13,7 +13,7 @@ from absl import logging
 from looplib import _keras
 from looplib.errors import UsageError, gist
 from looplib.extras.keras.alone import alone
-from looplib.loop.optimizers import Replacement
+from looplib.loop.optimizers import Replacement, counters
 
 EXAMPLES = 32  # that are enough to try
 _DRAWS = 4  # of the random numbers of a model that draws some
@@ -172,6 +172,10 @@ class _Runs:
 
         self._traced = function.get_concrete_function(*map(_spec, leaves))
         self._before = [(variable, tf.identity(variable)) for variable in _written(self._traced)]
+        counts = [_keras.tf_variable(one.iterations) for one in _keras.optimizers(self._model).values()]
+        known = {part.name for count in counts for part in self._strategy.experimental_local_results(count)}
+        if found := counters({variable.name for variable in self._traced.variables} - known):
+            raise NotImplementedError(f"it updates by an optimizer that the model does not hold, {found[0]}")
 
     def _on_replica(self, batch: tuple) -> tuple[tf.Tensor, tf.Tensor]:
         self._given = []
