@@ -488,7 +488,7 @@ def diffusion(keras):
 
     model = Diffusion(_network(keras, 7, 8, 6), _network(keras, 7, 8, 6))
     model.normalizer.adapt(3 * noise(6) + 1)
-    model.compile(keras.optimizers.AdamW(0.01))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
     return model, dict(x=3 * noise(6) + 1, y=noise(7, seed=1))
 
 
