@@ -131,6 +131,16 @@ def has_own_step(model: Any, step: str = "train_step") -> bool:
     return getattr(type(model), step).__module__.split(".")[0] not in _ROOTS
 
 
+def unpacked(model: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Returns the inputs, targets and sample weights of a batch of a model's family; None for what it does not have."""
+    return sys.modules[family(model)].utils.unpack_x_y_sample_weight(batch)
+
+
+def inner_metrics(metric: Any) -> list[Any]:
+    """Returns a metric, and those that Keras 3 keeps in the one for all metrics of a compiled model."""
+    return [metric, *(one for inner in getattr(metric, "metrics", ()) for one in inner_metrics(inner))]
+
+
 def export_archive(model: Any) -> Any:
     """Returns a new `ExportArchive` of a model's family."""
     return sys.modules[family(model)].export.ExportArchive()

@@ -265,6 +265,7 @@ def test_the_programs_of_after_training_run_as_printed(results, folders):
     assert min(shown(r"accuracy of the second hundred: (\S+)", out)) > 0.9
     served, labels = (line.split() for line in re.search(r"classes: \[(.*)\] labels: \[(.*)\]", out).groups())
     assert len(served) == 5 and sum(a == b for a, b in zip(served, labels)) >= 4
+    assert re.search(r"by the signature: \[(.*)\]", out)[1].split() == served
     kept = {path.name for path in (folders["after_training"] / "after_training" / "export").iterdir()}
     assert kept and kept <= {"step-100", "step-200"}
 

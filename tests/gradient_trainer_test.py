@@ -236,6 +236,17 @@ def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, ke
     assert metrics["loss"] + metrics["regularization_loss"] == pytest.approx(history["loss"][0], rel=1e-5)
 
 
+def test_trainable_that_is_changed_between_the_trainer_and_its_controller_is_refused(keras):
+    trainer = Tagger(keras, freeze="bias")
+    trainer.model.layers[-1].trainable = False
+    with pytest.raises(
+        UsageError, match=r"trainable has changed for \S*dense/bias, \S*dense/kernel since Tagger.__init__"
+    ):
+        train(trainer, 1)
+    trainer.model.layers[-1].trainable = True
+    train(trainer, 1)
+
+
 def test_a_metric_of_one_s_own_stays_by_the_name_of_the_regularization():
     class Own(Tagger):
         def loss_fn(self, inputs):

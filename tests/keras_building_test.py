@@ -1,6 +1,7 @@
 """KerasTrainer makes all variables before the first step, and finds every optimizer: its steps are those of fit."""
 
 import functools
+import types
 
 import keras as keras3
 import numpy as np
@@ -9,6 +10,7 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
+from looplib import _keras
 from looplib.errors import UsageError
 
 pytestmark = pytest.mark.any_engine
@@ -117,7 +119,16 @@ def test_a_gan_trains_as_in_fit_on_one_device(strategy, built, keras):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("keep", [in_list, in_sublayer, in_module])
+def test_optimizers_are_named_by_the_attributes_that_hold_them(keras):
+    for keep, path in ((in_attribute, "d_optimizer"), (in_list, "several/0"), (in_module, "module/held")):
+        model = gan(keras, keep)
+        trainer = types.SimpleNamespace(model=model, optimizer=model.optimizer, again=[model.g_optimizer])
+        assert set(_keras.optimizers(trainer)) == {"optimizer", "again/0", f"model/{path}"}
+        del trainer.optimizer, trainer.again
+        assert list(_keras.optimizers(trainer))[0] == "model/optimizer"
+
+
+@pytest.mark.parametrize("keep", [in_list, *more([in_sublayer, in_module])])
 def test_an_optimizer_that_a_model_holds_anywhere_sums_before_it_clips_and_resumes(keep, keras, tmp_path):
     expected = gan(keras)
     expected.fit(X, batch_size=BATCH, shuffle=False, verbose=0)

@@ -148,6 +148,14 @@ def masked(keras):
     return model
 
 
+def masked_classes(keras):
+    """The loss of each step of a sequence, which is about equal at first, in classes."""
+    layers = [keras.Input((5,), dtype="int32"), keras.layers.Embedding(9, 4, mask_zero=True)]
+    model = keras.Sequential([*layers, keras.layers.Dense(9)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
 def summed(keras):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
@@ -226,13 +234,16 @@ TOKENS = np.where(np.arange(5) <= np.arange(ROWS)[:, None] // 8, 1 + np.arange(R
 
 def build(make, keras, **arguments):
     x, y = (TOKENS, np.repeat(Y[:, None], 5, axis=1)) if make is masked else (X, Y)
+    x, y = (TOKENS, TOKENS) if make is masked_classes else (x, y)
     strategy = make_strategy("mirrored_x2")
     with strategy.scope():
         keras.utils.set_random_seed(1)
         return looplib.KerasTrainer(make(keras), x, y, **arguments)
 
 
-@pytest.mark.parametrize("make", [masked, summed, fixed_divisor, contrastive, noisy_contrastive, drawn_sum])
+@pytest.mark.parametrize(
+    "make", [masked, masked_classes, summed, fixed_divisor, contrastive, noisy_contrastive, drawn_sum]
+)
 def test_a_loss_that_replicas_cannot_divide_is_refused(make, keras):
     with pytest.raises(UsageError, match="no mean over examples.*GradientTrainer.*per_replica_loss=True"):
         build(make, keras)
@@ -301,3 +312,25 @@ def test_a_strategy_that_counts_its_replicas_in_another_way_is_refused():
 
     with pytest.raises(UsageError, match="train the compiled model on one replica"):
         Other(["CPU:0", "CPU:1"]).run(step)
+
+
+@pytest.mark.any_engine(False)
+def test_a_compiled_metric_of_ones_own_that_keeps_a_maximum_is_refused(keras):
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.kept = self.add_weight(name="kept", shape=(), initializer="zeros")
+
+        def update_state(self, targets, predicted, sample_weight=None):
+            self.kept.assign(tf.maximum(tf.convert_to_tensor(self.kept), tf.reduce_max(tf.abs(predicted))))
+
+        def result(self):
+            return tf.convert_to_tensor(self.kept)
+
+    def make(keras):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[Largest()])
+        return model
+
+    with pytest.raises(UsageError, match="kept is not a sum over examples"):
+        trained(make, keras, make_strategy("mirrored_x2"), X, Y)

@@ -87,3 +87,39 @@ def test_a_returned_loss_that_is_not_finite_ends_the_run_at_its_step(keras):
     with looplib.Controller(trainer=trainer, global_batch_size=BATCH, writers=[]) as controller:
         with pytest.raises(looplib.DivergenceError, match="at step 2, loss.* not finite"):
             controller.train(epochs=1)
+
+
+def test_the_step_of_the_guides_reports_as_in_fit(keras):
+    """It returns the results of all metrics, among them the one object that Keras 3 has for the compiled ones."""
+
+    class Guide(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                predicted = self(x, training=True)
+                loss = self.compute_loss(x=x, y=y, y_pred=predicted)
+            variables = self.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+            for metric in self.metrics:
+                if metric.name == "loss":
+                    metric.update_state(loss)
+                else:
+                    metric.update_state(y, predicted)
+            return {metric.name: metric.result() for metric in self.metrics}
+
+    def make():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((3,))
+        model = Guide(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(RATE), "mse", metrics=["mae"])
+        return model
+
+    history = make().fit(X, Y, batch_size=5, epochs=1, shuffle=False, verbose=0).history
+    trainer = looplib.KerasTrainer(make(), X, Y, shuffle=False)
+    controller = looplib.Controller(
+        trainer=trainer, strategy=make_strategy("default"), global_batch_size=5, writers=[], steps_per_loop=4
+    )
+    found = controller.train(4)
+    assert {name: found[name] for name in history} == pytest.approx(
+        {name: values[0] for name, values in history.items()}, rel=1e-5
+    )

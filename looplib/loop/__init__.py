@@ -20,7 +20,7 @@ Names that other rooms may use, by file:
     media: as_shown
     metric_sums: none
     one_program: none
-    optimizers: Replacement, TrainingOptimizers, counters
+    optimizers: Replacement, TrainingOptimizers, refuse_others
     packing: none
     prediction: Prediction
     recorded: RecordedParts

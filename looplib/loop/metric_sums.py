@@ -60,8 +60,9 @@ def check(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
 def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:
     """Yields the variables of metrics of other classes than Keras's own, which all keep sums."""
     for name, metric in metrics.items():
-        if not _keras.is_own_class(metric):
-            yield from ((name, _keras.tf_variable(variable)) for variable in metric.variables)
+        for one in _keras.inner_metrics(metric):
+            if not _keras.is_own_class(one):
+                yield from ((name, _keras.tf_variable(variable)) for variable in one.variables)
 
 
 def _is_summed(variable: tf.Variable) -> bool:

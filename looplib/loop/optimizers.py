@@ -79,20 +79,6 @@ class TrainingOptimizers:
         for replacement in reversed(self._replacements):
             replacement.take_back()
 
-    def refuse_others(self, unsaved: Iterable[str]) -> None:
-        """Raises `UsageError` if a step on several replicas updates by an optimizer that is not known here.
-
-        Args:
-          unsaved: the names of the variables of the step that the trainer does not hold. Each optimizer reads its
-            learning rate or its count of updates from one.
-        """
-        if self._sums and (found := counters(unsaved)):
-            raise UsageError(
-                f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and "
-                "whose gradients looplib can neither sum over the replicas nor weigh by their examples; make it an "
-                "attribute of the trainer, or of a model, layer or tf.Module in it"
-            )
-
     def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
         self._replacements.append(Replacement(owner, name, make))
 
@@ -235,11 +221,6 @@ class TrainingOptimizers:
             )
 
 
-def counters(names: Iterable[str]) -> list[str]:
-    """Returns those of the names of variables that optimizers give to their learning rates and counts of updates."""
-    return [name for name in names if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
-
-
 class Replacement:
     """A method of one object in place of its class's, made from the one that it replaces."""
 
@@ -261,6 +242,23 @@ class Replacement:
             del vars(self._owner)[self._name]
             if self._before is not None:
                 vars(self._owner)[self._name] = self._before
+
+
+def refuse_others(strategy: tf.distribute.Strategy, unheld: Iterable[str]) -> None:
+    """Raises `UsageError` if a step on several replicas updates by an optimizer that its trainer does not hold.
+
+    Args:
+      strategy: `tf.distribute.Strategy` that runs the step.
+      unheld: the names of the variables of the step that the trainer does not hold. Each optimizer reads its learning
+        rate or its count of updates from one.
+    """
+    found = [name for name in unheld if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
+    if found and strategy.num_replicas_in_sync > 1:
+        raise UsageError(
+            f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and whose gradients "
+            "looplib can neither sum over the replicas nor weigh by their examples; make it an attribute of the "
+            "trainer, or of a model, layer or tf.Module in it"
+        )
 
 
 def _adapter(optimizer: Any) -> type:

@@ -20,7 +20,7 @@ from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
 from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
-from looplib.loop.optimizers import TrainingOptimizers
+from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
@@ -31,7 +31,7 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice
-from looplib.task.state import tables_of, variables_of
+from looplib.task.state import tables_of, unheld
 from looplib.task.trainer import Trainer
 
 _SUSPENDED_SECONDS = 2.0  # what is shorter may be a wait for the interpreter lock or for a processor
@@ -382,15 +382,9 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`; a loop that traces no step does not know its variables."""
         if self._inner.step is None:
             return
-        saved = {
-            _identity(component)
-            for variable in [*(variable for _, variable in variables_of(objects)), *tf.nest.flatten(self._tables)]
-            for component in self._strategy.experimental_local_results(variable)
-        }
-        saved.add(_identity(self._spec.counter))  # the controller's own
-        names = [variable.name for variable in self._inner.step.variables if _identity(variable) not in saved]
-        if self._optimizers is not None:
-            self._optimizers.refuse_others(names)
+        own = [*tf.nest.flatten(self._tables), self._spec.counter]  # the controller's
+        names = unheld(self._strategy, self._inner.step.variables, objects, own)
+        refuse_others(self._strategy, names)
         if names:
             logging.warning(
                 "%s uses variables that are not attributes of the trainer; they are not saved, and a resumed "
@@ -504,8 +498,3 @@ def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
     count = tf.shape(ids, tf.int64)[0]
     begin, size = [first, *[0] * (len(table.shape) - 1)], [count, *table.shape[1:]]
     return tf.ensure_shape(tf.slice(table, begin, size), [*ids.shape, *table.shape[1:]])
-
-
-def _identity(variable: object) -> int:
-    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
-    return id(getattr(variable, "handle", variable))

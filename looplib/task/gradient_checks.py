@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import _keras
-from looplib.errors import UsageError
+from looplib.errors import UsageError, join_names
 from looplib.task.micro_batches import check_per_example
 from looplib.task.reductions import Reduction
 from looplib.task.state import SlotOptimizer
@@ -70,6 +70,16 @@ def check_model(model: Any) -> None:
         raise UsageError(
             "the model has no trainable variables yet; give it an Input layer, or call it once before "
             "GradientTrainer.__init__"
+        )
+
+
+def check_trainable(who: str, model: Any, before: Sequence[Any]) -> None:
+    """Raises `UsageError` if other variables of a model are trainable than when the trainer was built."""
+    then, now = ({id(variable): variable for variable in each} for each in (before, model.trainable_variables))
+    if changed := [_keras.variable_path({**then, **now}[key]) for key in then.keys() ^ now.keys()]:
+        raise UsageError(
+            f"trainable has changed for {join_names(sorted(changed))} since {who}.__init__, where the optimizer got "
+            "its variables; set it before, or give GradientTrainer(freeze=...)"
         )
 
 

@@ -46,10 +46,12 @@ class _Plan:
 
     Attributes:
       trained: the variables.
+      trainable: those that the layers have as trainable ones, of which `freeze` may leave out some.
       parts: of each optimizer its pattern, itself and its variables.
     """
 
     trained: list[Any]
+    trainable: list[Any]
     parts: list[tuple[str, Any, list[Any]]]
 
 
@@ -147,7 +149,7 @@ class GradientTrainer(Trainer):
         trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-        self._gradient_plan = _Plan(trained, parts.divided(optimizers, trained))
+        self._gradient_plan = _Plan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
         parts.leave_out_of_decay(self._gradient_plan.parts, no_decay)
         _keras.check_one_family(
             {"model": model, **{f"optimizer {p!r}": each for p, each, _ in self._gradient_plan.parts}}
@@ -174,6 +176,7 @@ class GradientTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
+        checks.check_trainable(type(self).__name__, self.model, self._gradient_plan.trainable)
         if self.micro_batches is None:
             self.micro_batches = splitting.fitting(self._probe, inputs)
         backward = self._computed(inputs)

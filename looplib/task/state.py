@@ -3,7 +3,7 @@
 import io
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -214,6 +214,30 @@ def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
     names = {id(variable): name for name, variable in reversed(found)}  # a Keras variable and the tf.Variable in it
     variables = {id(variable): variable for _, variable in found}
     return [(names[key], variables[key]) for key in variables]
+
+
+def unheld(
+    strategy: tf.distribute.Strategy,
+    variables: Iterable[tf.Variable],
+    objects: Mapping[str, Any],
+    own: Iterable[Any] = (),
+) -> list[str]:
+    """Returns the names of the variables that some objects, by name, do not hold.
+
+    Args:
+      strategy: `tf.distribute.Strategy` of the objects.
+      variables: the variables.
+      objects: dict from name to trackable object.
+      own: variables that are left out too.
+    """
+    held = [*(variable for _, variable in variables_of(objects)), *own]
+    known = {_identity(part) for variable in held for part in strategy.experimental_local_results(variable)}
+    return [variable.name for variable in variables if _identity(variable) not in known]
+
+
+def _identity(variable: object) -> int:
+    """Returns a number that is equal for a variable and its wrappers, such as those for parameter servers."""
+    return id(getattr(variable, "handle", variable))
 
 
 def tables_of(objects: Mapping[str, Any]) -> list[Any]:

@@ -12,9 +12,11 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError, gist
+from looplib.extras.keras.alone import alone
 from looplib.extras.keras.data import KerasData
+from looplib.loop.optimizers import refuse_others
 from looplib.loop.step import raise_refusal
-from looplib.task.state import variables_of
+from looplib.task.state import unheld, variables_of
 
 
 def build(model: Any, data: KerasData, trains: bool) -> None:
@@ -54,7 +56,7 @@ def _build_by_test_step(model: Any, data: KerasData) -> None:
 
 def _build_by_train_step(model: Any, data: KerasData) -> None:
     try:
-        _trace(model, model.train_step, data)
+        traced = _trace(model, model.train_step, data)
     except Exception as error:
         if model.distribute_strategy.num_replicas_in_sync == 1:
             return  # the first step makes them
@@ -66,14 +68,21 @@ def _build_by_train_step(model: Any, data: KerasData) -> None:
             "(optimizer.build(variables)) before KerasTrainer gets the model"
         ) from error
     model.built = True
+    strategy = model.distribute_strategy
+    refuse_others(strategy, unheld(strategy, traced.variables, state_of_model(model)))
 
 
-def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> None:
+def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.experimental.ConcreteFunction:
     """Traces a step on all replicas, for batches such as those of the data."""
     strategy = model.distribute_strategy
     spec = data.spec(strategy.num_replicas_in_sync)
+
+    def on_replica(batch: Any) -> None:
+        with alone():
+            step(batch)
+
     with strategy.scope(), tf.variable_creator_scope(_outside):
-        tf.function(lambda batch: strategy.run(step, args=(batch,))).get_concrete_function(spec)
+        return tf.function(lambda batch: strategy.run(on_replica, args=(batch,))).get_concrete_function(spec)
 
 
 def _outside(make: Callable[..., Any], **settings: Any) -> Any:
@@ -90,29 +99,32 @@ def _outside(make: Callable[..., Any], **settings: Any) -> Any:
 
 
 def _is_unbuilt(model: Any) -> bool:
-    """Returns whether a step has to make variables of layers, or of optimizers of Keras 3 other than the compiled one.
+    """Returns whether a step may have to make variables of layers, or of optimizers other than the compiled one.
 
-    One replica makes those of optimizers in its first step.
+    One replica makes those of optimizers in its first step. Those of tf_keras do not say whether they have theirs.
     """
     layers = [layer for layer in _keras.sublayers(model) if layer is not model]
     if not all(layer.built for layer in layers):
         return True
     others = [one for one in _keras.optimizers(model).values() if one is not model.optimizer]
     several = model.distribute_strategy.num_replicas_in_sync > 1
-    return several and any(_keras.family(one) == "keras" and not one.built for one in others)
+    return several and not all(getattr(one, "built", False) for one in others)
 
 
 @contextlib.contextmanager
 def _unchanged(model: Any) -> Iterator[None]:
     """Gives the state of a model that a test step may change its values back."""
-    state = {"model": model, "untracked": _keras.untracked_variables(model)}
-    held = [variable for _, variable in variables_of(state) if not variable.trainable]
+    held = [variable for _, variable in variables_of(state_of_model(model)) if not variable.trainable]
     before = [variable.read_value() for variable in held]
     try:
         yield
     finally:
         for variable, value in zip(held, before):
             variable.assign(value)
+
+
+def _state(model: Any) -> dict[str, Any]:
+    return {"model": model, "untracked": _keras.untracked_variables(model)}
 
 
 def _as_tensor(part: Any) -> Any:

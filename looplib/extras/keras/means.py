@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,9 @@ from absl import logging
 from looplib import _keras
 from looplib.errors import UsageError, gist
 from looplib.extras.keras.alone import alone
-from looplib.loop.optimizers import Replacement, counters
+from looplib.extras.keras.building import state_of_model
+from looplib.loop.optimizers import Replacement, refuse_others
+from looplib.task.state import unheld
 
 EXAMPLES = 32  # that are enough to try
 _DRAWS = 4  # of the random numbers of a model that draws some
@@ -34,7 +37,7 @@ class _Found:
 
     Attributes:
       losses: float64 `[n]`, the losses that it returns.
-      gradients: float64 `[m]`, elements of all gradients that optimizers get; [0] for a step that only evaluates.
+      gradients: float64 `[m]`, elements of all gradients that optimizers get; [0] for a step without an optimizer.
     """
 
     losses: np.ndarray
@@ -49,9 +52,9 @@ class _Found:
 def check(model: Any, batch: tuple) -> None:
     """Checks that the loss of a batch is the mean of those of its parts, by computing both.
 
-    A `train_step` of the model's own is compared by the gradients that its optimizers get, Keras's own by the losses of
-    its `test_step`, which are those of the training without dropout. Nothing is updated. Batch normalization of the
-    model is not counted as a difference.
+    What is compared are the gradients that optimizers get. Where `train_step` is Keras's own, layers compute as in an
+    evaluation, without dropout. Nothing is updated. Batch normalization in a `train_step` of the model's own is not
+    counted as a difference.
 
     Args:
       model: a compiled model, whose variables exist, on several replicas.
@@ -76,6 +79,8 @@ def check(model: Any, batch: tuple) -> None:
                 )
             else:
                 fault = _of_parts(model, one, run(second), run(_joined(first, second)), run(copies), tolerance)
+    except UsageError:
+        raise
     except (tf.errors.OpError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         logging.warning(
             "whether %s trains alike on any number of replicas could not be tried (%s); `python -m looplib check "
@@ -172,20 +177,30 @@ class _Runs:
 
         self._traced = function.get_concrete_function(*map(_spec, leaves))
         self._before = [(variable, tf.identity(variable)) for variable in _written(self._traced)]
-        counts = [_keras.tf_variable(one.iterations) for one in _keras.optimizers(self._model).values()]
-        known = {part.name for count in counts for part in self._strategy.experimental_local_results(count)}
-        if found := counters({variable.name for variable in self._traced.variables} - known):
-            raise NotImplementedError(f"it updates by an optimizer that the model does not hold, {found[0]}")
+        refuse_others(self._strategy, unheld(self._strategy, self._traced.variables, state_of_model(self._model)))
 
     def _on_replica(self, batch: tuple) -> tuple[tf.Tensor, tf.Tensor]:
         self._given = []
         with alone():
-            logs = (self._model.train_step if self._own else self._model.test_step)(batch)
-        logs = logs if isinstance(logs, dict) else {}
-        losses = [_flat(value) for name, value in sorted(logs.items()) if "loss" in name]
+            losses = self._own_losses(batch) if self._own else self._losses(batch)
         gradients = [_flat(gradient) for gradient in self._given if gradient is not None]
         empty = [tf.zeros([0], tf.float64)]
         return tf.concat(losses or empty, axis=0), tf.concat(gradients or empty, axis=0)
+
+    def _own_losses(self, batch: tuple) -> list[tf.Tensor]:
+        logs = self._model.train_step(batch)
+        return [_flat(logs[name]) for name in sorted(logs) if "loss" in name] if isinstance(logs, dict) else []
+
+    def _losses(self, batch: tuple) -> list[tf.Tensor]:
+        """Computes the loss as Keras's `train_step` does, but without what a layer does only in a training."""
+        x, y, sample_weight = _keras.unpacked(self._model, batch)
+        known = inspect.signature(self._model.call).parameters
+        training = {"training": False} if "training" in known else {}
+        with tf.GradientTape() as tape:
+            predicted = self._model(x, **training)
+            loss = self._model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
+        self._given = tape.gradient(loss, [_keras.tf_variable(each) for each in self._model.trainable_variables])
+        return [_flat(loss)]
 
     def _takes_gradients(self, grads: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         self._given += list(grads)

@@ -31,8 +31,7 @@ class Results:
         model, run = self._model, getattr(self._model, self._step)
         metrics = {metric.name: metric for metric in model.metrics}
         before = {name: _values(metric) for name, metric in metrics.items()} if self._own else {}
-        logs = run(inputs)
-        logs = logs if isinstance(logs, dict) else {}
+        logs = _flattened(run(inputs))
         self._note_names(metrics)
         own_names.check(f"the compiled {type(model).__name__}", {*self._objects, *logs})
         size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
@@ -72,6 +71,14 @@ class Results:
 
     def _changed(self, metric: str) -> str:
         return f"{self._step} changes {metric}"
+
+
+def _flattened(logs: Any) -> dict[str, Any]:
+    """Returns what a step returned without the dicts in it, whose names are those in `fit`; {} if it is no dict."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items() if isinstance(logs, dict) else ():
+        flat |= _flattened(value) if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _values(metric: Any) -> list[tf.Tensor]:
