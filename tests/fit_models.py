@@ -4,7 +4,8 @@ import numpy as np
 import tensorflow as tf
 from fit_rows import BATCH, EXAMPLES, labels, noise, padded, rows_of, sparse_loss
 
-RANDOM = "Dropout and batch normalization differ between numbers of replicas"
+RANDOM = "Layers that draw numbers at random, such as dropout, draw others for the parts of a batch"
+STATISTICS = "Batch normalization takes the statistics of each replica's own examples"
 
 
 def _dense(keras, outputs=1, features=5, **arguments):
@@ -168,21 +169,40 @@ def normalization(keras):
     return model, dict(x=5 * noise(5) + 3, y=noise(1, seed=1))
 
 
-def _adapt(model):
-    model.layers[0].adapt(5 * noise(5) + 3)
+def _adapt_at_first(model, first):
+    if first:
+        model.layers[0].adapt(5 * noise(5) + 3)
+
+
+TEXTS = np.array([f"word{i % 5} word{i % 3} rare{i}" for i in range(EXAMPLES)])
 
 
 def text_vectorization(keras):
     """Strings, by an adapted TextVectorization in the model."""
     layers = keras.layers
-    texts = np.array([f"word{i % 5} word{i % 3} rare{i}" for i in range(EXAMPLES)])
     vectorize = layers.TextVectorization(max_tokens=12, output_sequence_length=4)
-    vectorize.adapt(texts)
+    vectorize.adapt(TEXTS)
     inputs = keras.Input((), dtype="string")
     hidden = layers.GlobalAveragePooling1D()(layers.Embedding(12, 4)(vectorize(inputs)))
     model = keras.Model(inputs, layers.Dense(1)(hidden))
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model, dict(x=tf.data.Dataset.from_tensor_slices((texts, noise(1))).batch(BATCH))
+    return model, dict(x=tf.data.Dataset.from_tensor_slices((TEXTS, noise(1))).batch(BATCH))
+
+
+def other_vocabulary(keras):
+    """A StringLookup that later programs adapt with other words."""
+    layers = keras.layers
+    inputs = keras.Input((1,), dtype="string")
+    lookup = layers.StringLookup(max_tokens=5, output_mode="one_hot", pad_to_max_tokens=True)
+    model = keras.Model(inputs, layers.Dense(1)(lookup(inputs)))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    words = np.array(["red", "green", "blue", "white"])[labels(4, 1)]
+    return model, dict(x=tf.data.Dataset.from_tensor_slices((words, noise(1))).batch(BATCH))
+
+
+def _adapt_otherwise_later(model, first):
+    words = ["red", "red", "green", "green", "blue", "white"]
+    model.layers[1].adapt(np.array(words if first else ["white", "white", *words[::-1]]))
 
 
 def feature_tables(keras):
@@ -369,11 +389,25 @@ def no_targets(keras):
     return model, dict(x=tf.data.Dataset.from_tensor_slices(noise(6)).batch(BATCH).map(lambda rows: (rows, None)))
 
 
+def tuple_inputs(keras):
+    """Inputs in a tuple, without targets; the model adds its loss."""
+
+    class Distance(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(tf.reduce_mean(tf.square(inputs[0] - inputs[1])))
+            return inputs[1]
+
+    inputs = (keras.Input((4,)), keras.Input((4,)))
+    model = keras.Model(inputs, Distance()([inputs[0], keras.layers.Dense(4)(inputs[1])]))
+    model.compile(keras.optimizers.SGD(0.1))
+    return model, dict(x=(noise(4), noise(4, seed=1)))
+
+
 def unknown_length(keras):
     """A data set whose length is not known, as it is filtered."""
     model, arguments = _regression(keras, _dense(keras))
     rows = tf.data.Dataset.from_tensor_slices((arguments["x"], arguments["y"]))
-    return model, dict(x=rows.filter(lambda x, y: x[0] > -1.0).batch(8))
+    return model, dict(x=rows.filter(lambda x, y: x[0] > -1.0).batch(BATCH))
 
 
 def uneven(keras):
@@ -382,7 +416,7 @@ def uneven(keras):
     return model, dict(x=noise(5, examples=21), y=noise(1, seed=1, examples=21))
 
 
-def conditional(keras):
+def unbuilt(keras):
     """A subclass without Input layers, built by its first batch, that draws at random from a generator of its own."""
 
     class Model(keras.Model):
@@ -399,11 +433,11 @@ def conditional(keras):
 
 ROWS = rows_of(
     scalar_loss, summed_loss, loss_class, masked_scalar_loss, masked_sequence, transformer, stateful, weighted_outputs,
-    soft_labels, soft_binary, own_metric, maximum_metric, listed_metrics, (normalization, dict(first_only=_adapt)),
-    text_vectorization, feature_tables, (batch_norm, dict(said={"replicas": RANDOM})), synchronized_norm,
+    soft_labels, soft_binary, own_metric, maximum_metric, listed_metrics, (normalization, dict(prepare=_adapt_at_first)),
+    text_vectorization, (other_vocabulary, dict(prepare=_adapt_otherwise_later)), feature_tables, (batch_norm, dict(said={"replicas": STATISTICS})), synchronized_norm,
     (dropout, dict(said={"replicas": RANDOM})), frozen_base, activity, spectral_norm, weight_norm, added_loss, ctc,
     clipped, globally_clipped, (accumulated, dict(families=("keras",))),
     (averaged, dict(after=lambda model: model.optimizer.finalize_variable_values(model.trainable_variables))),
     (mixed_precision, dict(tolerance=5e-3)), ragged, sparse, no_targets,
-    unknown_length, uneven, (conditional, dict(said={"replicas": RANDOM})),
+    tuple_inputs, unknown_length, uneven, (unbuilt, dict(said={"replicas": RANDOM})),
 )  # fmt: skip

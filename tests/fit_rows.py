@@ -23,7 +23,7 @@ class Row:
       not_compared: metrics, by a sentence of docs/from_keras.md that says why they differ from those of `fit`.
       tolerance: the largest relative difference that is rounding.
       after: what a user calls with the model after the training, as docs/from_keras.md says.
-      first_only: what the first program does with the model, and one that is resumed or exports does not.
+      prepare: what a program does with the model, from it and whether the program is the first of its run.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Row:
     not_compared: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tolerance: float = 2e-4
     after: Callable[[Any], object] | None = None
-    first_only: Callable[[Any], object] | None = None
+    prepare: Callable[[Any, bool], object] | None = None
 
 
 def rows_of(*rows: Any) -> dict[str, Row]:

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import tensorflow as tf
-from fit_rows import labels, noise, padded, rows_of, sparse_loss
+from fit_rows import BATCH, labels, noise, padded, rows_of, sparse_loss
 
 LAST_BATCH = "| metrics that only `train_step` returns | those of the last batch | the mean over examples |"
 
@@ -34,16 +34,17 @@ def _tracked(keras, *names):
     class Tracked(keras.Model):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            self.trackers = {name: keras.metrics.Mean(name=name) for name in names}
+            for name in names:
+                setattr(self, f"{name}_tracker", keras.metrics.Mean(name=name))
 
         @property
         def metrics(self):
-            return list(self.trackers.values())
+            return [getattr(self, f"{name}_tracker") for name in names]
 
         def track(self, **values):
             for name, value in values.items():
-                self.trackers[name].update_state(value)
-            return {name: tracker.result() for name, tracker in self.trackers.items()}
+                getattr(self, f"{name}_tracker").update_state(value)
+            return {metric.name: metric.result() for metric in self.metrics}
 
     return Tracked
 
@@ -97,8 +98,8 @@ def vector_loss(keras):
                 logits = self(tokens, training=True)
                 loss = sparse_loss(keras, reduction="none")(targets, logits, sample_weight=weights)
             _apply(self.optimizer, tape, loss, self.trainable_variables)
-            self.trackers["loss"].update_state(loss, sample_weight=weights)
-            return {"loss": self.trackers["loss"].result()}
+            self.loss_tracker.update_state(loss, sample_weight=weights)
+            return {"loss": self.loss_tracker.result()}
 
     inputs = keras.Input((6,), dtype="int32")
     model = Model(inputs, keras.layers.Dense(9)(keras.layers.Embedding(9, 4)(inputs)))
@@ -376,8 +377,9 @@ def siamese(keras):
             return self.track(loss=loss)
 
     model = Siamese(_network(keras, 6, 8, 4))
-    model.compile(keras.optimizers.Adam(0.01))
-    return model, dict(x=(noise(6), noise(6, seed=1), noise(6, seed=2)))
+    model.compile(keras.optimizers.SGD(0.1))
+    triplets = (noise(6), noise(6, seed=1), noise(6, seed=2))
+    return model, dict(x=tf.data.Dataset.from_tensor_slices(triplets).batch(BATCH))
 
 
 def distiller(keras):
@@ -486,7 +488,7 @@ def diffusion(keras):
 
     model = Diffusion(_network(keras, 7, 8, 6), _network(keras, 7, 8, 6))
     model.normalizer.adapt(3 * noise(6) + 1)
-    model.compile(keras.optimizers.AdamW(0.01))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
     return model, dict(x=3 * noise(6) + 1, y=noise(7, seed=1))
 
 

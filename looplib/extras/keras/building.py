@@ -123,7 +123,8 @@ def _unchanged(model: Any) -> Iterator[None]:
             variable.assign(value)
 
 
-def _state(model: Any) -> dict[str, Any]:
+def state_of_model(model: Any) -> dict[str, Any]:
+    """Returns what holds the variables of a model, of its optimizers and metrics."""
     return {"model": model, "untracked": _keras.untracked_variables(model)}
 
 
