@@ -18,6 +18,12 @@ from looplib.errors import UsageError
 
 _ROOTS = {"keras": "Keras 3", "tf_keras": "tf_keras"}
 _STRUCTURES = (list, tuple, dict)
+GLOBAL_SEED = "seed_generator_state"  # the name of the variable of Keras 3's own seed generator
+UNSEEDED = (
+    "the step draws from keras.random without a seed, or makes a seed generator; replicas cannot make one in a step, "
+    "and no checkpoint holds Keras's own; give the function seed=self.seeds, a keras.random.SeedGenerator that the layer "
+    "or the model makes in __init__"
+)
 _SEARCHED = (*_STRUCTURES, tf.Module, tf.train.Checkpoint)
 
 

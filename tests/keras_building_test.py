@@ -209,3 +209,57 @@ def test_a_model_for_batches_of_one_size_trains_as_in_fit(case, keras):
     for ours, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-7)
     assert metrics["examples"] == len(SUMS) and history
+
+
+@pytest.mark.any_engine(False)
+@pytest.mark.parametrize("place", ["layer", "step"])
+def test_random_numbers_without_a_seed_are_refused_on_several_replicas(place):
+    class Noise(keras3.layers.Layer):
+        def call(self, values):
+            return values + keras3.random.normal(keras3.ops.shape(values))
+
+    class Model(keras3.Model):
+        def train_step(self, data):
+            return super().train_step((data[0] + keras3.random.normal(keras3.ops.shape(data[0])), data[1]))
+
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope(), pytest.raises(UsageError, match="draws from keras.random without a seed.*SeedGenerator"):
+        inputs = keras3.Input(X.shape[1:])
+        outputs = keras3.layers.Dense(1)(Noise()(inputs) if place == "layer" else inputs)
+        model = (keras3.Model if place == "layer" else Model)(inputs, outputs)
+        model.compile("sgd", "mse")
+        trainer = looplib.KerasTrainer(model, X, X[:, :1])
+        looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=BATCH, writers=[])
+
+
+class Accumulating(keras3.Model):
+    """Sums gradients in a list of variables, as gradient accumulation is often written."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.sums = [tf.Variable(tf.zeros(variable.shape)) for variable in self.trainable_variables]
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data[0], training=True) - data[1]))
+        for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables)):
+            total.assign(0.5 * total + gradient)
+        self.optimizer.apply(list(self.sums), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_variables_in_a_list_of_a_keras_3_model_are_saved(tmp_path):
+    weights = []
+    for folder, ends in ((None, [4]), (tmp_path, [2, 4])):
+        for end in ends:
+            keras3.utils.set_random_seed(1)
+            inputs = keras3.Input(X.shape[1:])
+            model = Accumulating(inputs, keras3.layers.Dense(1)(inputs))
+            model.compile(keras3.optimizers.SGD(0.05))
+            trainer = looplib.KerasTrainer(model, X, X[:, :1], shuffle=False)
+            with looplib.Controller(
+                trainer=trainer, global_batch_size=BATCH, model_dir=folder and str(folder), writers=[]
+            ) as controller:
+                controller.train(end)
+        weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))
+    np.testing.assert_array_equal(*weights)

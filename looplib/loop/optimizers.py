@@ -245,15 +245,20 @@ class Replacement:
 
 
 def refuse_others(strategy: tf.distribute.Strategy, unheld: Iterable[str]) -> None:
-    """Raises `UsageError` if a step on several replicas updates by an optimizer that its trainer does not hold.
+    """Raises `UsageError` if a step on several replicas uses an optimizer or seed that its trainer does not hold.
 
     Args:
       strategy: `tf.distribute.Strategy` that runs the step.
       unheld: the names of the variables of the step that the trainer does not hold. Each optimizer reads its learning
         rate or its count of updates from one.
     """
+    if strategy.num_replicas_in_sync == 1:
+        return
+    unheld = list(unheld)
+    if any(_keras.GLOBAL_SEED in name for name in unheld):
+        raise UsageError(_keras.UNSEEDED)
     found = [name for name in unheld if re.search(r"(^|/)(iter|iteration|learning_rate)(_\d+)?:0$", name)]
-    if found and strategy.num_replicas_in_sync > 1:
+    if found:
         raise UsageError(
             f"the step uses an optimizer that the trainer does not hold (its variable {found[0]}), and whose gradients "
             "looplib can neither sum over the replicas nor weigh by their examples; make it an attribute of the "

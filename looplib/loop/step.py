@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _tf, source_locations
+from looplib import _keras, _tf, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
@@ -165,6 +165,8 @@ def raise_refusal(error: Exception) -> None:
             raise cause from None
         cause = cause.__cause__ or cause.__context__
     if _tf.is_late_variable(error):
+        if _keras.GLOBAL_SEED in str(error):
+            raise UsageError(_keras.UNSEEDED) from error
         raise UsageError(
             "the step (step_fn, or a Keras model's train_step) makes variables in its first call, and on several "
             "replicas they must exist before it; build models (an Input layer, or a call) and optimizers "

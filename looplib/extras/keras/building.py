@@ -59,7 +59,8 @@ def _build_by_train_step(model: Any, data: KerasData) -> None:
     except Exception as error:
         if model.distribute_strategy.num_replicas_in_sync == 1:
             return  # the first step makes them
-        raise_refusal(error)
+        if isinstance(error, UsageError):
+            raise
         raise UsageError(
             f"{type(model).__name__}.train_step has to make variables, which must exist before the first step on "
             f"several replicas, and it cannot be traced for a batch of the data ({gist(error)}); under "
@@ -81,7 +82,12 @@ def _trace(model: Any, step: Callable[[Any], Any], data: KerasData) -> tf.types.
             step(batch)
 
     with strategy.scope(), tf.variable_creator_scope(_outside):
-        return tf.function(lambda batch: strategy.run(on_replica, args=(batch,))).get_concrete_function(spec)
+        function = tf.function(lambda batch: strategy.run(on_replica, args=(batch,)))
+        try:
+            return function.get_concrete_function(spec)
+        except Exception as error:
+            raise_refusal(error)
+            raise
 
 
 def _outside(make: Callable[..., Any], **settings: Any) -> Any:
@@ -89,6 +95,8 @@ def _outside(make: Callable[..., Any], **settings: Any) -> Any:
     value = settings["initial_value"]
     if tf.is_symbolic_tensor(value):
         value = tf.get_static_value(value)
+    if _keras.GLOBAL_SEED in str(settings.get("name")) and tf.distribute.has_strategy():
+        raise UsageError(_keras.UNSEEDED)
     if tf.executing_eagerly() or value is None:
         return make(**settings)
     settings["initial_value"] = value
@@ -98,12 +106,13 @@ def _outside(make: Callable[..., Any], **settings: Any) -> Any:
 
 
 def _is_unbuilt(model: Any) -> bool:
-    """Returns whether a step may have to make variables of layers, or of optimizers other than the compiled one.
+    """Returns whether a step may have to make variables of layers, metrics, or other optimizers than the compiled one.
 
     One replica makes those of optimizers in its first step. Those of tf_keras do not say whether they have theirs.
     """
     layers = [layer for layer in _keras.sublayers(model) if layer is not model]
-    if not all(layer.built for layer in layers):
+    # Where `test_step` cannot be traced, Keras 3's object for all compiled metrics is not built either.
+    if not all(layer.built for layer in layers) or not all(getattr(metric, "built", True) for metric in model.metrics):
         return True
     others = [one for one in _keras.optimizers(model).values() if one is not model.optimizer]
     several = model.distribute_strategy.num_replicas_in_sync > 1

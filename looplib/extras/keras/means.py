@@ -85,7 +85,7 @@ def check(model: Any, batch: tuple) -> None:
             kept = run.kept_apart(first, second) if run else []
     except UsageError:
         raise
-    except (tf.errors.OpError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+    except Exception as error:  # of the user's step, which shows what is wrong when it is traced
         logging.warning(
             "whether %s trains alike on any number of replicas could not be tried (%s); `python -m looplib check "
             "replicas` compares whole trainings", type(model).__name__, gist(error),
@@ -95,10 +95,10 @@ def check(model: Any, batch: tuple) -> None:
         raise UsageError(f"the loss of {type(model).__name__} is no mean over examples: {fault}; {_CURE}")
     if kept:
         raise UsageError(
-            f"a step of {type(model).__name__} computes {join_names(kept)} from the batch, so that each replica would "
-            "keep a value of its own, and an export has the first one's; use one replica, write a looplib.Trainer whose "
-            "step takes what all replicas have (looplib.all_gather), or say that each replica is to train as if it were "
-            "alone: KerasTrainer(..., per_replica=True)"
+            f"a step of {type(model).__name__} computes {join_names(kept)} from the batch, so that each replica "
+            "would keep a value of its own, and an export has the first one's; use one replica, or a looplib.Trainer "
+            "whose step takes what all replicas have (looplib.all_gather), or say that each replica is to train as if "
+            "it were alone: KerasTrainer(..., per_replica=True)"
         )
 
 
