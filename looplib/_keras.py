@@ -21,8 +21,8 @@ _STRUCTURES = (list, tuple, dict)
 GLOBAL_SEED = "seed_generator_state"  # the name of the variable of Keras 3's own seed generator
 UNSEEDED = (
     "the step draws from keras.random without a seed, or makes a seed generator; replicas cannot make one in a step, "
-    "and no checkpoint holds Keras's own; give the function seed=self.seeds, a keras.random.SeedGenerator that the layer "
-    "or the model makes in __init__"
+    "and no checkpoint has that of Keras; give the function seed=self.seeds, a keras.random.SeedGenerator that the "
+    "layer or model makes in __init__"
 )
 _SEARCHED = (*_STRUCTURES, tf.Module, tf.train.Checkpoint)
 
@@ -324,15 +324,18 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
 
     In Keras 3 these are the variables of metrics and seed generators, the seeds of layers, and the variables, also of
     layers and optimizers, that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random
-    generators of layers such as dropout. Lists, tuples and dicts are searched.
+    generators of layers such as dropout, and the states of stateful recurrent layers. Lists, tuples and dicts are
+    searched.
     """
     if isinstance(value, _STRUCTURES):
         return [variable for _, item in _within(value) for variable in untracked_variables(item)]
     if family(value) == "tf_keras" and isinstance(value, tf.Module):
-        # tf_keras keeps them out of checkpoints, and has no public name for them.
-        holders = [getattr(part, "_random_generator", None) for part in (value, *value.submodules)]
-        generators = [getattr(holder, "_generator", None) for holder in holders]
-        return [generator for generator in generators if isinstance(generator, tf.random.Generator)]
+        # tf_keras keeps them out of checkpoints, and has no public name for the generators.
+        modules = (value, *value.submodules)
+        holders = [getattr(part, "_random_generator", None) for part in modules]
+        found = [getattr(holder, "_generator", None) for holder in holders]
+        found += [state for part in modules if _is_a(part, "layers", "RNN") for state in tf.nest.flatten(part.states)]
+        return [state for state in found if isinstance(state, (tf.random.Generator, tf.Variable))]
     if family(value) != "keras":
         return []
     if is_metric(value) or _is_a(value, "random", "SeedGenerator"):

@@ -263,3 +263,25 @@ def test_variables_in_a_list_of_a_keras_3_model_are_saved(tmp_path):
                 controller.train(end)
         weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))
     np.testing.assert_array_equal(*weights)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_states_of_recurrent_layers_of_tf_keras_are_saved(wrapped, tmp_path):
+    import tf_keras
+
+    layers, x = tf_keras.layers, np.random.RandomState(1).randn(STEPS * BATCH, 5, 2).astype("float32")
+    weights = []
+    for folder, ends in ((None, [3]), (tmp_path, [2, 3])):
+        for end in ends:
+            tf_keras.utils.set_random_seed(1)
+            recurrent = layers.LSTM(3, stateful=True)
+            recurrent = layers.Bidirectional(recurrent) if wrapped else recurrent
+            model = tf_keras.Sequential([tf_keras.Input((5, 2), batch_size=BATCH), recurrent, layers.Dense(1)])
+            model.compile(tf_keras.optimizers.SGD(0.1), "mse")
+            trainer = looplib.KerasTrainer(model, x, x[:, 0, :1], shuffle=False)
+            with looplib.Controller(
+                trainer=trainer, global_batch_size=BATCH, model_dir=folder and str(folder), writers=[]
+            ) as controller:
+                controller.train(end)
+        weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))
+    np.testing.assert_array_equal(*weights)

@@ -237,7 +237,8 @@ class Normal:
         holders = [part for part in live.parts if _keras.is_layer(part) or _keras.is_optimizer(part)]
         for value in filter(_keras.is_layer, live.objects.values()):
             holders += _keras.sublayers(value)
-        named = [(part, _inner(_base(part.name))) for part in holders if not isinstance(part, SlotOptimizer)]
+        holders = [part for part in holders if not isinstance(part, SlotOptimizer)]
+        named = [(part, _inner(_base(getattr(part, "name", "")))) for part in holders]  # tf_keras's loss scale has none
         made = {base for part, base in named if _plain(base) == _plain(type(part).__name__)}
         self._made = made | {"Variable", "variable", "seed_generator", "seed_generator_state"}
         self._models = _MODELS | {_base(value.name) for value in live.objects.values() if _keras.is_model(value)}
