@@ -19,6 +19,7 @@ import tempfile
 import fit_models
 import fit_rows
 import fit_steps
+import keras
 import keras_scripts
 import numpy as np
 import tensorflow as tf
@@ -149,12 +150,13 @@ class _Program:
             history = fitted.fit(**arguments, **batch, epochs=fit_rows.EPOCHS, shuffle=False, verbose=0).history
             self._fitted = _weights(fitted), history
         weights, history = self._fitted
-        before = model.get_weights()
+        before = model.get_weights() if self._row.after else None
         if self._row.after:
             self._row.after(model)
         history = {name: values for name, values in history.items() if name not in self._row.not_compared}
         differences = {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
-        model.set_weights(before)  # other columns compare with them
+        if before:
+            model.set_weights(before)  # other columns compare with them
         return differences
 
     def trained(self, strategy, name=None, steps=None, first=True):
@@ -200,7 +202,8 @@ def _first_batch(x, signature):
 def _weights(model):
     """Returns the weights of a model as arrays; those of tf_keras's list have its metrics too."""
     others = {id(variable) for metric in model.metrics for variable in metric.variables}
-    return [tf.convert_to_tensor(weight).numpy() for weight in model.weights if id(weight) not in others]
+    held = [weight for weight in model.weights if isinstance(weight, (tf.Variable, keras.Variable))]  # no vocabularies
+    return [tf.convert_to_tensor(weight).numpy() for weight in held if id(weight) not in others]
 
 
 def _histories(found, expected):
