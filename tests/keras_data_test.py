@@ -10,6 +10,7 @@ from conftest import make_strategy
 
 import looplib
 from looplib.errors import UsageError
+from looplib.extras.keras import rows
 
 pytestmark = pytest.mark.any_engine
 
@@ -139,3 +140,149 @@ def test_data_that_never_ends_is_trained_on_by_steps():
     with controller:
         controller.train(7)  # is not counted
         assert controller.global_step == 7
+
+
+# Kinds of elements and arrays.
+
+
+def unlabelled(keras):
+    """Returns a model with a `train_step` that counts whether targets and weights are None."""
+
+    class Autoencoder(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs):
+            return self.dense(inputs)
+
+        def train_step(self, data):
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            weights = tf.ones_like(x[:, 0]) if weights is None else tf.cast(weights, tf.float32)
+            target = x if y is None else tf.zeros_like(x)
+            with tf.GradientTape() as tape:
+                losses = tf.reduce_sum((self(x) - target) ** 2, axis=1) * weights
+                loss = tf.reduce_mean(losses)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"loss": loss}
+
+    keras.utils.set_random_seed(3)
+    model = Autoencoder()
+    model.compile(keras.optimizers.SGD(0.05))
+    return model
+
+
+def sparse_or_dense(keras):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,), sparse=True)
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def of_ragged(keras):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((None,), ragged=True)
+    mean = keras.layers.Lambda(lambda rows: tf.reduce_mean(rows, axis=1)[:, None], output_shape=(1,))(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(mean))
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def by_name(keras):
+    keras.utils.set_random_seed(3)
+    inputs = {name: keras.Input((1,), name=name) for name in ("a", "b")}
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([*inputs.values()])))
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    return model
+
+
+def pandas():
+    return pytest.importorskip("pandas")
+
+
+def scipy():
+    return pytest.importorskip("scipy.sparse")
+
+
+SPARSE = np.where(X > 0.3, X, 0)
+RAGGED = tf.RaggedTensor.from_row_lengths(np.linspace(-1, 1, 100, dtype="float32"), [2, 3] * 20)
+WEIGHTS = np.linspace(0, 2, 40).astype("float32")
+slices = lambda *parts: tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0]).batch(BATCH)
+KINDS = {  # of a model, and the arguments of fit
+    "(x, y, None)": (build, lambda: dict(x=slices(X, Y).map(lambda x, y: (x, y, None)))),
+    "(x, None)": (unlabelled, lambda: dict(x=slices(X).map(lambda x: (x, None)))),
+    "(x, None, w)": (unlabelled, lambda: dict(x=slices(X, WEIGHTS).map(lambda x, w: (x, None, w)))),
+    "a data set of sparse tensors": (sparse_or_dense, lambda: dict(x=slices(tf.sparse.from_dense(SPARSE), Y))),
+    "a sparse tensor": (sparse_or_dense, lambda: dict(x=tf.sparse.from_dense(SPARSE), y=Y)),
+    "scipy": (sparse_or_dense, lambda: dict(x=scipy().csr_matrix(SPARSE.astype("float64")), y=Y)),
+    "a data set of ragged tensors": (of_ragged, lambda: dict(x=slices(RAGGED, Y))),
+    "a ragged tensor": (of_ragged, lambda: dict(x=RAGGED, y=Y)),
+    "pandas": (
+        build,
+        lambda: dict(x=pandas().DataFrame(X), y=pandas().Series(Y[:, 0]), sample_weight=pandas().Series(WEIGHTS)),
+    ),
+    "pandas by name": (by_name, lambda: dict(x={"a": pandas().Series(X[:, 0]), "b": pandas().Series(X[:, 1])}, y=Y)),
+}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", ["default", "mirrored_x2"])
+def test_each_kind_of_data_that_fit_takes_trains_as_in_fit(kind, keras, strategy):
+    make, arguments = KINDS[kind]
+    fit = make(keras)
+    own_batches = {} if isinstance(arguments()["x"], tf.data.Dataset) else {"batch_size": BATCH}
+    fit.fit(**arguments(), **own_batches, epochs=2, shuffle=False, verbose=0)
+    x = arguments().pop("x")
+    others = {name: value for name, value in arguments().items() if name != "x"}
+    model, controller, _ = controlled(lambda: make(keras), x, strategy, {**others, "shuffle": False})
+    with controller:
+        controller.train(epochs=2)
+    for ours, theirs in zip(model.get_weights(), fit.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_what_fit_does_not_take_or_leaves_out_is_refused_in_a_sentence():
+    frame = pandas().DataFrame({"a": X[:, 0], "b": X[:, 1] > 0})
+    with pytest.raises(UsageError, match="a DataFrame of Python objects.*give columns of different types as a dict"):
+        looplib.KerasTrainer(by_name(keras3), frame, Y)
+    with pytest.raises(UsageError, match="sample_weight and no y, and fit leaves such weights out"):
+        looplib.KerasTrainer(unlabelled(keras3), X, sample_weight=WEIGHTS)
+
+
+def test_class_weights_of_sparse_examples_are_those_of_fit():
+    x, y, weights = tf.sparse.from_dense(SPARSE), (Y[:, 0] > 0).astype("int64"), {0: 0.5, 1: 2.0}
+    fit = sparse_or_dense(keras3)
+    fit.fit(x, y, class_weight=weights, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    arguments = {"y": y, "class_weight": weights, "shuffle": False}
+    model, controller, _ = controlled(lambda: sparse_or_dense(keras3), x, arguments=arguments)
+    with controller:
+        controller.train(epochs=2)
+    np.testing.assert_allclose(model.get_weights()[0], fit.get_weights()[0], rtol=1e-5)
+
+
+def test_rows_of_sparse_arrays_are_those_of_dense_ones():
+    """Of more dimensions too, and of places that are out of order, or given twice."""
+    ids = [3, 0, 3, 1]
+    repeated = scipy().coo_matrix(([1.0, 2.0, 3.0], ([3, 0, 3], [0, 1, 0])), (4, 3))
+    cube = np.where(np.arange(24) % 5 == 0, np.arange(24), 0).reshape(4, 2, 3)
+    for given, dense in [(repeated, repeated.toarray()), (tf.sparse.from_dense(cube), cube)]:
+        found = rows.take(rows.as_array(given, "float32"), ids)
+        np.testing.assert_array_equal(tf.sparse.to_dense(found), dense[ids])
+
+
+def test_an_evaluation_takes_sparse_and_ragged_data_and_none():
+    for kind in ("(x, y, None)", "scipy", "a ragged tensor"):
+        make, arguments = KINDS[kind]
+        model, data = make(keras3), arguments()
+        held_out = (data["x"], data["y"]) if "y" in data else data["x"]
+        own_batches = {} if isinstance(data["x"], tf.data.Dataset) else {"batch_size": BATCH}
+        expected = model.evaluate(**data, **own_batches, verbose=0, return_dict=True)
+        others = {"y": data.get("y"), "validation_data": held_out}
+        _, controller, _ = controlled(lambda: model, data["x"], "default", others)
+        with controller:
+            found = controller.evaluate()["eval"]
+        np.testing.assert_allclose([found[name] for name in expected], [*expected.values()], rtol=1e-5)
+        assert found["examples"] == 40

@@ -34,6 +34,7 @@ Names that other rooms may use, by file:
     record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, of_means, weighed
-    state: InputState, ReplicaState, SlotOptimizer, differing_variables, no_weights, state_of, tables_of, unheld, variables_of
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, no_weights, state_of, tables_of, unheld,
+        variables_of
     trainer: Trainer
 """

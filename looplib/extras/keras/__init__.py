@@ -10,5 +10,6 @@ Names that other rooms may use, by file:
     data: none
     means: none
     results: none
+    rows: none
     trainer: KerasTrainer
 """

@@ -48,8 +48,7 @@ def _build_by_test_step(model: Any, data: KerasData) -> None:
     """Runs the test step on few examples, where that is faster than to trace it; or traces it."""
     if model.built and model.distribute_strategy.num_replicas_in_sync == 1:
         with contextlib.suppress(Exception), _unchanged(model):  # a layer may need batches of another size
-            batch = tf.nest.map_structure(_as_tensor, data.sample(1))
-            model.distribute_strategy.run(model.test_step, args=(batch,))
+            model.distribute_strategy.run(model.test_step, args=(data.sample(1),))
             return
     _trace(model, model.test_step, data)
 
@@ -126,7 +125,3 @@ def _unchanged(model: Any) -> Iterator[None]:
 def state_of_model(model: Any) -> dict[str, Any]:
     """Returns what holds the variables of a model, of its optimizers and metrics."""
     return {"model": model, "untracked": _keras.untracked_variables(model)}
-
-
-def _as_tensor(part: Any) -> Any:
-    return part if part is None else tf.convert_to_tensor(part)

@@ -10,9 +10,11 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.errors import UsageError
+from looplib.extras.keras import rows
 from looplib.task.input_context import InputContext
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
+_SINGLE = "the data set of KerasTrainer has single examples; batch it by the global batch size"
 _PATIENCE = 10.0  # seconds between two lines of the log
 
 
@@ -44,6 +46,7 @@ class KerasData:
                 f"KerasTrainer got a {type(x).__name__} as x, whose position cannot be saved; expected arrays, or a "
                 "tf.data.Dataset (tf.data.Dataset.from_generator makes one of a generator)"
             )
+        self._blanks = rows.Blanks(())
         self.is_arrays = not (callable(x) or isinstance(x, tf.data.Dataset))
         self._weights = None if class_weight is None else _table(class_weight)
         if sample_weight is not None and class_weight is not None:
@@ -58,9 +61,14 @@ class KerasData:
             self._length: int | None = None  # in batches
             self._counted = False
             return
+        if y is None and sample_weight is not None:
+            raise UsageError(
+                "KerasTrainer got sample_weight and no y, and fit leaves such weights out; give y, or a data set of "
+                "(x, None, sample_weight)"
+            )
         parts = (x,) if y is None else (x, y) if sample_weight is None else (x, y, sample_weight)
-        self._arrays = tf.nest.map_structure(lambda array: _array(array, float_type), parts)
-        lengths = {array.shape[0] if array.ndim else None for array in tf.nest.flatten(self._arrays)}
+        self._arrays = tf.nest.map_structure(lambda array: rows.as_array(array, float_type), parts)
+        lengths = {array.shape[0] if array.shape else None for array in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1 or None in lengths:
             raise UsageError(
                 f"the arrays of KerasTrainer have {', '.join(sorted(map(str, lengths)))} rows; expected one number "
@@ -68,7 +76,10 @@ class KerasData:
             )
         (self._length,) = lengths
         if self._weights is not None:
-            self._arrays = tf.nest.map_structure(np.asarray, self._with_weights(*self._arrays))
+            weighted = self._with_weights(*self._arrays)
+            self._arrays = tf.nest.map_structure(
+                lambda one: one.numpy() if isinstance(one, tf.Tensor) else one, weighted
+            )
 
     def steps_per_epoch(self, global_batch_size: int, count: bool) -> int | None:
         """Returns the number of steps in which all examples come once; None if it is not known.
@@ -86,9 +97,14 @@ class KerasData:
         return self._length if self._length > 0 else None
 
     def sample(self, examples: int) -> Any:
-        """Returns a batch of a few examples, as a step gets it."""
-        batch = self._rows_given if self.is_arrays else next(iter(self._dataset()))
-        return tf.nest.map_structure(lambda part: part[:examples], batch)
+        """Returns a batch of a few examples, as the model's step gets it."""
+        if self.is_arrays:
+            return rows.take(self._rows_given, range(min(examples, self._length)))
+        element = next(iter(self._dataset()))
+        sizes = [leaf.shape[0] if leaf.shape.rank else None for leaf in tf.nest.flatten(element)]
+        if None in sizes:
+            raise UsageError(_SINGLE)
+        return rows.take(self.whole(element), range(min(examples, *map(int, sizes))))
 
     def spec(self, replicas: int) -> Any:
         """Returns the structure of `tf.TypeSpec`s of the batches of one replica.
@@ -96,19 +112,21 @@ class KerasData:
         Their size is known where that of the data set's batches is.
         """
         if self.is_arrays:
-            return tf.nest.map_structure(
-                lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), self._rows_given
-            )
+            return tf.nest.map_structure(rows.spec, self._rows_given)
 
         def of_replica(spec: Any) -> Any:
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
                 return spec
             if spec.shape.rank == 0:
-                raise UsageError("the data set of KerasTrainer has single examples; batch it by the global batch size")
+                raise UsageError(_SINGLE)
             size = spec.shape[0] and math.ceil(spec.shape[0] / replicas)
             return tf.TensorSpec([size, *spec.shape[1:]], spec.dtype)
 
-        return tf.nest.map_structure(of_replica, self._dataset().element_spec)
+        return self.whole(tf.nest.map_structure(of_replica, self._dataset().element_spec))
+
+    def whole(self, batch: Any) -> Any:
+        """Returns a batch, or its specs, with None where the data has it, which the data sets here leave out."""
+        return self._blanks.restore(batch) if self._blanks else batch
 
     def training(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
         """Returns the data, epoch after epoch."""
@@ -134,12 +152,12 @@ class KerasData:
     def _rows(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
         arrays = self._rows_given
         flat = tf.nest.flatten(arrays)
-        if sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES and all(a.dtype.kind in "biuf" for a in flat):
+        dense = all(isinstance(array, np.ndarray) and array.dtype.kind in "biuf" for array in flat)
+        if dense and sum(array.nbytes for array in flat) <= _MOST_RESIDENT_BYTES:
             return context.resident(arrays, shuffle=shuffle, whole_epochs=True)
-        tensors = tf.nest.map_structure(tf.constant, arrays)
-        return context.indices(self._length, shuffle=shuffle, whole_epochs=True).map(
-            lambda ids: tf.nest.map_structure(lambda tensor: tf.gather(tensor, ids), tensors), tf.data.AUTOTUNE
-        )
+        get = [rows.getter(array) for array in flat]
+        ids = context.indices(self._length, shuffle=shuffle, whole_epochs=True)
+        return ids.map(lambda ids: tf.nest.pack_sequence_as(arrays, [of(ids) for of in get]), tf.data.AUTOTUNE)
 
     def _dataset(self) -> tf.data.Dataset:
         dataset = self._make()
@@ -147,7 +165,19 @@ class KerasData:
             raise UsageError(
                 f"the function x of KerasTrainer returned {dataset!r}; expected a tf.data.Dataset of batches"
             )
-        return dataset if self._weights is None else dataset.map(self._with_weights)
+        if self._weights is not None:
+            dataset = dataset.map(lambda *parts: self._with_weights(*(part for part in parts if part is not None)))
+        spec = dataset.element_spec
+        if all(isinstance(part, rows.KINDS) for part in tf.nest.flatten(spec)):
+            return dataset
+
+        @tf.autograph.experimental.do_not_convert
+        def without_none(*parts: Any) -> tuple:
+            batch = parts if type(spec) is tuple else parts[0]  # tf.data unpacks tuples, and only those
+            self._blanks = rows.Blanks(batch)
+            return self._blanks.remove(batch)
+
+        return dataset.map(without_none)
 
     @tf.autograph.experimental.do_not_convert
     def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:
@@ -197,11 +227,6 @@ def _count(dataset: tf.data.Dataset) -> int:
             )  # fmt: skip
     logging.info("an epoch of KerasTrainer has %d batches, counted by reading the data once", count)
     return count
-
-
-def _array(array: Any, float_type: str) -> np.ndarray:
-    array = np.asarray(array)
-    return array.astype(float_type) if array.dtype.kind == "f" else array
 
 
 def _table(class_weight: Mapping[int, float]) -> np.ndarray:

@@ -13,6 +13,7 @@ from absl import logging
 
 from looplib import _keras, _tf
 from looplib.errors import UsageError, gist
+from looplib.extras.keras import rows
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import state_of_model
 from looplib.loop.optimizers import Replacement, refuse_others
@@ -62,13 +63,15 @@ def check(model: Any, batch: tuple) -> None:
     Raises:
       UsageError: if it is not.
     """
-    rows = min(EXAMPLES, _size(batch)) // 2
-    if not rows:
+    half = min(EXAMPLES, _size(batch)) // 2
+    if not half:
         return
-    first, second = _rows(batch, 0, rows), _rows(batch, rows, 2 * rows)
+    first, second, backwards = (
+        rows.take(batch, ids) for ids in (range(half), range(half, 2 * half), reversed(range(half)))
+    )
     try:
         with _Runs(model) as run:
-            one, again, reversed_one = run(first), run(first), run(_reversed(first))
+            one, again, reversed_one = run(first), run(first), run(backwards)
             rounding = _ROUNDING * _apart(one, reversed_one)  # deep models have more than others
             tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, rounding)
             copies = _joined(first, first)
@@ -174,7 +177,7 @@ class _Runs:
             found = self._strategy.run(self._on_replica, args=(_packed(batch, leaves),))
             return tuple(self._strategy.experimental_local_results(part)[0] for part in found)
 
-        self._traced = function.get_concrete_function(*map(_spec, leaves))
+        self._traced = function.get_concrete_function(*map(rows.spec, leaves))
         updated = _tf.updated_by(self._traced)
         self._before = [
             (each, tf.identity(each)) for each in self._traced.variables if _tf.identity_of(each) in updated
@@ -216,14 +219,6 @@ class _Runs:
                 variable.assign(value)
 
 
-def _spec(leaf: Any) -> Any:
-    """Returns the spec of a tensor, dense or ragged, with any number of rows."""
-    shape = [None, *leaf.shape[1:]]
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    return tf.TensorSpec(shape, leaf.dtype)
-
-
 def _flat(value: Any) -> tf.Tensor:
     flat = tf.reshape(tf.convert_to_tensor(value), [-1])
     return tf.cast(flat[:: max(1, (flat.shape[0] or 0) // _ELEMENTS)], tf.float64)
@@ -253,14 +248,10 @@ def _size(batch: tuple) -> int:
     return min(int(leaf.shape[0]) for leaf in _leaves(batch))
 
 
-def _rows(batch: tuple, start: int, stop: int) -> tuple:
-    return _packed(batch, [leaf[start:stop] for leaf in _leaves(batch)])
-
-
-def _reversed(batch: tuple) -> tuple:
-    return _packed(batch, [leaf[::-1] for leaf in _leaves(batch)])
-
-
 def _joined(first: tuple, second: tuple) -> tuple:
     pairs = zip(_leaves(first), _leaves(second))
-    return _packed(first, [tf.concat([one, other], axis=0) for one, other in pairs])
+    return _packed(first, [_concatenated([one, other]) for one, other in pairs])
+
+
+def _concatenated(parts: list[Any]) -> Any:
+    return tf.sparse.concat(0, parts) if isinstance(parts[0], tf.SparseTensor) else tf.concat(parts, axis=0)

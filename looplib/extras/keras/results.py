@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import _keras
+from looplib.extras.keras import rows
 from looplib.task import own_names, reductions
 
 
@@ -42,7 +43,7 @@ class Results:
         logs = _flattened(logs)
         self._note_names(metrics)
         own_names.check(f"the compiled {type(self._model).__name__}", {*self._objects, *logs})
-        size = tf.shape(next(leaf for leaf in tf.nest.flatten(inputs) if leaf.shape.rank != 0))[0]
+        size = rows.count(inputs)
         outputs = dict(metrics)
         for name, value in logs.items():
             if name not in self._objects or self._own:

@@ -120,7 +120,7 @@ class KerasTrainer(Trainer):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
         with shares.of_means(), alone():
-            return self._keras_results.of_step(inputs)
+            return self._keras_results.of_step(self._keras_data.whole(inputs))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """See `Trainer`: gives metrics the names and values that they have in `fit`."""
@@ -152,11 +152,11 @@ class KerasEvaluator(Evaluator):
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`."""
         with alone():
-            return self._keras_results.of_step(inputs)
+            return self._keras_results.of_step(self._keras_data.whole(inputs))
 
     def predict_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Evaluator`: what `model.predict` gives, as `prediction`; several outputs by their names or numbers."""
-        outputs = self.model.predict_step(inputs)
+        outputs = self.model.predict_step(self._keras_data.whole(inputs))
         if isinstance(outputs, (list, tuple)):
             return {f"prediction_{number}": output for number, output in enumerate(outputs)}
         return outputs if isinstance(outputs, dict) else {"prediction": outputs}
