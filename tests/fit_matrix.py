@@ -90,9 +90,10 @@ class _Program:
         if largest <= allowed:
             return f"{RIGHT} ({largest:.0e})" if largest else RIGHT
         worst = ", ".join(f"{name} by {value:.2g}" for name, value in differences.items() if value > allowed)
-        sentence = self._row.said.get(column)
-        if sentence and sentence in " ".join(SAYS.read_text().split()):
-            return f"{DIFFERS}: {sentence}"
+        sentence = self._row.said.get(column, "")
+        about_metrics = sentence.startswith("A metric")
+        if sentence and _is_said(sentence) and not (about_metrics and "weights" in worst):
+            return f"{DIFFERS} ({worst}): {sentence.strip('| ')}"
         return f"{WRONG}: {worst}"
 
     def build(self, first=True):
@@ -153,7 +154,7 @@ class _Program:
         before = model.get_weights() if self._row.after else None
         if self._row.after:
             self._row.after(model)
-        history = {name: values for name, values in history.items() if name not in self._row.not_compared}
+        history = {name: values for name, values in history.items() if not _is_said(self._row.not_compared.get(name))}
         differences = {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
         if before:
             model.set_weights(before)  # other columns compare with them
@@ -187,6 +188,11 @@ class _Program:
             train = controller.train_and_evaluate if "validation_data" in arguments else controller.train
             train(steps, epochs=None if steps else fit_rows.EPOCHS)
         return model, reports
+
+
+def _is_said(sentence):
+    """Returns whether docs/from_keras.md has a sentence; None is none."""
+    return sentence is not None and sentence in " ".join(SAYS.read_text().split())
 
 
 def _first_batch(x, signature):
