@@ -164,7 +164,7 @@ def _within(value: Any) -> Iterable[tuple[str, Any]]:
     """
     if isinstance(value, _STRUCTURES):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(str(key), item) for key, item in items if isinstance(item, _SEARCHED) or family(item)]
+        return [(str(key), item) for key, item in items if isinstance(item, (*_SEARCHED, tf.Variable)) or family(item)]
     if not is_layer(value) and not isinstance(value, _SEARCHED):
         return ()
     parts = dict(vars(value))
@@ -316,9 +316,9 @@ def check_one_family(objects: Mapping[str, Any]) -> None:
 def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
     """Returns the state of a Keras object that `tf.train.Checkpoint` would miss.
 
-    In Keras 3 these are the variables of metrics and seed generators, the seeds of layers, and the variables of layers
-    and optimizers that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random generators of
-    layers such as dropout. Lists, tuples and dicts are searched.
+    In Keras 3 these are the variables of metrics and seed generators, the seeds of layers, and the variables, also of
+    layers and optimizers, that a layer or a subclassed model keeps in a list or dict; in tf_keras, the random
+    generators of layers such as dropout. Lists, tuples and dicts are searched.
     """
     if isinstance(value, _STRUCTURES):
         return [variable for _, item in _within(value) for variable in untracked_variables(item)]
@@ -335,7 +335,10 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
         tracked = {id(part) for part in tf.train.TrackableView(value).descendants()}
         missed = [part for part in optimizers(value).values() if id(part) not in tracked]
         own = [*value.variables, *(variable for optimizer in missed for variable in optimizer.variables)]
-        return [variable.value for variable in own if id(variable) not in tracked]
+        found = [variable.value for variable in own if id(variable) not in tracked]
+        known = tracked | {id(variable) for variable in found}
+        loose = [part for _, part in _reached({"": value}) if isinstance(part, tf.Variable) and id(part) not in known]
+        return [*found, *loose]
     return []
 
 

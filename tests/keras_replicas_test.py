@@ -245,9 +245,66 @@ def build(make, keras, **arguments):
     "make", [masked, masked_classes, summed, fixed_divisor, contrastive, noisy_contrastive, drawn_sum]
 )
 def test_a_loss_that_replicas_cannot_divide_is_refused(make, keras):
-    with pytest.raises(UsageError, match="no mean over examples.*GradientTrainer.*per_replica_loss=True"):
+    with pytest.raises(UsageError, match="no mean over examples.*GradientTrainer.*per_replica=True"):
         build(make, keras)
-    assert build(make, keras, per_replica_loss=True)
+    assert build(make, keras, per_replica=True)
+
+
+def queue(keras):
+    """A `train_step` that keeps the newest examples, as contrastive methods do."""
+
+    class Model(type(own_step(keras))):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            self.newest.assign(tf.concat([data[0][:2], tf.convert_to_tensor(self.newest)[:-2]], axis=0))
+            return logs
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(1)(inputs))
+    model.newest = tf.Variable(tf.zeros([4, 6]), trainable=False, name="newest")
+    model.compile("sgd")
+    return model
+
+
+def codebook(keras):
+    """A layer that keeps an average of its batches."""
+
+    class Average(keras.layers.Layer):
+        def build(self, shape):
+            self.mean = self.add_weight(name="mean", shape=(shape[-1],), initializer="zeros", trainable=False)
+
+        def call(self, values, training=False):
+            if training:
+                self.mean.assign(0.9 * self.mean + 0.1 * tf.reduce_mean(values, axis=0))
+            return values - self.mean
+
+    model = keras.Sequential([keras.Input((6,)), Average(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("make, name", [(queue, "newest"), (codebook, "mean")])
+def test_state_that_each_replica_would_compute_from_its_own_examples_is_refused(make, name, keras):
+    with pytest.raises(UsageError, match=f"computes .*{name} from the batch.*per_replica=True"):
+        build(make, keras)
+    assert build(make, keras, per_replica=True)
+
+
+def target_network(keras):
+    """A model that keeps averages of its weights, which are equal on all replicas."""
+
+    class Model(type(own_step(keras))):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            for average, weight in zip(self.target.weights, self.weights[:2]):
+                average.assign(0.9 * average + 0.1 * weight)
+            return logs
+
+    inputs = keras.Input((6,))
+    model = Model(inputs, keras.layers.Dense(1)(inputs))
+    model.target = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("sgd")
+    return model
 
 
 def batch_normalized(keras):
@@ -268,7 +325,7 @@ def drawn_mean(keras):
     return drawn("mean", keras)
 
 
-@pytest.mark.parametrize("make", [batch_normalized, batch_normalized_step, drawn_mean])
+@pytest.mark.parametrize("make", [batch_normalized, batch_normalized_step, target_network, drawn_mean])
 def test_a_model_whose_layers_see_the_batch_or_draw_noise_is_not_refused_and_not_changed(make, keras):
     trainer = build(make, keras)
     make_strategy("default")

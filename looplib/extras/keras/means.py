@@ -12,12 +12,12 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import _keras, _tf
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, gist, join_names
 from looplib.extras.keras import rows
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import state_of_model
 from looplib.loop.optimizers import Replacement, refuse_others
-from looplib.task.state import unheld
+from looplib.task.state import unheld, variables_of
 
 EXAMPLES = 32  # that are enough to try
 _DRAWS = 4  # of the random numbers of a model that draws some
@@ -27,7 +27,7 @@ _CURE = (
     "make the loss a mean over the examples that it gets (keras.losses with the default reduction, tf.reduce_mean over "
     "the batch; give a mask as sample_weight), write a looplib.GradientTrainer, whose looplib.mean(losses, weights) "
     "and looplib.all_gather are exact on any number of replicas, use one replica, or say that each replica is to "
-    "compute the loss of its own examples alone: KerasTrainer(..., per_replica_loss=True)"
+    "train on its own examples as if it were alone: KerasTrainer(..., per_replica=True)"
 )
 
 
@@ -70,7 +70,7 @@ def check(model: Any, batch: tuple) -> None:
         rows.take(batch, ids) for ids in (range(half), range(half, 2 * half), reversed(range(half)))
     )
     try:
-        with _Runs(model) as run:
+        with _Runs(model, trains=_keras.has_own_step(model)) as run:
             one, again, reversed_one = run(first), run(first), run(backwards)
             rounding = _ROUNDING * _apart(one, reversed_one)  # deep models have more than others
             tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, rounding)
@@ -81,6 +81,8 @@ def check(model: Any, batch: tuple) -> None:
                 )
             else:
                 fault = _of_parts(model, one, run(second), run(_joined(first, second)), run(copies), tolerance)
+        with _Runs(model, trains=True) if _keeps_state(model) else contextlib.nullcontext() as run:
+            kept = run.kept_apart(first, second) if run else []
     except UsageError:
         raise
     except (tf.errors.OpError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
@@ -91,6 +93,13 @@ def check(model: Any, batch: tuple) -> None:
         return
     if fault:
         raise UsageError(f"the loss of {type(model).__name__} is no mean over examples: {fault}; {_CURE}")
+    if kept:
+        raise UsageError(
+            f"a step of {type(model).__name__} computes {join_names(kept)} from the batch, so that each replica would "
+            "keep a value of its own, and an export has the first one's; use one replica, write a looplib.Trainer whose "
+            "step takes what all replicas have (looplib.all_gather), or say that each replica is to train as if it were "
+            "alone: KerasTrainer(..., per_replica=True)"
+        )
 
 
 def _of_parts(model: Any, first: _Found, second: _Found, both: _Found, copies: _Found, tolerance: float) -> str:
@@ -141,18 +150,18 @@ class _Runs:
 
     Args:
       model: the compiled model.
+      trains: whether the step is `train_step`, or else only its loss, as in an evaluation.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model, self._strategy = model, model.distribute_strategy
-        self._own = _keras.has_own_step(model)
+    def __init__(self, model: Any, trains: bool) -> None:
+        self._model, self._strategy, self._trains = model, model.distribute_strategy, trains
         self._given: list[Any] = []  # gradients, in one trace
         self._before: list[tuple[tf.Variable, tf.Tensor]] = []
         self._traced: Any = None
         self._replaced = contextlib.ExitStack()
 
     def __enter__(self) -> "_Runs":
-        for optimizer in _keras.optimizers(self._model).values() if self._own else ():
+        for optimizer in _keras.optimizers(self._model).values() if self._trains else ():
             name = "apply" if _keras.family(optimizer) == "keras" else "apply_gradients"
             taken = self._takes_gradients if name == "apply" else self._takes_pairs
             replacement = Replacement(optimizer, name, lambda _, taken=taken: taken)
@@ -164,35 +173,56 @@ class _Runs:
         self._replaced.close()
 
     def __call__(self, batch: tuple) -> _Found:
-        leaves = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in _leaves(batch)]
+        found = self._run(batch, batch, False)
+        self._put_back(lambda variable: variable.dtype.is_floating)
+        return found
+
+    def kept_apart(self, first: tuple, second: tuple) -> list[str]:
+        """Returns the variables that differ between replicas after a step in which they have different batches."""
+        self._run(first, second, True)
+        kept = []
+        for variable in _shared(self._model):
+            parts = self._strategy.experimental_local_results(_keras.tf_variable(variable))
+            if any(tf.reduce_any(abs(part - parts[0]) > 1e-5 * abs(parts[0]) + 1e-20) for part in parts[1:]):
+                kept.append(_keras.variable_path(variable))
+        return kept
+
+    def _run(self, batch: tuple, other: tuple, mixed: bool) -> _Found:
+        leaves = [
+            tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+            for leaf in (*_leaves(batch), *_leaves(other))
+        ]
         if self._traced is None:
             self._trace(batch, leaves)
-        losses, gradients = self._traced(*leaves)
-        self._put_back(lambda variable: variable.dtype.is_floating)
+        losses, gradients = self._traced(tf.constant(mixed), *leaves)
         return _Found(losses.numpy(), gradients.numpy())
 
     def _trace(self, batch: tuple, leaves: list[Any]) -> None:
         @tf.function(autograph=False)
-        def function(*leaves: Any) -> tuple[tf.Tensor, tf.Tensor]:
-            found = self._strategy.run(self._on_replica, args=(_packed(batch, leaves),))
+        def function(mixed: tf.Tensor, *leaves: Any) -> tuple[tf.Tensor, tf.Tensor]:
+            found = self._strategy.run(self._on_replica, args=(batch, mixed, leaves))
             return tuple(self._strategy.experimental_local_results(part)[0] for part in found)
 
-        self._traced = function.get_concrete_function(*map(rows.spec, leaves))
+        specs = [tf.TensorSpec([], tf.bool), *map(rows.spec, leaves)]
+        self._traced = function.get_concrete_function(*specs)
         updated = _tf.updated_by(self._traced)
-        self._before = [
-            (each, tf.identity(each)) for each in self._traced.variables if _tf.identity_of(each) in updated
-        ]
+        variables = [each for each in self._traced.variables if _tf.identity_of(each) in updated]
+        self._before = [(each, tf.identity(each)) for each in variables]
         refuse_others(self._strategy, unheld(self._strategy, self._traced.variables, state_of_model(self._model)))
 
-    def _on_replica(self, batch: tuple) -> tuple[tf.Tensor, tf.Tensor]:
-        self._given = []
+    def _on_replica(self, batch: tuple, mixed: tf.Tensor, leaves: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Does a step with the first half of some leaves; with the second half on every second replica if `mixed`."""
+        half, self._given = len(leaves) // 2, []
+        odd = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group % 2, 1)
+        leaves = tf.cond(mixed & odd, lambda: list(leaves[half:]), lambda: list(leaves[:half]))
+        batch = _packed(batch, leaves)
         with alone():
-            losses = self._own_losses(batch) if self._own else self._losses(batch)
+            losses = self._of_train_step(batch) if self._trains else self._losses(batch)
         gradients = [_flat(gradient) for gradient in self._given if gradient is not None]
         empty = [tf.zeros([0], tf.float64)]
         return tf.concat(losses or empty, axis=0), tf.concat(gradients or empty, axis=0)
 
-    def _own_losses(self, batch: tuple) -> list[tf.Tensor]:
+    def _of_train_step(self, batch: tuple) -> list[tf.Tensor]:
         logs = self._model.train_step(batch)
         return [_flat(logs[name]) for name in sorted(logs) if "loss" in name] if isinstance(logs, dict) else []
 
@@ -217,6 +247,20 @@ class _Runs:
         for variable, value in self._before:
             if chosen(variable):
                 variable.assign(value)
+
+
+def _keeps_state(model: Any) -> bool:
+    """Returns whether a step may keep state that is not Keras's own, in a layer or by the model's `train_step`."""
+    return _keras.has_own_step(model) or any(not variable.trainable for variable in _shared(model))
+
+
+def _shared(model: Any) -> list[Any]:
+    """Returns the variables of a model apart from those of metrics and of layers of Keras, and seeds."""
+    layers = [layer for layer in _keras.sublayers(model) if _keras.is_own_class(layer) and not _keras.is_model(layer)]
+    others = [*layers, *filter(_keras.is_metric, _keras.parts(model))]
+    known = {id(_keras.tf_variable(variable)) for other in others for variable in other.variables}
+    held = [variable for _, variable in variables_of(state_of_model(model))]
+    return [variable for variable in held if id(variable) not in known and variable.dtype.is_floating]
 
 
 def _flat(value: Any) -> tf.Tensor:

@@ -37,7 +37,7 @@ class KerasTrainer(Trainer):
       validation_data: (x, y), (x, y, sample_weight) or a data set of global batches, for `evaluator()`.
       shuffle: whether each epoch has an order of its own; only for arrays.
       callbacks: Keras callbacks that observe epochs or set the learning rate.
-      per_replica_loss: bool, whether each replica may compute the loss of its own examples alone also where that
+      per_replica: bool, whether each replica may compute the loss of its own examples alone also where that
         differs from their part in the loss of the global batch, such as a contrastive loss. By default it is refused.
 
     Raises:
@@ -65,7 +65,7 @@ class KerasTrainer(Trainer):
         validation_data: Any = None,
         shuffle: bool = True,
         callbacks: Sequence[Any] = (),
-        per_replica_loss: bool = False,
+        per_replica: bool = False,
     ) -> None:
         if not _keras.is_model(model) or getattr(model, "optimizer", None) is None:
             found = "a model that is not compiled" if _keras.is_model(model) else repr(model)
@@ -78,7 +78,7 @@ class KerasTrainer(Trainer):
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
         build(model, self._keras_data, trains=True)
-        if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica_loss:
+        if model.distribute_strategy.num_replicas_in_sync > 1 and not per_replica:
             means.check(model, self._keras_data.sample(means.EXAMPLES))
         self.metrics, self._keras_results = list(model.metrics), Results(model, "train_step")
         self._keras_callbacks = KerasCallbacks(model, callbacks) if callbacks else None
