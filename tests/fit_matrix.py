@@ -19,6 +19,7 @@ import tempfile
 import fit_models
 import fit_rows
 import fit_steps
+import keras
 import keras_scripts
 import numpy as np
 import tensorflow as tf
@@ -89,9 +90,10 @@ class _Program:
         if largest <= allowed:
             return f"{RIGHT} ({largest:.0e})" if largest else RIGHT
         worst = ", ".join(f"{name} by {value:.2g}" for name, value in differences.items() if value > allowed)
-        sentence = self._row.said.get(column)
-        if sentence and sentence in " ".join(SAYS.read_text().split()):
-            return f"{DIFFERS}: {sentence}"
+        sentence = self._row.said.get(column, "")
+        about_metrics = sentence.startswith("A metric")
+        if sentence and _is_said(sentence) and not (about_metrics and "weights" in worst):
+            return f"{DIFFERS} ({worst}): {sentence.strip('| ')}"
         return f"{WRONG}: {worst}"
 
     def build(self, first=True):
@@ -149,12 +151,13 @@ class _Program:
             history = fitted.fit(**arguments, **batch, epochs=fit_rows.EPOCHS, shuffle=False, verbose=0).history
             self._fitted = _weights(fitted), history
         weights, history = self._fitted
-        before = model.get_weights()
+        before = model.get_weights() if self._row.after else None
         if self._row.after:
             self._row.after(model)
-        history = {name: values for name, values in history.items() if name not in self._row.not_compared}
+        history = {name: values for name, values in history.items() if not _is_said(self._row.not_compared.get(name))}
         differences = {"weights": _largest(_weights(model), weights), **_histories(reports, history)}
-        model.set_weights(before)  # other columns compare with them
+        if before:
+            model.set_weights(before)  # other columns compare with them
         return differences
 
     def trained(self, strategy, name=None, steps=None, first=True):
@@ -187,6 +190,11 @@ class _Program:
         return model, reports
 
 
+def _is_said(sentence):
+    """Returns whether docs/from_keras.md has a sentence; None is none."""
+    return sentence is not None and sentence in " ".join(SAYS.read_text().split())
+
+
 def _first_batch(x, signature):
     """Returns the inputs of the first batch, in the types of a signature."""
     if isinstance(x, tf.data.Dataset):
@@ -200,7 +208,8 @@ def _first_batch(x, signature):
 def _weights(model):
     """Returns the weights of a model as arrays; those of tf_keras's list have its metrics too."""
     others = {id(variable) for metric in model.metrics for variable in metric.variables}
-    return [tf.convert_to_tensor(weight).numpy() for weight in model.weights if id(weight) not in others]
+    held = [weight for weight in model.weights if isinstance(weight, (tf.Variable, keras.Variable))]  # no vocabularies
+    return [tf.convert_to_tensor(weight).numpy() for weight in held if id(weight) not in others]
 
 
 def _histories(found, expected):

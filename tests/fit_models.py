@@ -435,7 +435,7 @@ ROWS = rows_of(
     scalar_loss, summed_loss, loss_class, masked_scalar_loss, masked_sequence, transformer, stateful, weighted_outputs,
     soft_labels, soft_binary, own_metric, maximum_metric, listed_metrics, (normalization, dict(prepare=_adapt_at_first)),
     text_vectorization, (other_vocabulary, dict(prepare=_adapt_otherwise_later)), feature_tables, (batch_norm, dict(said={"replicas": STATISTICS})), synchronized_norm,
-    (dropout, dict(said={"replicas": RANDOM})), frozen_base, activity, spectral_norm, weight_norm, added_loss, ctc,
+    (dropout, dict(said={"replicas": RANDOM})), frozen_base, activity, (spectral_norm, dict(families=("keras",))), weight_norm, added_loss, ctc,
     clipped, globally_clipped, (accumulated, dict(families=("keras",))),
     (averaged, dict(after=lambda model: model.optimizer.finalize_variable_values(model.trainable_variables))),
     (mixed_precision, dict(tolerance=5e-3)), ragged, sparse, no_targets,

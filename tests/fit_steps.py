@@ -9,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 from fit_rows import BATCH, labels, noise, padded, rows_of, sparse_loss
 
-LAST_BATCH = "| metrics that only `train_step` returns | those of the last batch | the mean over examples |"
+COUNTED = "A metric that a `train_step` updates without a sample weight counts the two parts of an uneven batch alike."
+DRAWN = "| numbers that a `train_step` draws from `tf.random`, or from `keras.random` without a seed generator of the model |"
+LAST_BATCH = "| numbers that a `train_step` returns which are not of the model's metrics | those of the last batch"
 
 
 def _apply(optimizer, tape, loss, variables):
@@ -645,8 +647,10 @@ def regularized_step(keras):
 
 
 ROWS = rows_of(
-    compiled_step, plain_step, vector_loss, weighted_step, own_compute_loss,
+    (compiled_step, dict(said={"replicas": COUNTED})), plain_step, vector_loss,
+    (weighted_step, dict(said={"replicas": COUNTED})), own_compute_loss,
     (returned_numbers, dict(not_compared={"own_loss": LAST_BATCH})), gan, one_optimizer_gan, wgan_gp, vae, vq_vae,
-    contrastive, siamese, distiller, accumulating_step, clipping_step, diffusion, unseeded, feature_queue, annealed,
+    contrastive, siamese, distiller, accumulating_step, clipping_step, diffusion,
+    (unseeded, dict(said={"replicas": DRAWN, "resumed": DRAWN})), feature_queue, annealed,
     actor_critic, target_network, physics, regularized_step,
 )  # fmt: skip

@@ -166,7 +166,7 @@ def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> 
 
 
 def _variables(value: Any) -> list[Any]:
-    """Returns the variables, of Keras or TensorFlow, that an attribute holds."""
+    """Returns the variables, of Keras or TensorFlow, that an attribute holds; vocabularies of tf_keras are none."""
     if isinstance(value, tf.Variable):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -175,5 +175,7 @@ def _variables(value: Any) -> list[Any]:
         return [value]
     if isinstance(value, tf.Module) or _keras.family(value):
         found = getattr(value, "variables", [])
-        return list(found() if callable(found) else found)
+        return [
+            v for v in (found() if callable(found) else found) if isinstance(v, tf.Variable) or _keras.is_variable(v)
+        ]
     return []

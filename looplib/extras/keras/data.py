@@ -147,7 +147,8 @@ class KerasData:
     @property
     def _rows_given(self) -> Any:
         """The arrays, in the structure of a batch."""
-        return self._arrays if len(self._arrays) > 1 else self._arrays[0]
+        alone = len(self._arrays) == 1 and not isinstance(self._arrays[0], (list, tuple))  # which would be x and y
+        return self._arrays[0] if alone else self._arrays
 
     def _rows(self, context: InputContext, shuffle: bool) -> tf.data.Dataset:
         arrays = self._rows_given

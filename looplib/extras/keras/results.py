@@ -29,12 +29,20 @@ class Results:
 
     def of_step(self, inputs: Any) -> dict[str, Any]:
         """Runs a step; returns its metrics, for `finished`. In replica context."""
-        model, run = self._model, getattr(self._model, self._step)
-        metrics = {metric.name: metric for metric in model.metrics}
-        before = {name: _values(metric) for name, metric in metrics.items()} if self._own else {}
-        logs = _flattened(run(inputs))
+        run, metrics, before = getattr(self._model, self._step), *self._before()
+        return self._outputs(inputs, metrics, before, run(inputs))
+
+    # AutoGraph, which takes longer for this than for a model, is for the step alone.
+    @tf.autograph.experimental.do_not_convert
+    def _before(self) -> tuple[dict[str, Any], dict[str, list[tf.Tensor]]]:
+        metrics = {metric.name: metric for metric in self._model.metrics}
+        return metrics, {name: _values(metric) for name, metric in metrics.items()} if self._own else {}
+
+    @tf.autograph.experimental.do_not_convert
+    def _outputs(self, inputs: Any, metrics: dict[str, Any], before: dict[str, Any], logs: Any) -> dict[str, Any]:
+        logs = _flattened(logs)
         self._note_names(metrics)
-        own_names.check(f"the compiled {type(model).__name__}", {*self._objects, *logs})
+        own_names.check(f"the compiled {type(self._model).__name__}", {*self._objects, *logs})
         size = rows.count(inputs)
         outputs = dict(metrics)
         for name, value in logs.items():
@@ -86,7 +94,6 @@ def _values(metric: Any) -> list[tf.Tensor]:
     return [_keras.tf_variable(variable).read_value() for variable in metric.variables]
 
 
-@tf.autograph.experimental.do_not_convert
 def _differ(before: list[tf.Tensor], after: list[tf.Tensor]) -> tf.Tensor:
     """Returns 1 if a value has changed, else 0; 1 for a metric that has got its variables meanwhile."""
     if len(before) != len(after):
