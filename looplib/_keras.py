@@ -116,15 +116,28 @@ def input_specs(model: Any) -> Any:
     """Returns the structure of `tf.TensorSpec`s of the inputs of a model; None if it has no Input layers.
 
     Each has a name: its key in a dict, "inputs" for one input, and else that of its Input layer.
+
+    Raises:
+      UsageError: for a ragged or sparse input.
     """
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return None
     inputs = inputs[0] if _is_a(model, "Sequential") else model.input
     if isinstance(inputs, dict):
-        return {key: tf.TensorSpec(part.shape, part.dtype, key) for key, part in inputs.items()}
+        return {key: _spec(part, key) for key, part in inputs.items()}
     name = None if tf.nest.is_nested(inputs) else "inputs"
-    return tf.nest.map_structure(lambda part: tf.TensorSpec(part.shape, part.dtype, name or part.name), inputs)
+    return tf.nest.map_structure(lambda part: _spec(part, name or part.name), inputs)
+
+
+def _spec(part: Any, name: str) -> tf.TensorSpec:
+    of_tf_keras = family(part) == "tf_keras" and not isinstance(part.type_spec, tf.TensorSpec)
+    if of_tf_keras or (family(part) == "keras" and (part.sparse or part.ragged)):
+        raise UsageError(
+            f"the input {name!r} is ragged or sparse, and an export takes dense tensors; export a model of these, "
+            "or write a looplib.Trainer with an export() of its own"
+        )
+    return tf.TensorSpec(part.shape, part.dtype, name)
 
 
 def is_batch_normalization(layer: Any) -> bool:
