@@ -82,7 +82,7 @@ class _Program:
         try:
             differences = getattr(self, f"_{column}")()
         except looplib.UsageError as error:
-            return f"{REFUSED}: {_one_line(error)}"
+            return f"{REFUSED}: {_one_line(error).replace(str(self._folder), 'DIR')}"
         except Exception as error:  # a crash of any kind is no refusal
             return f"{WRONG}: {type(error).__name__}: {_one_line(gist(error))}"
         allowed = self._row.tolerance if column in ("fit", "replicas") else 1e-5
