@@ -140,6 +140,13 @@ def _spec(part: Any, name: str) -> tf.TensorSpec:
     return tf.TensorSpec(part.shape, part.dtype, name)
 
 
+def stateful_batch(model: Any) -> int | None:
+    """Returns the batch size that the stateful recurrent layers of a model are made for; None without any."""
+    sizes = [spec.shape[0] for spec in tf.nest.flatten(getattr(model, "inputs", None) or [])]
+    stateful = any(_is_a(layer, "layers", "RNN") and layer.stateful for layer in sublayers(model))
+    return next((size for size in sizes if size is not None), None) if stateful else None
+
+
 def is_batch_normalization(layer: Any) -> bool:
     """Returns whether a layer of either family normalizes by the statistics of its batch."""
     return _is_a(layer, "layers", "BatchNormalization")

@@ -64,6 +64,10 @@ def cells_of(row, family, columns, folder):
     return {column: program.cell(column) for column in columns}
 
 
+class _NotMadeError(Exception):
+    """Keras refuses to make a model under a strategy."""
+
+
 class _Program:
     """Trainings of a row's model, each made only once.
 
@@ -81,6 +85,8 @@ class _Program:
         """Returns the text of a cell."""
         try:
             differences = getattr(self, f"_{column}")()
+        except _NotMadeError as error:
+            return f"{REFUSED}: by Keras, when the model is made: {_one_line(error)}"
         except looplib.UsageError as error:
             return f"{REFUSED}: {_one_line(error).replace(str(self._folder), 'DIR')}"
         except Exception as error:  # a crash of any kind is no refusal
@@ -114,7 +120,7 @@ class _Program:
 
     def _resumed(self):
         expected_model, expected = self._uninterrupted()
-        self.trained("default", "resumed", steps=3)
+        self.trained("default", "resumed", epochs=1.5)
         model, reports = self.trained("default", "resumed", first=False)
         expected = {name: values[-1:] for name, values in expected.items() if name not in NOT_OF_FIT}
         reports = {name: values[-1:] for name, values in reports.items()}
@@ -160,13 +166,13 @@ class _Program:
             model.set_weights(before)  # other columns compare with them
         return differences
 
-    def trained(self, strategy, name=None, steps=None, first=True):
+    def trained(self, strategy, name=None, epochs=fit_rows.EPOCHS, first=True):
         """Returns the model and the reports of a training by looplib.
 
         Args:
           strategy: name of a strategy.
           name: of the run directory; None for none.
-          steps: where it ends; default with the last epoch.
+          epochs: where it ends, in epochs.
           first: whether it is the first program of its run.
         """
         self._keras.backend.clear_session()  # names as in a new process
@@ -178,7 +184,10 @@ class _Program:
 
         strategy = make_strategy(strategy)
         with strategy.scope():
-            model, arguments = self.build(first)
+            try:
+                model, arguments = self.build(first)
+            except ValueError as error:
+                raise _NotMadeError(gist(error)) from error
             trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
         with looplib.Controller(
             trainer=trainer, evaluator=trainer.evaluator() if "validation_data" in arguments else None,
@@ -186,7 +195,7 @@ class _Program:
             model_dir=self._folder / name if name else None,
         ) as controller:  # fmt: skip
             train = controller.train_and_evaluate if "validation_data" in arguments else controller.train
-            train(steps, epochs=None if steps else fit_rows.EPOCHS)
+            train(epochs=epochs)
         return model, reports
 
 

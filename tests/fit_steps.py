@@ -11,6 +11,7 @@ from fit_rows import BATCH, labels, noise, padded, rows_of, sparse_loss
 
 COUNTED = "A metric that a `train_step` updates without a sample weight counts the two parts of an uneven batch alike."
 DRAWN = "| numbers that a `train_step` draws from `tf.random`, or from `keras.random` without a seed generator of the model |"
+OF_ANOTHER_REPLICA = "A metric of `model.losses` that a `train_step` reads after `apply_gradients`, where replicas meet"
 LAST_BATCH = "| numbers that a `train_step` returns which are not of the model's metrics | those of the last batch"
 
 
@@ -649,7 +650,8 @@ def regularized_step(keras):
 ROWS = rows_of(
     (compiled_step, dict(said={"replicas": COUNTED})), plain_step, vector_loss,
     (weighted_step, dict(said={"replicas": COUNTED})), own_compute_loss,
-    (returned_numbers, dict(not_compared={"own_loss": LAST_BATCH})), gan, one_optimizer_gan, wgan_gp, vae, vq_vae,
+    (returned_numbers, dict(not_compared={"own_loss": LAST_BATCH})), gan, one_optimizer_gan, wgan_gp, vae,
+    (vq_vae, dict(said={"replicas": OF_ANOTHER_REPLICA})),
     contrastive, siamese, distiller, accumulating_step, clipping_step, diffusion,
     (unseeded, dict(said={"replicas": DRAWN, "resumed": DRAWN})), feature_queue, annealed,
     actor_critic, target_network, physics, regularized_step,

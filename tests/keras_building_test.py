@@ -285,3 +285,13 @@ def test_the_states_of_recurrent_layers_of_tf_keras_are_saved(wrapped, tmp_path)
                 controller.train(end)
         weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))
     np.testing.assert_array_equal(*weights)
+
+
+def test_a_stateful_model_for_another_batch_than_a_replica_s_is_refused():
+    strategy, layers = make_strategy("mirrored_x2"), keras3.layers
+    with strategy.scope():
+        model = keras3.Sequential([keras3.Input((5, 2), batch_size=BATCH), layers.LSTM(3, stateful=True)])
+        model.compile("sgd", "mse")
+        trainer = looplib.KerasTrainer(model, np.zeros([16, 5, 2], "float32"), np.zeros([16, 3], "float32"))
+    with pytest.raises(UsageError, match="made for batches of 8, and each of 2 replicas gets 4"):
+        looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=BATCH, writers=[])

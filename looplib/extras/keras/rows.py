@@ -42,6 +42,20 @@ def take(batch: Any, ids: Iterable[int]) -> Any:
     return tf.nest.map_structure(lambda part: part if part is None else getter(part)(chosen), batch)
 
 
+def by_content(batch: Any, count: int) -> list[int]:
+    """Returns the numbers of the first rows of a batch, those with the fewest elements other than 0 or "" first."""
+    sizes = np.zeros([count], np.int64)
+    for part in tf.nest.flatten(take(batch, range(count))):
+        if isinstance(part, tf.RaggedTensor):
+            sizes += part.row_lengths().numpy()
+        elif isinstance(part, tf.SparseTensor):
+            sizes += np.bincount(part.indices[:, 0], minlength=count)
+        elif part is not None:
+            table = part.numpy().reshape([count, -1])
+            sizes += np.count_nonzero(table if table.dtype.kind in "biufc" else table.astype(bool), axis=1)
+    return np.argsort(sizes, kind="stable").tolist()
+
+
 def count(batch: Any) -> tf.Tensor:
     """Returns the number of rows of a batch, of tensors of any kind and None."""
     first = next(part for part in tf.nest.flatten(batch) if part is not None and part.shape.rank != 0)

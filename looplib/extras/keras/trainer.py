@@ -115,6 +115,12 @@ class KerasTrainer(Trainer):
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
+        size, replicas = _keras.stateful_batch(self.model), self.model.distribute_strategy.num_replicas_in_sync
+        if size and size * replicas != context.global_batch_size:
+            raise UsageError(
+                f"the stateful layers of {type(self.model).__name__} are made for batches of {size}, and each of "
+                f"{replicas} replicas gets {context.global_batch_size / replicas:g} examples; change the model, or global_batch_size"
+            )
         return self._keras_data.training(context, self._keras_shuffle)
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
