@@ -119,7 +119,8 @@ class KerasTrainer(Trainer):
         if size and size * replicas != context.global_batch_size:
             raise UsageError(
                 f"the stateful layers of {type(self.model).__name__} are made for batches of {size}, and each of "
-                f"{replicas} replicas gets {context.global_batch_size / replicas:g} examples; change the model, or global_batch_size"
+                f"{replicas} replicas gets {context.global_batch_size / replicas:g} examples; change the model, or "
+                "global_batch_size"
             )
         return self._keras_data.training(context, self._keras_shuffle)
 
