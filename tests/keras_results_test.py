@@ -123,3 +123,32 @@ def test_the_step_of_the_guides_reports_as_in_fit(keras):
     assert {name: found[name] for name in history} == pytest.approx(
         {name: values[0] for name, values in history.items()}, rel=1e-5
     )
+
+
+def test_a_metric_of_several_results_or_of_an_array_has_a_number_for_each(keras):
+    class Both(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="both")
+            self.total = self.add_weight(name="total", shape=(), initializer="zeros")
+
+        def update_state(self, targets, predicted, sample_weight=None):
+            self.total.assign_add(tf.reduce_sum(targets))
+
+        def result(self):
+            total = tf.convert_to_tensor(self.total)
+            return {"total": total, "powers": tf.stack([total, total**2])} if keras.__name__ == "keras" else total
+
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Both()])
+    trainer = looplib.KerasTrainer(model, X, Y, shuffle=False)
+    controller = looplib.Controller(
+        trainer=trainer, strategy=make_strategy("default"), global_batch_size=10, writers=[], steps_per_loop=2
+    )
+    found, total = controller.train(2), Y.sum()
+    if keras.__name__ == "keras":
+        assert (found["total"], found["powers_0"], found["powers_1"]) == pytest.approx(
+            (total, total, total**2), rel=1e-4
+        )
+    else:
+        assert found["both"] == pytest.approx(total, rel=1e-4)

@@ -164,7 +164,7 @@ def test_a_metric_that_replicas_cannot_sum_is_refused_when_the_controller_is_bui
     if kind == "sum":
         assert evaluate(strategy, evaluator)["own"] == pytest.approx(VALUES[:50].sum())
         return
-    with pytest.raises(looplib.UsageError, match="metric 'own', whose variable .*kept is not a sum over examples"):
+    with pytest.raises(looplib.UsageError, match="variable .*kept of the metric 'own' .*is not a sum over examples"):
         evaluate(strategy, evaluator)
     evaluator.own = metric = own_metric(family, kind)  # one replica has no sum to make
     assert np.isfinite(evaluate(make_strategy("default"), evaluator)["own"])

@@ -25,6 +25,7 @@ def add_to(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
     def with_share(inputs: Any) -> Any:
         if isinstance(inputs, Share):
             outputs = _counted(step_fn, inputs, metrics(), isinstance(task, Trainer))
+            _check_made(task, metrics(), _metric_variables(vars(task)))
             _check_known(task, _metric_variables(outputs), metrics())
             return outputs
         batch = batch_size(inputs)
@@ -44,6 +45,16 @@ def check(task: Trainer | Evaluator, step: Step) -> None:
         used = [variable for variable in step.variables if (variable.synchronization, variable.aggregation) == sums]
         known = [*_metric_variables(vars(task)), *(variable for _, variable in variables_of(state_of(task)))]
         _check_known(task, used, [part for v in known for part in step.strategy.experimental_local_results(v)])
+
+
+@tf.autograph.experimental.do_not_convert
+def _check_made(task: Trainer | Evaluator, before: Iterable[tf.Variable], after: Iterable[tf.Variable]) -> None:
+    known = {id(variable) for variable in before}
+    if names := [variable.name for variable in after if id(variable) not in known]:
+        raise UsageError(
+            f"a metric of {type(task).__name__} makes {join_names(names)} in its first update, which is too late on "
+            "several replicas; call its update_state once with zeros of the step's shapes, and reset_state, in __init__"
+        )
 
 
 @tf.autograph.experimental.do_not_convert

@@ -25,7 +25,7 @@ def check(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
     Raises:
       UsageError: for a metric that is not such a sum.
     """
-    kept = {f"{name!r}, whose variable {_keras.variable_path(v)}": v for name, v in _foreign(metrics) if _is_summed(v)}
+    kept = {f"the variable {_keras.variable_path(v)} of the metric {name!r}": v for name, v in _foreign(metrics)}
     if not kept:
         return
     before = [(variable, tf.identity(variable)) for variable in step.variables]
@@ -49,20 +49,21 @@ def check(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
     for name, at_first in first.items():
         change, again = second[name] - at_first, third[name] - second[name]
         sums = np.linalg.norm(again - change) <= tolerance * np.linalg.norm(change)
-        if np.any(at_first) or not sums:
+        if np.any(second[name] != at_first) and (np.any(at_first) or not sums or not _is_summed(kept[name])):
             raise UsageError(
-                f"{who} returned the metric {name} is not a sum over examples that begins with zero (a maximum or a "
-                "moving average, say), and TensorFlow sums it over replicas; return the values per example, keep sums "
-                "in the metric, or make the variable with another aggregation"
+                f"{name} ({who}) is not a sum over examples that begins with zero and that replicas sum (a maximum, a "
+                "moving average, or what derives from sums, say), so that the metric would be wrong on several "
+                "replicas; keep sums in add_weight's default aggregation, compute the rest in result(), or use one "
+                "replica"
             )
 
 
 def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:
     """Yields the variables of metrics of other classes than Keras's own, which all keep sums."""
-    for name, metric in metrics.items():
+    for metric in metrics.values():
         for one in _keras.inner_metrics(metric):
             if not _keras.is_own_class(one):
-                yield from ((name, _keras.tf_variable(variable)) for variable in one.variables)
+                yield from ((one.name, _keras.tf_variable(variable)) for variable in one.variables)
 
 
 def _is_summed(variable: tf.Variable) -> bool:

@@ -186,10 +186,7 @@ class Packer:
                 value = part.astype(np.int64) if slot.integer else part
                 metrics[slot.name] = value[0].item() if slot.shape == () else value.reshape(slot.shape)
         for name, result in results.items():
-            if isinstance(result, dict):  # a Keras metric of several results
-                metrics.update({f"{name}_{key}": _number(name, value) for key, value in result.items()})
-            else:
-                metrics[name] = _number(name, result)
+            metrics |= _numbers(name, result)
         return metrics
 
 
@@ -276,6 +273,13 @@ def _rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     return tf.shape(leaf, tf.int64)[0]
+
+
+def _numbers(name: str, result: Any) -> dict[str, Any]:
+    """Returns the numbers of a result of a Keras metric; dicts, also in dicts, are several results."""
+    if not isinstance(result, dict):
+        return {name: _number(name, result)}
+    return {path: number for key, value in result.items() for path, number in _numbers(f"{name}_{key}", value).items()}
 
 
 def _number(name: str, value: Any) -> Any:

@@ -167,7 +167,7 @@ class KerasData:
                 f"the function x of KerasTrainer returned {dataset!r}; expected a tf.data.Dataset of batches"
             )
         if self._weights is not None:
-            dataset = dataset.map(lambda *parts: self._with_weights(*(part for part in parts if part is not None)))
+            dataset = dataset.map(self._with_weights)
         spec = dataset.element_spec
         if all(isinstance(part, rows.KINDS) for part in tf.nest.flatten(spec)):
             return dataset
@@ -183,7 +183,7 @@ class KerasData:
     @tf.autograph.experimental.do_not_convert
     def _with_weights(self, x: Any, y: Any = None, *others: Any) -> tuple:
         """Adds the weights of the examples' classes to a batch, or to all examples."""
-        if y is None or tf.nest.is_nested(y) or others:
+        if y is None or tf.nest.is_nested(y) or any(part is not None for part in others):
             raise UsageError(
                 "class_weight needs (x, y) with class numbers or one-hot vectors as y, and no sample weights; use "
                 "sample_weight alone"

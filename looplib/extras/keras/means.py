@@ -23,11 +23,9 @@ EXAMPLES = 32  # that are enough to try
 _DRAWS = 4  # of the random numbers of a model that draws some
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _ELEMENTS = 2**16  # of each gradient that are compared
-_CURE = (
-    "make the loss a mean over the examples that it gets (keras.losses with the default reduction, tf.reduce_mean over "
-    "the batch; give a mask as sample_weight), write a looplib.GradientTrainer, whose looplib.mean(losses, weights) "
-    "and looplib.all_gather are exact on any number of replicas, use one replica, or say that each replica is to "
-    "train on its own examples as if it were alone: KerasTrainer(..., per_replica=True)"
+_OR = (
+    "use one replica, or say that each replica is to train on its own examples as if it were alone: "
+    "KerasTrainer(..., per_replica=True)"
 )
 
 
@@ -91,7 +89,7 @@ def check(model: Any, batch: tuple) -> None:
         )  # fmt: skip
         return
     if fault:
-        raise UsageError(f"the loss of {type(model).__name__} is no mean over examples: {fault}; {_CURE}")
+        raise UsageError(f"the loss of {type(model).__name__} is no mean over examples: {fault}; {_OR}")
     if kept:
         raise UsageError(
             f"a step of {type(model).__name__} computes {join_names(kept)} from the batch, so that each replica "
@@ -113,7 +111,9 @@ def _of_parts(model: Any, first: _Found, second: _Found, both: _Found, copies: _
     return (
         f"the mean of those of two halves of a batch differs from that of the batch by {_apart(mean, both):.2%} (it "
         "divides by something else than examples, such as its tokens or the sum of its weights, or uses statistics of "
-        "the batch), so that replicas with other parts would compute another one"
+        "the batch), so that replicas with other parts would compute another one; give weights or a mask as "
+        "sample_weight, with the default reduction of keras.losses, or write a looplib.GradientTrainer that returns "
+        "looplib.mean(losses, weights)"
     )
 
 
@@ -138,7 +138,8 @@ def _of_copies(factor: float) -> str:
     return (
         f"with each example twice, a batch has {factor:.3g} times the loss or the gradient that it has without (it "
         "sums over the examples, divides by a fixed number, or compares examples with each other), so that both would "
-        "depend on the number of replicas"
+        "depend on the number of replicas; divide by the examples that it gets (the default reduction of keras.losses, "
+        "tf.reduce_mean), or compare by looplib.all_gather in a looplib.GradientTrainer"
     )
 
 

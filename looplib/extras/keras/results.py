@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
@@ -65,21 +66,30 @@ class Results:
                 continue
             if metrics.get(self._changed(self._objects.get(name, "")), 1) == 0:
                 value = metrics[self._alone(name)]
-            found[name] = value
+            each = {f"{name}_{number}": one for number, one in enumerate(np.ravel(value))} if np.ndim(value) else {}
+            found |= each or {name: value}
         return found
 
     def _note_names(self, metrics: dict[str, Any]) -> None:
         for key, metric in metrics.items():
             result = metric.result()
-            several = result if isinstance(result, dict) else {}
-            self._names |= {f"{key}_{name}": name for name in several}
-            self._objects |= dict.fromkeys(several or [key], key)
+            several = _paths(key, result) if isinstance(result, dict) else {}
+            self._names |= several
+            self._objects |= dict.fromkeys(several.values() or [key], key)
 
     def _alone(self, name: str) -> str:
         return f"{name} of {self._step}"
 
     def _changed(self, metric: str) -> str:
         return f"{self._step} changes {metric}"
+
+
+def _paths(path: str, results: dict[str, Any]) -> dict[str, str]:
+    """Returns the names in `fit` of the results of a metric, also of those in dicts, by their names in reports."""
+    names: dict[str, str] = {}
+    for key, value in results.items():
+        names |= _paths(f"{path}_{key}", value) if isinstance(value, dict) else {f"{path}_{key}": key}
+    return names
 
 
 def _flattened(logs: Any) -> dict[str, Any]:

@@ -18,6 +18,11 @@ def as_array(array: Any, float_type: str) -> Array:
     Raises:
       UsageError: for something else.
     """
+    if array is None:
+        raise UsageError(
+            "KerasTrainer got None beside arrays, for one of several outputs, say; leave it out of a dict of targets, "
+            "or give a tf.data.Dataset, which may have None"
+        )
     if any(kind.__module__.startswith("scipy.sparse") for kind in type(array).__mro__):
         array = array.tocsr().tocoo()  # which adds up what is given twice
         array = tf.SparseTensor(np.stack([array.row, array.col], axis=1).astype("int64"), array.data, array.shape)
