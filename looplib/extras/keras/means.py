@@ -20,7 +20,7 @@ from looplib.loop.optimizers import Replacement, refuse_others
 from looplib.task.state import unheld, variables_of
 
 EXAMPLES = 32  # that are enough to try
-_DRAWS = 4  # of the random numbers of a model that draws some
+_DRAWS = 8  # of the random numbers of a model that draws some
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _ELEMENTS = 2**16  # of each gradient that are compared
 _OR = (
@@ -128,7 +128,7 @@ def _of_draws(ones: list[_Found], copies: list[_Found]) -> str:
             if not 2**-0.5 < factor < 2**0.5:
                 return _of_copies(factor)
     losses, twice = (np.stack([found.losses for found in each]) for each in (ones, copies))
-    noise = 4 * (losses.std(axis=0) + twice.std(axis=0)) / np.sqrt(_DRAWS)
+    noise = 3 * (losses.std(axis=0) + twice.std(axis=0)) / np.sqrt(_DRAWS)
     mean = losses.mean(axis=0)
     apart = np.abs(twice.mean(axis=0) - mean) > 0.1 * np.abs(mean) + noise
     return _of_copies(_ratio(twice.mean(axis=0)[apart], mean[apart])) if apart.any() else ""
