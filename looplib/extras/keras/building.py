@@ -61,6 +61,7 @@ def _build_by_train_step(model: Any, data: KerasData) -> None:
             return  # the first step makes them
         if isinstance(error, UsageError):
             raise
+        explain(error)
         raise UsageError(
             f"{type(model).__name__}.train_step has to make variables, which must exist before the first step on "
             f"several replicas, and it cannot be traced for a batch of the data ({gist(error)}); under "
@@ -111,12 +112,23 @@ def _is_unbuilt(model: Any) -> bool:
     One replica makes those of optimizers in its first step. Those of tf_keras do not say whether they have theirs.
     """
     layers = [layer for layer in _keras.sublayers(model) if layer is not model]
-    # Where `test_step` cannot be traced, Keras 3's object for all compiled metrics is not built either.
-    if not all(layer.built for layer in layers) or not all(getattr(metric, "built", True) for metric in model.metrics):
+    # Where `test_step` cannot be traced, the objects that hold the compiled losses and metrics are not built either.
+    in_tf_keras = (model.compiled_loss, model.compiled_metrics) if _keras.family(model) == "tf_keras" else ()
+    if not all(getattr(part, "built", True) for part in (*layers, *model.metrics, *in_tf_keras)):
         return True
     others = [one for one in _keras.optimizers(model).values() if one is not model.optimizer]
     several = model.distribute_strategy.num_replicas_in_sync > 1
     return several and not all(getattr(one, "built", False) for one in others)
+
+
+@tf.autograph.experimental.do_not_convert
+def explain(error: Exception) -> None:
+    """Raises a `UsageError` for what tf_keras refuses in a step of the model's own on several replicas."""
+    if "losses.Reduction" in str(error):
+        raise UsageError(
+            "tf_keras refuses a loss that divides by the batch in a step of the model's own on several replicas; make "
+            'it with reduction="none", and take tf.reduce_mean of its values, which looplib weighs right'
+        ) from error
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
-from looplib.extras.keras import rows
+from looplib.extras.keras import building, rows
 from looplib.task import own_names, reductions
 
 
@@ -31,7 +31,12 @@ class Results:
     def of_step(self, inputs: Any) -> dict[str, Any]:
         """Runs a step; returns its metrics, for `finished`. In replica context."""
         run, metrics, before = getattr(self._model, self._step), *self._before()
-        return self._outputs(inputs, metrics, before, run(inputs))
+        try:
+            logs = run(inputs)
+        except ValueError as error:
+            building.explain(error)
+            raise
+        return self._outputs(inputs, metrics, before, logs)
 
     # AutoGraph, which takes longer for this than for a model, is for the step alone.
     @tf.autograph.experimental.do_not_convert
