@@ -7,7 +7,6 @@ This imports neither: it recognizes objects by the modules of their classes.
 import contextlib
 import functools
 import sys
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -43,7 +42,8 @@ def is_own_class(value: Any) -> bool:
     return type(value).__module__.split(".")[0] in _ROOTS
 
 
-def _is_a(value: Any, *path: str) -> bool:
+def is_a(value: Any, *path: str) -> bool:
+    """Returns whether `value` is of a class of its own family, such as ("layers", "RNN")."""
     root = family(value)
     if root is None:
         return False
@@ -55,7 +55,7 @@ def _is_a(value: Any, *path: str) -> bool:
 
 def is_metric(value: Any) -> bool:
     """Returns whether `value` is a Keras metric object of either family."""
-    return _is_a(value, "metrics", "Metric")
+    return is_a(value, "metrics", "Metric")
 
 
 def is_metrics(value: Any) -> bool:
@@ -68,17 +68,17 @@ def is_metrics(value: Any) -> bool:
 
 def is_layer(value: Any) -> bool:
     """Returns whether `value` is a Keras layer or model of either family (tf_keras metrics, layers too, are not)."""
-    return _is_a(value, "layers", "Layer") and not is_metric(value)
+    return is_a(value, "layers", "Layer") and not is_metric(value)
 
 
 def is_model(value: Any) -> bool:
     """Returns whether `value` is a Keras model of either family."""
-    return _is_a(value, "Model")
+    return is_a(value, "Model")
 
 
 def is_variable(value: Any) -> bool:
     """Returns whether `value` is a variable of Keras 3; those of tf_keras are `tf.Variable`s."""
-    return family(value) == "keras" and _is_a(value, "Variable")
+    return family(value) == "keras" and is_a(value, "Variable")
 
 
 def tf_variable(variable: Any) -> tf.Variable:
@@ -104,7 +104,7 @@ def without_vocabularies(variables: Iterable[Any]) -> list[Any]:
 
 def is_optimizer(value: Any) -> bool:
     """Returns whether `value` is a Keras optimizer of either family, or of `tf_keras.optimizers.legacy`."""
-    return _is_a(value, "optimizers", "Optimizer") or _is_a(value, "optimizers", "legacy", "Optimizer")
+    return is_a(value, "optimizers", "Optimizer") or is_a(value, "optimizers", "legacy", "Optimizer")
 
 
 def float_type(model: Any) -> str:
@@ -123,7 +123,7 @@ def input_specs(model: Any) -> Any:
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return None
-    inputs = inputs[0] if _is_a(model, "Sequential") else model.input
+    inputs = inputs[0] if is_a(model, "Sequential") else model.input
     if isinstance(inputs, dict):
         return {key: _spec(part, key) for key, part in inputs.items()}
     name = None if tf.nest.is_nested(inputs) else "inputs"
@@ -140,28 +140,6 @@ def _spec(part: Any, name: str) -> tf.TensorSpec:
     return tf.TensorSpec(part.shape, part.dtype, name)
 
 
-def stateful_batch(model: Any) -> int | None:
-    """Returns the batch size that the stateful recurrent layers of a model are made for; None without any."""
-    sizes = [spec.shape[0] for spec in tf.nest.flatten(getattr(model, "inputs", None) or [])]
-    stateful = any(_is_a(layer, "layers", "RNN") and layer.stateful for layer in sublayers(model))
-    return next((size for size in sizes if size is not None), None) if stateful else None
-
-
-def is_batch_normalization(layer: Any) -> bool:
-    """Returns whether a layer of either family normalizes by the statistics of its batch."""
-    return _is_a(layer, "layers", "BatchNormalization")
-
-
-def has_own_step(model: Any, step: str = "train_step") -> bool:
-    """Returns whether a model has a `train_step`, or another step, of its own in place of Keras's."""
-    return getattr(type(model), step).__module__.split(".")[0] not in _ROOTS
-
-
-def unpacked(model: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """Returns the inputs, targets and sample weights of a batch of a model's family; None for what it does not have."""
-    return sys.modules[family(model)].utils.unpack_x_y_sample_weight(batch)
-
-
 def inner_metrics(metric: Any) -> list[Any]:
     """Returns a metric, and those that Keras 3 keeps in the one for all metrics of a compiled model."""
     return [metric, *(one for inner in getattr(metric, "metrics", ()) for one in inner_metrics(inner))]
@@ -175,11 +153,6 @@ def export_archive(model: Any) -> Any:
 def load_model(model: Any, path: str) -> Any:
     """Loads a file that a model has written, by the model's family, without its optimizer and loss."""
     return sys.modules[family(model)].models.load_model(path, compile=False)
-
-
-def callbacks_of(model: Any) -> types.ModuleType:
-    """Returns the module of callbacks of a model's family."""
-    return sys.modules[family(model)].callbacks
 
 
 def _within(value: Any) -> Iterable[tuple[str, Any]]:
@@ -245,9 +218,9 @@ def given_constants(layer: Any) -> list[Any]:
 
     These are the boundaries of a `Discretization`, or the mean and the variance of a `Normalization`.
     """
-    if _is_a(layer, "layers", "Normalization"):
+    if is_a(layer, "layers", "Normalization"):
         found = (layer.input_mean, layer.input_variance)
-    elif _is_a(layer, "layers", "Discretization"):
+    elif is_a(layer, "layers", "Discretization"):
         # In tf_keras a variable has what an adapted layer makes its boundaries of.
         found = (layer.bin_boundaries if family(layer) == "keras" else layer.input_bin_boundaries,)
     else:
@@ -354,11 +327,11 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
         modules = (value, *value.submodules)
         holders = [getattr(part, "_random_generator", None) for part in modules]
         found = [getattr(holder, "_generator", None) for holder in holders]
-        found += [state for part in modules if _is_a(part, "layers", "RNN") for state in tf.nest.flatten(part.states)]
+        found += [state for part in modules if is_a(part, "layers", "RNN") for state in tf.nest.flatten(part.states)]
         return [state for state in found if isinstance(state, (tf.random.Generator, tf.Variable))]
     if family(value) != "keras":
         return []
-    if is_metric(value) or _is_a(value, "random", "SeedGenerator"):
+    if is_metric(value) or is_a(value, "random", "SeedGenerator"):
         return [variable.value for variable in (value.variables if is_metric(value) else [value.state])]
     if is_layer(value):
         tracked = {id(part) for part in tf.train.TrackableView(value).descendants()}

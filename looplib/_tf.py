@@ -349,11 +349,6 @@ def is_variable_key(key: str) -> bool:
     return key.endswith(_VARIABLE)
 
 
-def is_python_state_key(key: str) -> bool:
-    """Returns whether a key of a checkpoint is that of a `tf.train.experimental.PythonState`."""
-    return key.endswith(_PYTHON_STATE)
-
-
 def name_of_variable(key: str) -> str:
     """Returns the name under which a checkpoint holds the variable of a key."""
     return key.removesuffix(_VARIABLE)

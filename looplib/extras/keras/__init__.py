@@ -9,6 +9,7 @@ Names that other rooms may use, by file:
     callbacks: none
     data: none
     means: none
+    models: none
     results: none
     rows: none
     trainer: KerasTrainer

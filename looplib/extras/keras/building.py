@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError, gist
+from looplib.extras.keras import models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.data import KerasData
 from looplib.loop.optimizers import refuse_others
@@ -30,7 +31,7 @@ def build(model: Any, data: KerasData, trains: bool) -> None:
     Raises:
       UsageError: for a `train_step` that has to make variables on several replicas and cannot be traced.
     """
-    own_step = _keras.has_own_step(model)
+    own_step = models.has_own_step(model)
     try:
         _build_by_test_step(model, data)
     except Exception:

@@ -5,8 +5,8 @@ from typing import Any
 
 from absl import logging
 
-from looplib import _keras
 from looplib.errors import UsageError
+from looplib.extras.keras import models
 
 _REFUSED = {
     "SwapEMAWeights": "the averages of looplib.GradientTrainer",
@@ -64,7 +64,7 @@ def running(model: Any, callbacks: Sequence[Any]) -> tuple[list[Any], dict[str, 
             needs[type(callback).__name__] = need
             logging.info("the callback %s is not called: %s does its work, %s", type(callback).__name__, need, how)
             continue
-        _check(_keras.callbacks_of(model).Callback, callback)
+        _check(models.callbacks_of(model).Callback, callback)
         found.append(callback)
     return found, needs
 
@@ -91,7 +91,7 @@ def check_replaced(needs: dict[str, str], controller: Any) -> None:
 
 
 def _check_family(model: Any, callback: Any) -> None:
-    base = _keras.callbacks_of(model).Callback
+    base = models.callbacks_of(model).Callback
     if not isinstance(callback, base):
         raise UsageError(
             f"the callback {callback!r} is no {base.__module__}.{base.__name__}, as the model's family needs"

@@ -10,7 +10,7 @@ from looplib import _keras
 from looplib.checkpoint.marker import Commit
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError
-from looplib.extras.keras import callback_kinds
+from looplib.extras.keras import callback_kinds, models
 from looplib.extras.keras.best_weights import BestWeights
 from looplib.extras.keras.callback_memory import Memories
 from looplib.task.actions import Action, Event
@@ -46,7 +46,7 @@ class KerasCallbacks(Action):
         self._logs: dict[str, float] | None = None  # of an epoch that has ended and lacks its evaluation
         self._missing: list[str] = []  # the evaluators whose metrics it lacks
         self._begun = -1  # the last epoch that was begun
-        self._memories = Memories(self._callbacks, vars(_keras.callbacks_of(self._model).Callback()))
+        self._memories = Memories(self._callbacks, vars(models.callbacks_of(self._model).Callback()))
         self._best = BestWeights()
         self._stopped: dict[str, Any] | None = None  # the state before the end of the epoch that ended the training
 

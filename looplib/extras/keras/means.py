@@ -13,7 +13,7 @@ from absl import logging
 
 from looplib import _keras, _tf
 from looplib.errors import UsageError, gist, join_names
-from looplib.extras.keras import rows
+from looplib.extras.keras import models, rows
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import state_of_model
 from looplib.loop.optimizers import Replacement, refuse_others
@@ -67,7 +67,7 @@ def check(model: Any, batch: tuple) -> None:
     try:
         ids = rows.by_content(batch, 2 * half)  # so that the halves have other numbers of tokens
         first, second, backwards = (rows.take(batch, each) for each in (ids[:half], ids[half:], ids[half - 1 :: -1]))
-        with _Runs(model, trains=_keras.has_own_step(model)) as run:
+        with _Runs(model, trains=models.has_own_step(model)) as run:
             one, again, reversed_one = run(first), run(first), run(backwards)
             rounding = _ROUNDING * _apart(one, reversed_one)  # deep models have more than others
             tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, rounding)
@@ -106,7 +106,7 @@ def _of_parts(model: Any, first: _Found, second: _Found, both: _Found, copies: _
         return ""
     if _apart(first, copies) > tolerance:
         return _of_copies(_ratio(copies.compared, first.compared))
-    if any(map(_keras.is_batch_normalization, _keras.sublayers(model))):
+    if any(map(models.is_batch_normalization, _keras.sublayers(model))):
         return ""  # which takes the statistics of each replica's examples; docs/from_keras.md
     return (
         f"the mean of those of two halves of a batch differs from that of the batch by {_apart(mean, both):.2%} (it "
@@ -228,7 +228,7 @@ class _Runs:
 
     def _losses(self, batch: tuple) -> list[tf.Tensor]:
         """Computes the loss as Keras's `train_step` does, but without what a layer does only in a training."""
-        x, y, sample_weight = _keras.unpacked(self._model, batch)
+        x, y, sample_weight = models.unpacked(self._model, batch)
         known = inspect.signature(self._model.call).parameters
         training = {"training": False} if "training" in known else {}
         with tf.GradientTape() as tape:
@@ -251,7 +251,7 @@ class _Runs:
 
 def _keeps_state(model: Any) -> bool:
     """Returns whether a step may keep state that is not Keras's own, in a layer or by the model's `train_step`."""
-    return _keras.has_own_step(model) or any(not variable.trainable for variable in _shared(model))
+    return models.has_own_step(model) or any(not variable.trainable for variable in _shared(model))
 
 
 def _shared(model: Any) -> list[Any]:

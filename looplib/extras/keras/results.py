@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
-from looplib.extras.keras import building, rows
+from looplib.extras.keras import building, models, rows
 from looplib.task import own_names, reductions
 
 
@@ -23,7 +23,7 @@ class Results:
 
     def __init__(self, model: Any, step: str) -> None:
         self._model, self._step = model, step
-        self._own = _keras.has_own_step(model, step)
+        self._own = models.has_own_step(model, step)
         self._names: dict[str, str] = {}  # in fit, by those in reports
         self._objects: dict[str, str] = {}  # the metric that a name in fit belongs to
         self._returned: frozenset[str] | None = None  # the names that an own step returns; None for all

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
-from looplib.extras.keras import means
+from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
@@ -115,7 +115,7 @@ class KerasTrainer(Trainer):
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """See `Trainer`."""
-        size, replicas = _keras.stateful_batch(self.model), self.model.distribute_strategy.num_replicas_in_sync
+        size, replicas = models.stateful_batch(self.model), self.model.distribute_strategy.num_replicas_in_sync
         if size and size * replicas != context.global_batch_size:
             raise UsageError(
                 f"the stateful layers of {type(self.model).__name__} are made for batches of {size}, and each of "

@@ -1,0 +1,36 @@
+"""What a `KerasTrainer` asks about a compiled model, of either family."""
+
+import sys
+import types
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import _keras
+
+
+def callbacks_of(model: Any) -> types.ModuleType:
+    """Returns the module of callbacks of a model's family."""
+    return sys.modules[_keras.family(model)].callbacks
+
+
+def has_own_step(model: Any, step: str = "train_step") -> bool:
+    """Returns whether a model has a `train_step`, or another step, of its own in place of Keras's."""
+    return getattr(type(model), step).__module__.split(".")[0] not in ("keras", "tf_keras")
+
+
+def is_batch_normalization(layer: Any) -> bool:
+    """Returns whether a layer normalizes by the statistics of its batch."""
+    return _keras.is_a(layer, "layers", "BatchNormalization")
+
+
+def stateful_batch(model: Any) -> int | None:
+    """Returns the batch size that the stateful recurrent layers of a model are made for; None without any."""
+    sizes = [spec.shape[0] for spec in tf.nest.flatten(getattr(model, "inputs", None) or [])]
+    stateful = any(_keras.is_a(layer, "layers", "RNN") and layer.stateful for layer in _keras.sublayers(model))
+    return next((size for size in sizes if size is not None), None) if stateful else None
+
+
+def unpacked(model: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """Returns the inputs, targets and sample weights of a batch; None for what it does not have."""
+    return sys.modules[_keras.family(model)].utils.unpack_x_y_sample_weight(batch)
