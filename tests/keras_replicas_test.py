@@ -213,13 +213,13 @@ def drawn(kind, keras):
         def train_step(self, data):
             x, y = data
             with tf.GradientTape() as tape:
-                loss = reduce(tf.square(y - self(x + tf.random.normal(tf.shape(x)), training=True)))
+                loss = reduce(tf.square(y - self(x + 0.2 * tf.random.normal(tf.shape(x)), training=True)))
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
             return {"loss": loss}
 
     inputs = keras.Input((6,))
-    hidden = keras.layers.Dropout(0.5)(keras.layers.Dense(8, "relu")(inputs))
+    hidden = keras.layers.Dropout(0.2)(keras.layers.Dense(8, "relu")(inputs))
     model = Model(inputs, keras.layers.Dense(1)(hidden))
     model.compile("sgd")
     return model
