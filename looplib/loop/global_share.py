@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError, join_names
+from looplib.loop.metric_sums import is_summed
 from looplib.loop.packing import batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.task import reductions, shares
@@ -41,8 +42,7 @@ def add_to(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
 def check(task: Trainer | Evaluator, step: Step) -> None:
     """Raises `UsageError` if a traced step changes sums of a replica, as metrics are, that the task does not hold."""
     if isinstance(step.stream.element_spec, Share):
-        sums = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
-        used = [variable for variable in step.variables if (variable.synchronization, variable.aggregation) == sums]
+        used = [variable for variable in step.variables if is_summed(variable)]
         known = [*_metric_variables(vars(task)), *(variable for _, variable in variables_of(state_of(task)))]
         _check_known(task, used, [part for v in known for part in step.strategy.experimental_local_results(v)])
 

@@ -49,7 +49,7 @@ def check(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
     for name, at_first in first.items():
         change, again = second[name] - at_first, third[name] - second[name]
         sums = np.linalg.norm(again - change) <= tolerance * np.linalg.norm(change)
-        if np.any(second[name] != at_first) and (np.any(at_first) or not sums or not _is_summed(kept[name])):
+        if np.any(second[name] != at_first) and (np.any(at_first) or not sums or not is_summed(kept[name])):
             raise UsageError(
                 f"{name} ({who}) is not a sum over examples that begins with zero and that replicas sum (a maximum, a "
                 "moving average, or what derives from sums, say), so that the metric would be wrong on several "
@@ -66,7 +66,8 @@ def _foreign(metrics: Mapping[str, Any]) -> Iterable[tuple[str, tf.Variable]]:
                 yield from ((one.name, _keras.tf_variable(variable)) for variable in one.variables)
 
 
-def _is_summed(variable: tf.Variable) -> bool:
+def is_summed(variable: tf.Variable) -> bool:
+    """Returns whether each replica keeps a value of a variable, and what is read is their sum."""
     sums = (tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM)
     return (variable.synchronization, variable.aggregation) == sums
 

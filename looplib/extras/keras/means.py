@@ -67,7 +67,8 @@ def check(model: Any, batch: tuple) -> None:
     try:
         ids = rows.by_content(batch, 2 * half)  # so that the halves have other numbers of tokens
         first, second, backwards = (rows.take(batch, each) for each in (ids[:half], ids[half:], ids[half - 1 :: -1]))
-        with _Runs(model, trains=models.has_own_step(model)) as run:
+        own, kept = models.has_own_step(model), []
+        with _Runs(model, trains=own) as run:
             one, again, reversed_one = run(first), run(first), run(backwards)
             rounding = _ROUNDING * _apart(one, reversed_one)  # deep models have more than others
             tolerance = max(0.05 if _keras.computes_in(model, "float16", "bfloat16") else 1e-3, rounding)
@@ -78,8 +79,11 @@ def check(model: Any, batch: tuple) -> None:
                 )
             else:
                 fault = _of_parts(model, one, run(second), run(_joined(first, second)), run(copies), tolerance)
-        with _Runs(model, trains=True) if _keeps_state(model) else contextlib.nullcontext() as run:
-            kept = run.kept_apart(first, second) if run else []
+            if own:
+                kept = run.kept_apart(first, second)
+        if not own and any(not variable.trainable for variable in _shared(model)):
+            with _Runs(model, trains=True) as run:
+                kept = run.kept_apart(first, second)
     except UsageError:
         raise
     except Exception as error:  # of the user's step, which shows what is wrong when it is traced
@@ -247,11 +251,6 @@ class _Runs:
         for variable, value in self._before:
             if chosen(variable):
                 variable.assign(value)
-
-
-def _keeps_state(model: Any) -> bool:
-    """Returns whether a step may keep state that is not Keras's own, in a layer or by the model's `train_step`."""
-    return models.has_own_step(model) or any(not variable.trainable for variable in _shared(model))
 
 
 def _shared(model: Any) -> list[Any]:
