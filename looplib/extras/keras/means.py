@@ -20,7 +20,7 @@ from looplib.loop.optimizers import Replacement, refuse_others
 from looplib.task.state import unheld, variables_of
 
 EXAMPLES = 32  # that are enough to try
-_DRAWS = 8  # of the random numbers of a model that draws some
+_DRAWS = 24  # of the random numbers of a model that draws some
 _ROUNDING, _MOST_ROUNDING = 30, 0.2  # times the difference that another order of the examples makes
 _ELEMENTS = 2**16  # of each gradient that are compared
 _OR = (
