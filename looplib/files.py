@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import stat
 import tempfile
 import time
@@ -64,7 +65,7 @@ def open_regular(path: str) -> BinaryIO:
       OSError, tf.errors.OpError: if it cannot be opened.
     """
     if is_remote(path):
-        return _gfile().GFile(path, "rb")
+        return gfile().GFile(path, "rb")
     name = os.path.basename(path)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -111,7 +112,7 @@ def parse_json(text: str) -> Any:
 def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
     """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one.
 
-    A symbolic link of that name is replaced, not followed.
+    A symbolic link of that name is replaced, not followed. Several processes may write it, and one of them is the last.
 
     Args:
       path: the file.
@@ -119,24 +120,43 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
       durable: whether it is on the disk before this returns; if not, `make_durable` is to be called for it.
     """
     content = content.encode() if isinstance(content, str) else content
-    folder = os.path.dirname(path) or "."
+    new = new_name(path)
     if is_remote(path):
-        with _gfile().GFile(path + ".new", "wb") as file:
+        with gfile().GFile(new, "wb") as file:
             file.write(content)
-        _gfile().rename(path + ".new", path, overwrite=True)
+        gfile().rename(new, path, overwrite=True)
         return
-    new = path + ".new"  # one name, so that a crash leaves one file at most
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        if durable:
-            os.fsync(descriptor)
-    os.rename(new, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(descriptor)
+        os.rename(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise
     if durable:
-        make_durable(folder)
+        make_durable(os.path.dirname(path) or ".")
+
+
+def new_name(path: str) -> str:
+    """Returns a name beside a path that nobody has; of a long one its beginning."""
+    place, name = os.path.split(path)
+    return os.path.join(place, f"{name[:50]}.{secrets.token_hex(8)}.new")
+
+
+def is_new_name(name: str, of: str | None = None) -> bool:
+    """Returns whether a name is one that only looplib gives to what is not complete.
+
+    Args:
+      name: without its directory.
+      of: the name that it is to get; None for any.
+    """
+    match = re.fullmatch(r"(.*)\.[0-9a-f]{16}\.new", name, re.DOTALL)
+    return match is not None and (of is None or of[:50] == match[1])
 
 
 @contextlib.contextmanager
@@ -151,7 +171,7 @@ def appending(path: str) -> Iterator[BinaryIO]:
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
-        with _gfile().GFile(path, "ab") as file:
+        with gfile().GFile(path, "ab") as file:
             yield file
         return
     with _alone(path) as file:
@@ -229,11 +249,11 @@ def check_writable(directory: str) -> None:
     """
     try:
         if is_remote(directory):
-            _gfile().makedirs(directory)
+            gfile().makedirs(directory)
             probe = f"{directory}/.looplib-{os.getpid()}-{time.time_ns()}"
-            with _gfile().GFile(probe, "w") as file:
+            with gfile().GFile(probe, "w") as file:
                 file.write("")
-            _gfile().remove(probe)
+            gfile().remove(probe)
         else:
             os.makedirs(os.path.realpath(directory), exist_ok=True)  # it may be a link to one that is not there yet
             tempfile.TemporaryFile(dir=directory).close()
@@ -258,30 +278,30 @@ def cache_directory() -> str:
 def free_name(path: str) -> str:
     """Returns a path that does not exist: `path`, or `path` with a number after it."""
     numbered = (f"{path}.{number}" if number else path for number in itertools.count())
-    return next(name for name in numbered if not (os.path.lexists(name) or (is_remote(name) and _gfile().exists(name))))
+    return next(name for name in numbered if not (os.path.lexists(name) or (is_remote(name) and gfile().exists(name))))
 
 
 def exists(path: str) -> bool:
     """Returns whether there is something at a path."""
-    return _gfile().exists(path) if is_remote(path) else os.path.exists(path)
+    return gfile().exists(path) if is_remote(path) else os.path.exists(path)
 
 
 def is_directory(path: str) -> bool:
     """Returns whether a path is that of a directory."""
-    return _gfile().isdir(path) if is_remote(path) else os.path.isdir(path)
+    return gfile().isdir(path) if is_remote(path) else os.path.isdir(path)
 
 
 def size(path: str) -> int:
     """Returns the bytes of a file."""
-    return _gfile().stat(path).length if is_remote(path) else os.stat(path).st_size
+    return gfile().stat(path).length if is_remote(path) else os.stat(path).st_size
 
 
 def names_in(directory: str) -> list[str]:
     """Returns the names of what is in a directory; some file systems put a slash after those of directories."""
-    return _gfile().listdir(directory) if is_remote(directory) else os.listdir(directory)
+    return gfile().listdir(directory) if is_remote(directory) else os.listdir(directory)
 
 
-def _gfile() -> Any:
+def gfile() -> Any:
     """Returns TensorFlow's file systems, which only a remote path needs: what reads local files starts without them."""
     import tensorflow as tf
 

@@ -28,9 +28,10 @@ from looplib.errors import UsageError, gist
 
 SET_ASIDE = "set_aside"
 UNFINISHED = ".unfinished"
-_OWN = r"\.(?:commit|unfinished)(?:\.new)?"  # of names that looplib alone gives
+_NEW = r"(?:(?:\.[0-9a-f]{16})?\.new)?"  # see `files.new_name`; earlier versions had one name
+_OWN = rf"\.(?:commit|unfinished){_NEW}"  # of names that looplib alone gives
 _NAME = re.compile(
-    rf"(ckpt-(\d+))(?:({_OWN})|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp|\.position-\d+-of-\d+(?:\.new)?)/?$"
+    rf"(ckpt-(\d+))(?:({_OWN})|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp|\.position-\d+-of-\d+{_NEW})/?$"
 )
 _BLOCK = 1 << 22
 

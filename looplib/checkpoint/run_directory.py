@@ -8,7 +8,7 @@ from collections.abc import Callable
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
+from looplib import files, folders
 from looplib.checkpoint import choice, commits, marker
 from looplib.checkpoint.lock import RunLock, acquire
 from looplib.checkpoint.manager import latest_checkpoint, peek
@@ -23,8 +23,7 @@ _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to t
 # TensorFlow takes these in the name of a checkpoint for a pattern.
 _PATTERN = set("[]\\*?")
 _FOLDERS = (
-    "checkpoints", os.path.join("checkpoints", "set_aside"), "train", "eval", "media", "csv", "wandb",
-    "predictions", "export", "bad_records",
+    "checkpoints", "train", "eval", "media", "csv", "wandb", "predictions", "export", "bad_records"
 )  # fmt: skip
 _FILES = (
     "lock", "metrics.jsonl", "metrics.voided.jsonl", "media.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
@@ -66,19 +65,14 @@ def check_inside(model_dir: str, writes: bool) -> None:
     if files.is_remote(model_dir):
         return
     for name in _FOLDERS:
-        path = os.path.join(model_dir, name)
-        if os.path.islink(path):
-            raise UsageError(
-                f"{path} is a symbolic link, and looplib writes and deletes nothing outside of a run directory; put a "
-                "directory there, or make model_dir itself the link"
-            )
-        if os.path.lexists(path) and not os.path.isdir(path):
-            raise UsageError(f"{path} must be a directory in a run directory; move the file away")
+        folders.check_tree(os.path.join(model_dir, name), into=name != "wandb")  # wandb makes links to its own files
+    for folder in (model_dir, os.path.join(model_dir, "checkpoints")) if writes else ():
+        folders.remove_unfinished(folder)
     for name in _FILES if writes else ():
         path = os.path.join(model_dir, name)
         if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
             place = files.free_name(f"{path}.aside")
-            os.rename(path, place)
+            folders.move(model_dir, name, model_dir, os.path.basename(place))
             logging.warning("%s is not a file; moved to %s", path, place)
 
 

@@ -11,6 +11,7 @@ import pathlib
 import random
 import shutil
 import subprocess
+import time
 
 import keras as keras3
 import pytest
@@ -367,9 +368,11 @@ def test_a_save_that_was_cut_off_does_not_count(moment, noted, folder, whole, ca
 def test_a_save_that_was_cut_off_after_its_marker_counts(folder, whole, caplog):
     """TensorFlow's list is still the old one, and what should have been deleted is still there."""
     (folder / "checkpoints" / "checkpoint").write_text('model_checkpoint_path: "ckpt-6"\n')
-    (folder / "checkpoints" / "checkpoint.new").write_text("model_check")
+    left = folder / "checkpoints" / f"checkpoint.{'0' * 16}.new"
+    left.write_text("model_check")
+    os.utime(left, (0, time.time() - 4000))  # one that is an hour old belongs to nobody
     check_it_resumes(folder, whole, caplog, NEWEST)
-    assert not (folder / "checkpoints" / "checkpoint.new").exists()
+    assert not left.exists()
 
 
 def test_a_deletion_that_was_cut_off_leaves_what_does_not_count(folder, whole, caplog):
