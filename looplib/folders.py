@@ -86,14 +86,6 @@ def check_folder(path: str) -> None:
         raise UsageError(f"{path} must be a directory in a run directory; move the file away")
 
 
-def check_tree(folder: str, into: bool = True) -> None:
-    """Checks a folder and, if it is there and `into` is set, those in it, see `check_folder`."""
-    check_folder(folder)
-    for place, names, _ in os.walk(folder) if into else ():
-        for name in names:
-            check_folder(os.path.join(place, name))
-
-
 def remove(folder: str, name: str) -> None:
     """Removes what has a name in a folder, if there is anything: a file, a link, a directory with all that is in it.
 
@@ -166,6 +158,18 @@ def new_folder(path: str) -> Iterator[str]:
     finally:
         remove(place, os.path.basename(new))
         os.close(held)
+
+
+@contextlib.contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """Lets one process at a time change the names in a local directory; the others wait."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _hold(path: str) -> int | None:
