@@ -24,7 +24,7 @@ import yaml
 from absl import flags, logging
 
 from looplib import files
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, told
 from looplib.field_types import (
     At,
     check,
@@ -305,7 +305,7 @@ def read(path: str) -> Mapping[str, Any]:
             raise ValueError(f"it has more than {_MOST_BYTES:,} characters")
         values = load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, tf.errors.OpError) as error:
-        raise UsageError(f"--config_file={path} cannot be read ({gist(error)})") from error
+        raise UsageError(f"--config_file={path} cannot be read: {told(error)}") from error
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"--config_file={path} holds a {type(values).__name__}; expected settings, as name: value")
     return values or {}
@@ -322,4 +322,4 @@ def write(directory: str, text: str) -> None:
     try:
         files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
-        logging.warning("%s cannot be written (%s)", path, error)
+        logging.warning("%s cannot be written: %s", path, told(error))

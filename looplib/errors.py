@@ -193,14 +193,14 @@ def cure_of(error: BaseException) -> str:
     return _CURES.get(number, "")
 
 
-def told(error: BaseException, otherwise: str) -> str:
+def told(error: BaseException, otherwise: str = "") -> str:
     """Returns an error of reading or writing as the end of a sentence: its message, and what to do.
 
     Args:
       error: the error.
-      otherwise: what to do about an error that is not of the file system.
+      otherwise: what to do about an error that is not of the file system; "" for nothing.
     """
-    return f"{gist(error)}; {cure_of(error) or otherwise}"
+    return "; ".join(filter(None, (gist(error), cure_of(error) or otherwise)))
 
 
 def _unwrapped(kind: str, text: str) -> tuple[str, str]:

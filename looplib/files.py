@@ -192,9 +192,9 @@ def _naming(path: str, new: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename in (None, new):
-            error.filename, error.filename2 = path, None
-        raise
+        if error.errno is None or error.filename not in (None, new):
+            raise
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def new_name(path: str) -> str:

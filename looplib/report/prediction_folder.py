@@ -263,6 +263,7 @@ class PredictionFolder:
         try:
             files.write_whole(os.path.join(self.path, name), content)
         except (OSError, tf.errors.OpError) as error:
+            self._check()  # the folder may have been moved just now
             raise unwritable(self.path, error) from error
 
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import console
-from looplib.errors import Preempted, UsageError, gist
+from looplib.errors import Preempted, UsageError, gist, told
 from looplib.files import write_whole
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
@@ -226,7 +226,7 @@ class RunReport:
             self.check()
             write_whole(path, text)
         except (UsageError, OSError, tf.errors.OpError) as reason:
-            logging.warning("%s cannot be written (%s)", path, reason)
+            logging.warning("%s cannot be written: %s", path, told(reason))
 
     def note_rollback(self, step: int, to: int, reason: str) -> None:
         """Writes that the run goes back from a step to that of a checkpoint.
