@@ -124,7 +124,7 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
     if is_remote(path):
         with gfile().GFile(new, "wb") as file:
             file.write(content)
-        gfile().rename(new, path, overwrite=True)
+        replace(new, path)
         return
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -133,13 +133,18 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
             file.flush()
             if durable:
                 os.fsync(descriptor)
-        os.rename(new, path)
+        replace(new, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
     if durable:
         make_durable(os.path.dirname(path) or ".")
+
+
+def replace(new: str, path: str) -> None:
+    """Gives a complete file, which a process has written under a `new_name`, its own name, in one move."""
+    gfile().rename(new, path, overwrite=True) if is_remote(path) else os.rename(new, path)
 
 
 def new_name(path: str) -> str:

@@ -14,11 +14,11 @@ A binary describes its experiment in one function and hands it over:
         launch.run(build, Config(), train_steps=1000)
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import _tf, command_line, console, field_types, runtime, source_locations
+from looplib import _tf, command_line, console, field_types, folders, runtime, source_locations
 from looplib import config as configuration
 from looplib.checkpoint.run_directory import resolve
 from looplib.cluster import peers, tpu
@@ -399,7 +399,8 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     if how.code != EXIT_DONE:
         session.close(how.status, how.sentence if failed else "")
     if session.temporary:
-        shutil.rmtree(session.temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folders.remove(*os.path.split(session.temporary))
     if controller and controller.is_chief and not failed:
         print(*controller.clock.summary(), *filter(None, [controller.report.speed]), sep="\n")
     sys.stdout.flush()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib import files
 from looplib.errors import UsageError
 
 Row = Any  # what one example has of an output: a numpy array or number, or lists of these where it is ragged
@@ -82,7 +83,7 @@ def _tfrecord(records: Sequence[Record]) -> bytes:
                 for name, row in record.items():
                     features.update(_features(name, row))
                 writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
-        with open(path, "rb") as file:
+        with files.open_regular(path) as file:
             return file.read()
 
 

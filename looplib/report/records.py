@@ -28,12 +28,10 @@ def divided(records: Iterable[_T], condition: Callable[[_T], bool]) -> tuple[lis
 
 def cut_short(path: str) -> bool:
     """Returns whether a crash left the last line without its end, so that the next one would be lost with it."""
-    import tensorflow as tf
-
-    if not tf.io.gfile.exists(path):
+    if not (files.exists(path) and (size := files.size(path))):
         return False
-    with tf.io.gfile.GFile(path, "rb") as file:
-        file.seek(max(file.size() - 1, 0))
+    with files.open_regular(path) as file:
+        file.seek(size - 1)
         return file.read(1) not in (b"", b"\n")
 
 

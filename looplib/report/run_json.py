@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import console
+from looplib import console, folders
 from looplib.errors import Preempted, UsageError, gist
 from looplib.files import write_whole
 from looplib.report.clock import Clock
@@ -219,7 +219,7 @@ class RunReport:
             return
         with contextlib.suppress(UsageError, OSError, tf.errors.OpError):  # an earlier start may have written one
             self.check()
-            tf.io.gfile.remove(path)
+            folders.remove(*os.path.split(path))
 
     def _write(self, path: str, text: str) -> None:
         try:
