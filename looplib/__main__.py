@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.nullcontext() if is_light else ended_by_signals():
             return options.run(options)
     except UsageError as error:
-        print(f"looplib: error: {error}", file=sys.stderr)
+        from looplib.console import printable
+
+        print(f"looplib: error: {printable(str(error))}", file=sys.stderr)
         return EXIT_UNKNOWN
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)

@@ -34,7 +34,7 @@ from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
-from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError
+from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, shown
 from looplib.health.preemption import notice
 from looplib.report import outcome, run_file, run_json
 from looplib.report.outcome import Outcome
@@ -173,7 +173,7 @@ class _Session:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: tf.distribute.Strategy | None = None
     controller: Controller | None = None
-    earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+    earlier: run_file.Report = dataclasses.field(default_factory=dict)
     temporary: str = ""
     tried: str = ""
 
@@ -321,7 +321,7 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     trained = run_file.read(run_file.path_of(model_dir, trains=True)) if model_dir else {}
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
-        texts = [f"{name}={new} (the training has {old})" for name, (old, new) in sorted(changed.items())]
+        texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
         kept = os.path.join(model_dir, configuration.FILE)  # Model Garden's experiments have none
         logging.warning(
             "settings differ from those of the training: %s; they are used as given%s",

@@ -31,7 +31,7 @@ class MediaWriter(Writer):
 
     def __init__(self, directory: str) -> None:
         self._directory, self._folder = directory, os.path.join(directory, FOLDER)
-        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], r.get("name")))
+        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], str(r.get("name"))))
         self._failed = False
         self._new: list[str] = []  # paths of images that may not be on the disk yet
 
