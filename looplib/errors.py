@@ -3,8 +3,10 @@
 import ast
 import dataclasses
 import datetime
+import errno
 import itertools
 import operator
+import os
 import re
 import reprlib
 import textwrap
@@ -32,6 +34,26 @@ _ROOT = re.compile(r"\d+ root error\(s\) found\.\s*\(0\) [^\n:]*:\s*(.*?)(?:\n\s
 _DECORATION = re.compile(
     r"\x1b\[\d*m|\{\{function_node .*?\}\}\s*|\n\s*\[\[.*\]\].*|\s*\[Op:[^\]]*\](?: name: ?\S*)?\s*$"
 )
+# What to do about an error of a file system, by its number; TensorFlow's errors have only the text of the number.
+_CURES = {
+    number: cure
+    for cure, *numbers in (
+        ("free space on that disk", errno.ENOSPC),
+        ("free space, or have the quota raised", errno.EDQUOT),
+        ("raise the largest size of a file (ulimit -f)", errno.EFBIG),
+        ("make that file system writable, or use another directory", errno.EROFS),
+        ("fix the permissions, or use another directory", errno.EACCES, errno.EPERM),
+        ("check the disk, or the connection to it", errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV),
+        ("raise the number of open files (ulimit -n)", errno.EMFILE, errno.ENFILE),
+        ("use a shorter name", errno.ENAMETOOLONG),
+        ("remove the symbolic link there", errno.ELOOP),
+        ("a part of that path is a file; move it away", errno.ENOTDIR),
+        ("move away what has that name", errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST),
+        ("restore it, or check the path", errno.ENOENT),
+        ("end the program that uses it", errno.ETXTBSY, errno.EBUSY),
+    )
+    for number in numbers
+}
 
 
 class UsageError(ValueError):
@@ -179,6 +201,24 @@ def gist(error: BaseException) -> str:
     """Returns an error's message on one line, see `read`; the name of its type if it has none."""
     found = read(error)
     return found.sentence or found.kind
+
+
+def cure_of(error: BaseException) -> str:
+    """Returns what to do about an error of the file system, Python's or TensorFlow's; "" for any other error."""
+    if not isinstance(error, OSError) and not type(error).__module__.startswith("tensorflow."):
+        return ""
+    number = getattr(error, "errno", None) or next((one for one in _CURES if os.strerror(one) in str(error)), None)
+    return _CURES.get(number, "")
+
+
+def told(error: BaseException, otherwise: str) -> str:
+    """Returns an error of reading or writing as the end of a sentence: its message, and what to do.
+
+    Args:
+      error: the error.
+      otherwise: what to do about an error that is not of the file system.
+    """
+    return f"{gist(error)}; {cure_of(error) or otherwise}"
 
 
 def _unwrapped(kind: str, text: str) -> tuple[str, str]:

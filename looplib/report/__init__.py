@@ -13,7 +13,7 @@ Names that other rooms may use, by file:
     page: Page
     points: none
     pieces: KINDS, Record, check_kind, rows_of
-    prediction_folder: PredictionFolder, Source
+    prediction_folder: PredictionFolder, Source, unwritable
     progress: Pace, headline
     record_file: none
     records: Record, cut_short, each_record, key, read_jsonl, read_metrics, read_newest
