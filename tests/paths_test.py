@@ -20,7 +20,6 @@ OPENS = {"open", "gfile.GFile", "io.open"}
 ALLOWED = {
     ("looplib/checkpoint/lock.py", "os.open"): "the lock itself, without following a link",
     ("looplib/checkpoint/lock.py", "open, to read"): "/proc/locks",
-    ("looplib/config.py", "open, to read"): "a --config_file, which is the user's",
     ("looplib/console.py", "os.open"): "/dev/null",
     ("looplib/console.py", "open, to write"): "/dev/null",
     ("looplib/extras/tools/status.py", "os.open"): "/dev/null",
@@ -30,7 +29,6 @@ ALLOWED = {
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
     ("looplib/report/event_files.py", "io.TFRecordWriter"): "a new name, below a folder that was checked",
     ("looplib/report/ownership.py", "open, to read"): "/proc/PID/stat",
-    ("looplib/report/pieces.py", "io.TFRecordWriter"): "a temporary directory",
     ("looplib/report/points.py", "open, to read"): "/proc/self/statm",
     ("looplib/task/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
 }
