@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not isinstance(error, UsageError) and not cure_of(error):
             raise
-        print(f"looplib: error: {error if isinstance(error, UsageError) else told(error)}", file=sys.stderr)
+        from looplib.console import printable
+
+        text = str(error) if isinstance(error, UsageError) else told(error)
+        print(f"looplib: error: {printable(text)}", file=sys.stderr)
         return EXIT_UNKNOWN
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)

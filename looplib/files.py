@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from looplib.errors import UsageError, told
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
+_DEEPEST = 100  # levels of JSON
 # The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
@@ -105,16 +106,22 @@ def read_text(path: str, most: int = _MOST_BYTES) -> str:
     return content.decode()
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Returns the value of a JSON text.
 
     Raises:
-      ValueError: if it is not JSON, or nested too deep.
+      ValueError: if it is not JSON, has a number of more than 4300 digits, or more than 100 levels.
     """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("its JSON is nested too deep") from None
+    text = text.decode() if isinstance(text, bytes) else text
+    with contextlib.suppress(RecursionError):
+        level = [value := json.loads(text)]
+        if text.count("[") + text.count("{") <= _DEEPEST:
+            return value
+        for _ in range(_DEEPEST):
+            groups = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+            if not (level := list(itertools.chain.from_iterable(groups))):
+                return value
+    raise ValueError("its JSON is nested too deep")
 
 
 def typed(value: Any, kind: Any) -> Any:
@@ -162,7 +169,7 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
     if is_remote(path):
         with gfile().GFile(new, "wb") as file:
             file.write(content)
-        gfile().rename(new, path, overwrite=True)
+        replace(new, path)
         return
     with _naming(path, new):
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -172,13 +179,18 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
                 file.flush()
                 if durable:
                     os.fsync(descriptor)
-            os.rename(new, path)
+            replace(new, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(new)
             raise
     if durable:
         make_durable(os.path.dirname(path) or ".")
+
+
+def replace(new: str, path: str) -> None:
+    """Gives a complete file, which a process has written under a `new_name`, its own name, in one move."""
+    gfile().rename(new, path, overwrite=True) if is_remote(path) else os.rename(new, path)
 
 
 @contextlib.contextmanager

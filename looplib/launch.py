@@ -14,11 +14,11 @@ A binary describes its experiment in one function and hands it over:
         launch.run(build, Config(), train_steps=1000)
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,14 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import _tf, command_line, console, field_types, runtime, source_locations
+from looplib import _tf, command_line, console, field_types, folders, runtime, source_locations
 from looplib import config as configuration
 from looplib.checkpoint.run_directory import resolve
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
-from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of
+from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
 from looplib.report import outcome, run_file, run_json
 from looplib.report.outcome import Outcome
@@ -173,7 +173,7 @@ class _Session:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: tf.distribute.Strategy | None = None
     controller: Controller | None = None
-    earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+    earlier: run_file.Report = dataclasses.field(default_factory=dict)
     temporary: str = ""
     tried: str = ""
 
@@ -321,7 +321,7 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     trained = run_file.read(run_file.path_of(model_dir, trains=True)) if model_dir else {}
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
-        texts = [f"{name}={new} (the training has {old})" for name, (old, new) in sorted(changed.items())]
+        texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
         kept = os.path.join(model_dir, configuration.FILE)  # Model Garden's experiments have none
         logging.warning(
             "settings differ from those of the training: %s; they are used as given%s",
@@ -402,7 +402,8 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     if how.code != EXIT_DONE:
         session.close(how.status, how.sentence if failed else "")
     if session.temporary:
-        shutil.rmtree(session.temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folders.remove(*os.path.split(session.temporary))
     if controller and controller.is_chief and not failed:
         print(*controller.clock.summary(), *filter(None, [controller.report.speed]), sep="\n")
     sys.stdout.flush()

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf, files
+from looplib import _tf, files, folders
 from looplib.checkpoint import commits, contents, marker, worker_positions
 from looplib.checkpoint.marker import Measured
 from looplib.checkpoint.matching import differences, misplaced
@@ -116,7 +116,7 @@ class Checkpoints:
     def _save(self, path: str, step: int, position: bytes) -> None:
         if self._writes:
             self._check()
-            tf.io.gfile.makedirs(self.directory)
+            folders.make_folder(*os.path.split(self.directory))
             self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
             commits.make_way(self.directory, step)
             if self._workers.count > 1:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
+from looplib import files, folders
 from looplib.errors import told
 from looplib.report.record_file import RecordFile
 from looplib.report.records import Record
@@ -30,8 +30,8 @@ class MediaWriter(Writer):
     """
 
     def __init__(self, directory: str) -> None:
-        self._folder = os.path.join(directory, FOLDER)
-        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], r.get("name")))
+        self._directory, self._folder = directory, os.path.join(directory, FOLDER)
+        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], str(r.get("name"))))
         self._failed = False
         self._new: list[str] = []  # paths of images that may not be on the disk yet
 
@@ -63,7 +63,7 @@ class MediaWriter(Writer):
     def _fields(self, step: int, split: str, name: str, shown: Shown) -> Record:
         if isinstance(shown, Images):
             begin = f"{files.safe_name(split)}.{files.safe_name(name)}.{step:08}"
-            tf.io.gfile.makedirs(self._folder)
+            folders.make_folder(self._directory, FOLDER)
             return {"kind": "image", "files": [self._write(begin, i, png) for i, png in enumerate(shown.files)]}
         if isinstance(shown, Histogram):
             return {"kind": "histogram", "edges": list(shown.edges), "counts": list(shown.counts)}
