@@ -260,8 +260,13 @@ class PredictionFolder:
 
     def _write(self, name: str, content: str | bytes) -> None:
         self._check()
+        path = os.path.join(self.path, name)
         try:
-            files.write_whole(os.path.join(self.path, name), content)
+            if files.is_directory(path):  # of somebody else's, which no file can replace
+                place = files.free_name(os.path.join(self.path, f"_{name}.aside"))
+                folders.move(self.path, name, self.path, os.path.basename(place))
+                logging.warning("%s is a directory; moved to %s", path, place)
+            files.write_whole(path, content)
         except (OSError, tf.errors.OpError) as error:
             self._check()  # the folder may have been moved just now
             raise unwritable(self.path, error) from error
