@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -23,9 +24,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from looplib.errors import UsageError, told
+from looplib.errors import UsageError, gist, told
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
+_BLOCK = 1 << 22
 _DEEPEST = 100  # levels of JSON
 # The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -33,6 +35,10 @@ _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError
 
 class NotRegularError(ValueError):
     """A name that should be a file is a symbolic link, a directory or a device."""
+
+
+class CannotReadError(UsageError):
+    """A file cannot be read, which does not prove that it is damaged."""
 
 
 class MisfitError(ValueError):
@@ -360,6 +366,56 @@ def is_directory(path: str) -> bool:
 def size(path: str) -> int:
     """Returns the bytes of a file."""
     return gfile().stat(path).length if is_remote(path) else os.stat(path).st_size
+
+
+def measure(path: str) -> tuple[int, str]:
+    """Returns the bytes of a file, and their SHA-256; raises as `open_regular` does."""
+    with open_regular(path) as file:
+        digest = _sha256(file)
+        return file.tell(), digest
+
+
+def difference(path: str, size: int, sha256: str | None) -> str:
+    """Compares a file with what was written.
+
+    Args:
+      path: the file.
+      size: its bytes.
+      sha256: their SHA-256; None compares the size alone.
+
+    Returns:
+      "" if there is no difference, else what is proven to be wrong, as the end of a sentence.
+
+    Raises:
+      CannotReadError: if it cannot be read now, for a reason that proves no damage.
+    """
+    name = os.path.basename(path)
+    try:
+        with open_regular(path) as file:
+            found = file.size() if is_remote(path) else os.fstat(file.fileno()).st_size
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
+            equal = sha256 is None or _sha256(file) == sha256
+    except (ValueError, *failures(path)) as error:
+        if proves_damage(error):
+            return f"{name} cannot be read: {gist(error)}"
+        raise cannot_read(path, error) from error
+    return "" if equal else f"the content of {name} differs from the saved content"
+
+
+def cannot_read(path: str, error: Exception) -> CannotReadError:
+    """Returns the error of a file that cannot be read now."""
+    return CannotReadError(
+        f"{path} cannot be read ({gist(error)}), which does not prove that it is damaged; fix its permissions or "
+        "the file system and run the same command again"
+    )
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def names_in(directory: str) -> list[str]:

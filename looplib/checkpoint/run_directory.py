@@ -271,7 +271,7 @@ class RunDirectory:
                     if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
                         logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
                         damaged = done
-                except commits.CannotReadError as error:  # it may be readable at the next attempt
+                except files.CannotReadError as error:  # it may be readable at the next attempt
                     logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
             waited = time.monotonic() - started
             if timeout is not None and waited >= timeout:
