@@ -10,6 +10,7 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 from looplib.errors import UsageError, gist
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
+_TICK = 0.1  # seconds between two looks at a lock
 # The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
@@ -160,21 +162,23 @@ def is_new_name(name: str, of: str | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def appending(path: str) -> Iterator[BinaryIO]:
+def appending(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
     """Opens a file to append bytes, while other processes that append, or use `rewriting`, wait.
 
     Args:
       path: the file, made if missing.
+      wait: seconds for another process that has it.
 
     Raises:
       NotRegularError: if it is not a regular file.
+      TimeoutError: if another process has it for longer.
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
         with gfile().GFile(path, "ab") as file:
             yield file
         return
-    with _alone(path) as file:
+    with _alone(path, wait) as file:
         yield file
 
 
@@ -189,7 +193,8 @@ def rewriting(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[BinaryIO]:
+def _alone(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
+    end, at_once = time.monotonic() + wait, fcntl.LOCK_NB if wait < math.inf else 0
     while True:
         try:
             descriptor = os.open(
@@ -202,8 +207,15 @@ def _alone(path: str) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "ab") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise NotRegularError(f"{path} is a device or a FIFO, and not a file")
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | at_once)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"another process has locked {path} for {wait:g} s") from None
+                time.sleep(_TICK)
+                continue
+            except OSError:  # a file system without locks
+                pass
             if is_at(descriptor, path):  # if not, it was replaced while this process waited
                 yield file
                 return
