@@ -5,19 +5,18 @@ import dataclasses
 import io
 import json
 import os
-import shutil
 import tempfile
 from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras, files
+from looplib import _keras, files, folders
 from looplib.errors import UsageError, gist
 from looplib.run import Run
 from looplib.task.exported import Exported
 
 _RECORD = "export.json"
-_NAMES = {_RECORD, f"{_RECORD}.new", "saved_model", "model.keras", "model.tflite"}
+_NAMES = {_RECORD, "saved_model", "model.keras", "model.tflite"}
 _CLOSE = 1e-3  # relative difference of two models that compute the same
 
 
@@ -46,46 +45,44 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
     """Exports the model at its current step, see `Controller.export`."""
     run.refuse_if_closed_or_torn("export")
     run.refuse_without_state()
+    chief = run.workers.is_chief
     if directory is None:
         run.directory.need("export without a directory")
-        directory = os.path.join(run.model_dir, "export", f"step-{run.step}")
+        inside = folders.make_folder(run.model_dir, "export") if chief else run.model_dir
+        directory = os.path.join(inside, f"step-{run.step}")
     directory = directory if files.is_remote(directory) else os.path.abspath(directory)
-    chief = run.workers.is_chief
     if chief:
         _check(directory)
     task = next((loop.task for loop in run.loops.by_name.values() if loop is not run.loops.training), None)
     exported = _named((task or run.loops.training.task).export())
     averages = averages and exported.averages is not None
     # Where several workers train, all read the variables, and all but the chief drop what they write.
-    place = f"{directory}.new" if chief else tempfile.mkdtemp(prefix="looplib-export-")
-    shutil.rmtree(place, ignore_errors=True)
+    new = folders.new_folder(directory) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-")
     try:
-        with exported.averages.in_use() if averages else contextlib.nullcontext():
-            parts = _Parts(exported, place)
-            parts.write(tflite and chief)
-        if chief:
-            weights = "averages" if averages else "last"
-            start = os.path.basename(run.restored_from) if run.restored_from else None
-            record = Written(run.step, weights, start, parts.sizes(), parts.left_out, parts.differences)
-            files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-            _appear(place, directory)
-            run.say(_sentence(record, directory))
+        with new as place:
+            with exported.averages.in_use() if averages else contextlib.nullcontext():
+                parts = _Parts(exported, place)
+                parts.write(tflite and chief)
+            if chief:
+                weights = "averages" if averages else "last"
+                start = os.path.basename(run.restored_from) if run.restored_from else None
+                record = Written(run.step, weights, start, parts.sizes(), parts.left_out, parts.differences)
+                files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+                _appear(place, directory)
+                run.say(_sentence(record, directory))
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(f"{directory} cannot be written ({gist(error)}); name another directory") from error
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
     return directory
 
 
 def _check(directory: str) -> None:
-    """Refuses a directory that is not on this machine, or whose place, or one beside it, has something else."""
+    """Refuses a directory that is not on this machine, or whose place has something else."""
     if files.is_remote(directory):
         raise UsageError(f"{directory} is not a local directory; export to one, and copy it from there")
-    for path in (directory, f"{directory}.new", f"{directory}.old"):  # an export that was killed leaves the others
-        found = os.listdir(path) if os.path.isdir(path) and not os.path.islink(path) else None
-        known = found is not None and _NAMES.issuperset(found) and (path != directory or not found or _RECORD in found)
-        if os.path.lexists(path) and not known:
-            raise UsageError(f"{path} holds something else than an export; name another directory, or remove it")
+    found = os.listdir(directory) if os.path.isdir(directory) and not os.path.islink(directory) else None
+    known = found is not None and _NAMES.issuperset(found) and (not found or _RECORD in found)
+    if os.path.lexists(directory) and not known:
+        raise UsageError(f"{directory} holds something else than an export; name another directory, or remove it")
 
 
 def _appear(place: str, directory: str) -> None:
@@ -93,13 +90,13 @@ def _appear(place: str, directory: str) -> None:
     for folder, _, names in os.walk(place):
         for name in (*names, ""):
             files.make_durable(os.path.join(folder, name))
-    earlier = f"{directory}.old"
-    shutil.rmtree(earlier, ignore_errors=True)
-    if os.path.lexists(directory):
-        os.rename(directory, earlier)
-    os.rename(place, directory)
-    files.make_durable(os.path.dirname(directory))
-    shutil.rmtree(earlier, ignore_errors=True)
+    parent, name = os.path.split(directory)
+    with folders.new_folder(directory) as earlier, folders.alone(parent):  # another export may do so at this moment
+        _check(directory)
+        if os.path.lexists(directory):
+            folders.move(parent, name, earlier)
+        folders.move(parent, os.path.basename(place), parent, name)
+    files.make_durable(parent)
 
 
 def _sentence(record: Written, directory: str) -> str:
@@ -128,7 +125,6 @@ class _Parts:
 
     def write(self, tflite: bool) -> None:
         """Writes the parts: a SavedModel, a Keras file and, if asked for, a TFLite file."""
-        os.makedirs(self._folder)
         path = os.path.join(self._folder, "saved_model")
         _save(self._exported, path)
         loaded = tf.saved_model.load(path)
@@ -154,18 +150,17 @@ class _Parts:
             difference = _difference(found, expected)
             loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
         except Exception as error:  # a layer without a configuration raises errors of many types
-            self._leave_out_keras(path, f"Keras cannot {doing} ({gist(error)})")
+            self._leave_out_keras(f"Keras cannot {doing} ({gist(error)})")
             return
         largest = _difference([tf.zeros_like(value) for value in expected], expected)
         if difference <= _CLOSE * (1 + largest):
             self.differences["model.keras"] = difference
             return
         because = "as where a get_config lacks an argument"
-        self._leave_out_keras(path, f"what Keras loads differs by {difference:.1g}, {because}")
+        self._leave_out_keras(f"what Keras loads differs by {difference:.1g}, {because}")
 
-    def _leave_out_keras(self, path: str, reason: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+    def _leave_out_keras(self, reason: str) -> None:
+        folders.remove(self._folder, "model.keras")
         self.left_out["model.keras"] = reason
 
     def _write_tflite(self, saved: str, inputs: dict[str, tf.Tensor], outputs: dict[str, tf.Tensor]) -> None:
@@ -177,8 +172,7 @@ class _Parts:
             self.left_out["model.tflite"] = f"TensorFlow's converter does not take it ({gist(error)})"
             return
         self.differences["model.tflite"] = _difference([found[name] for name in outputs], list(outputs.values()))
-        with open(os.path.join(self._folder, "model.tflite"), "wb") as file:
-            file.write(content)
+        files.write_whole(os.path.join(self._folder, "model.tflite"), content, durable=False)
 
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of each part."""

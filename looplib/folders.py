@@ -86,14 +86,6 @@ def check_folder(path: str) -> None:
         raise UsageError(f"{path} must be a directory in a run directory; move the file away")
 
 
-def check_tree(folder: str, into: bool = True) -> None:
-    """Checks a folder and, if it is there and `into` is set, those in it, see `check_folder`."""
-    check_folder(folder)
-    for place, names, _ in os.walk(folder) if into else ():
-        for name in names:
-            check_folder(os.path.join(place, name))
-
-
 def remove(folder: str, name: str) -> None:
     """Removes what has a name in a folder, if there is anything: a file, a link, a directory with all that is in it.
 
@@ -168,6 +160,18 @@ def new_folder(path: str) -> Iterator[str]:
         os.close(held)
 
 
+@contextlib.contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """Lets one process at a time change the names in a local directory; the others wait."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _hold(path: str) -> int | None:
     """Returns an open directory that no other process holds; None if one does, or it is gone."""
     try:
@@ -185,10 +189,15 @@ def _hold(path: str) -> int | None:
     return None
 
 
-def remove_unfinished(folder: str) -> None:
-    """Removes the files that killed processes, more than an hour ago, have begun to write in a local directory."""
+def remove_unfinished(folder: str, seconds: float = _UNFINISHED) -> None:
+    """Removes the files that killed processes have begun to write in a local directory.
+
+    Args:
+      folder: the directory.
+      seconds: how old they have to be; by default so old that no process writes them any more.
+    """
     for name in filter(files.is_new_name, os.listdir(folder) if os.path.isdir(folder) else []):
         with contextlib.suppress(OSError):  # written, or removed meanwhile
             found = os.lstat(os.path.join(folder, name))
-            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _UNFINISHED:
+            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime >= seconds:
                 remove(folder, name)

@@ -10,7 +10,6 @@ of them is looplib's own. Files without it and without a marker may be another p
 only when a checkpoint of their step is to be written.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -21,7 +20,7 @@ from collections.abc import Mapping
 
 from absl import logging
 
-from looplib import files
+from looplib import files, folders
 from looplib.checkpoint import marker
 from looplib.checkpoint.marker import Commit, Measured
 from looplib.errors import UsageError, gist
@@ -91,7 +90,7 @@ def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Comm
     versions = {"looplib": marker.version(), "tensorflow": tf.__version__, "python": sys.version.split()[0]}
     done = Commit(path, step, time.time(), measured, {}, versions)
     marker.write(done)
-    _remove_if_there(path + UNFINISHED)
+    folders.remove(directory, prefix + UNFINISHED)
     return done
 
 
@@ -282,8 +281,6 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
       CannotReadError: if a newer one than that cannot be read now. Nothing is moved then.
       UsageError: if a newer looplib wrote one.
     """
-    import tensorflow as tf
-
     intact, others = None, []
     for found in listing(directory):
         if found.unread is not None:
@@ -297,9 +294,9 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
             intact = found.commit
     if tidy:
         in_the_way = os.path.join(directory, "checkpoint")  # where each save writes TensorFlow's list
-        if tf.io.gfile.isdir(in_the_way):
+        if files.is_directory(in_the_way):
             place = _free_place(directory, "checkpoint")
-            tf.io.gfile.rename(in_the_way, place)
+            folders.move(directory, "checkpoint", *os.path.split(place))
             logging.warning("%s is a directory instead of a file; moved to %s", in_the_way, place)
         for step, reason in others:
             place = set_aside(directory, step)
@@ -314,22 +311,20 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
 
 def set_aside(directory: str, step: int) -> str:
     """Moves a checkpoint's files into `<directory>/set_aside`, which looplib ignores; returns their new path."""
-    import tensorflow as tf
-
     prefix = f"ckpt-{step}"
     place = _free_place(directory, prefix)
-    tf.io.gfile.makedirs(place)
+    folders.make_folder(directory, SET_ASIDE, os.path.basename(place))
     unfinished = path_of(directory, step) + UNFINISHED
-    if not tf.io.gfile.exists(unfinished):
+    if not files.exists(unfinished):
         begin(path_of(directory, step))
     # The marker goes first: at no moment is an incomplete checkpoint valid.
     names = sorted(_names(directory), key=lambda name: not name.startswith(f"{prefix}.commit"))
     for name in names:
         match = _NAME.match(name)
         name = name.rstrip("/")
-        if match and match[1] == prefix and (match[3] != UNFINISHED or tf.io.gfile.isdir(unfinished)):
-            tf.io.gfile.rename(os.path.join(directory, name), os.path.join(place, name), overwrite=True)
-    _remove_if_there(unfinished)
+        if match and match[1] == prefix and (match[3] != UNFINISHED or files.is_directory(unfinished)):
+            folders.move(directory, name, place)
+    folders.remove(directory, prefix + UNFINISHED)
     return place
 
 
@@ -342,31 +337,19 @@ def set_aside_before(directory: str) -> list[str]:
 
 def _free_place(directory: str, name: str) -> str:
     """Makes `<directory>/set_aside`; returns an unused path in it."""
-    import tensorflow as tf
-
-    folder = os.path.join(directory, SET_ASIDE)
-    tf.io.gfile.makedirs(folder)
+    folder = folders.make_folder(directory, SET_ASIDE)
     return files.free_name(os.path.join(folder, name))
 
 
 def remove(done: Commit) -> None:
     """Deletes a committed checkpoint: the marker first, then the files that it names, and nothing else."""
-    import tensorflow as tf
-
-    tf.io.gfile.rename(done.path + ".commit", done.path + UNFINISHED, overwrite=True)
+    directory, prefix = os.path.split(done.path)
+    folders.move(directory, f"{prefix}.commit", directory, prefix + UNFINISHED)
     for name in done.files:  # names of this checkpoint's files, in this directory: `marker.read` has looked
-        path = os.path.join(os.path.dirname(done.path), name)
-        if os.path.lexists(path) or tf.io.gfile.exists(path):
-            if not tf.io.gfile.isdir(path) or os.path.islink(path):
-                tf.io.gfile.remove(path)
-    _remove_if_there(done.path + UNFINISHED)
-
-
-def _remove_if_there(path: str) -> None:
-    import tensorflow as tf
-
-    with contextlib.suppress(tf.errors.NotFoundError):
-        tf.io.gfile.remove(path)
+        path = folders.inside(directory, name)
+        if os.path.islink(path) or not files.is_directory(path):
+            folders.remove(directory, name)
+    folders.remove(directory, prefix + UNFINISHED)
 
 
 def _names(directory: str) -> list[str]:

@@ -23,7 +23,8 @@ _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to t
 # TensorFlow takes these in the name of a checkpoint for a pattern.
 _PATTERN = set("[]\\*?")
 _FOLDERS = (
-    "checkpoints", "train", "eval", "media", "csv", "wandb", "predictions", "export", "bad_records"
+    "checkpoints", os.path.join("checkpoints", "set_aside"), "train", "eval", "media", "csv", "wandb",
+    "predictions", "export", "bad_records",
 )  # fmt: skip
 _FILES = (
     "lock", "metrics.jsonl", "metrics.voided.jsonl", "media.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
@@ -65,7 +66,7 @@ def check_inside(model_dir: str, writes: bool) -> None:
     if files.is_remote(model_dir):
         return
     for name in _FOLDERS:
-        folders.check_tree(os.path.join(model_dir, name), into=name != "wandb")  # wandb makes links to its own files
+        folders.check_folder(os.path.join(model_dir, name))
     for folder in (model_dir, os.path.join(model_dir, "checkpoints")) if writes else ():
         folders.remove_unfinished(folder)
     for name in _FILES if writes else ():

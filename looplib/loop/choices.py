@@ -11,7 +11,7 @@ import time
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
+from looplib import files, folders
 from looplib.loop.step import Step
 from looplib.task.record import EngineChoice
 
@@ -50,7 +50,7 @@ def keep(key: str, choice: EngineChoice) -> None:
     """
     path = _path(key)
     with contextlib.suppress(OSError):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        folders.make_folder(os.path.dirname(path))
         files.write_whole(path, json.dumps(dataclasses.asdict(choice)), durable=False)
 
 

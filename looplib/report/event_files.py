@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 import textwrap
 import time
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,7 @@ import tensorflow as tf
 from absl import logging
 from google.protobuf.message import DecodeError
 
-from looplib import files
+from looplib import files, folders
 from looplib.errors import gist
 from looplib.report.shown import Histogram, Images, Shown
 
@@ -25,14 +24,15 @@ class EventFile:
     `tf.summary` would write from a queue, and an event for each metric, so that a crash may part them.
 
     Args:
-      folder: made if missing.
+      directory: the run directory.
+      names: plain names of the folders from there on, made if missing.
 
     Attributes:
       path: the file.
     """
 
-    def __init__(self, folder: str) -> None:
-        tf.io.gfile.makedirs(folder)
+    def __init__(self, directory: str, *names: str) -> None:
+        folder = folders.make_folder(directory, *names)
         name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}.v2"
         self.path = os.path.join(folder, name)
         self._writer = tf.io.TFRecordWriter(self.path)
@@ -128,11 +128,11 @@ def keep_void_events(path: str, void: list[Event]) -> None:
 
 
 def rewrite(path: str, events: Iterable[Event]) -> None:
-    """Replaces the file in one move, by one that TensorBoard does not take for an event file."""
-    new = os.path.join(os.path.dirname(path), re.sub("tfevents|voided", "rewritten", os.path.basename(path)))
+    """Replaces the file in one move; before that, TensorBoard does not take it for an event file."""
+    new = files.new_name(os.path.join(os.path.dirname(path), "rewritten"))
     with tf.io.TFRecordWriter(new) as writer:
         for event in events:
             writer.write(event.SerializeToString())
     files.make_durable(new)
-    tf.io.gfile.rename(new, path, overwrite=True)
+    files.replace(new, path)
     files.make_durable(os.path.dirname(path))

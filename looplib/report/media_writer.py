@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
-from looplib.errors import gist
+from looplib import files, folders
+from looplib.errors import told
 from looplib.report.record_file import RecordFile
 from looplib.report.records import Record
 from looplib.report.shown import Histogram, Images, Shown
@@ -30,8 +30,8 @@ class MediaWriter(Writer):
     """
 
     def __init__(self, directory: str) -> None:
-        self._folder = os.path.join(directory, FOLDER)
-        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], r.get("name")))
+        self._directory, self._folder = directory, os.path.join(directory, FOLDER)
+        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], str(r.get("name"))))
         self._failed = False
         self._new: list[str] = []  # paths of images that may not be on the disk yet
 
@@ -45,7 +45,7 @@ class MediaWriter(Writer):
                 self._file.write({"step": step, "split": split, "name": name, **self._fields(step, split, name, each)})
             except (OSError, ValueError, tf.errors.OpError) as error:
                 if not self._failed:
-                    logging.warning("media cannot be written to %s (%s)", self._folder, gist(error))
+                    logging.warning("media cannot be written to %s: %s", self._folder, told(error))
                 self._failed = True
 
     def resume(self, step: int, reported: dict[str, int]) -> None:
@@ -63,7 +63,7 @@ class MediaWriter(Writer):
     def _fields(self, step: int, split: str, name: str, shown: Shown) -> Record:
         if isinstance(shown, Images):
             begin = f"{files.safe_name(split)}.{files.safe_name(name)}.{step:08}"
-            tf.io.gfile.makedirs(self._folder)
+            folders.make_folder(self._directory, FOLDER)
             return {"kind": "image", "files": [self._write(begin, i, png) for i, png in enumerate(shown.files)]}
         if isinstance(shown, Histogram):
             return {"kind": "histogram", "edges": list(shown.edges), "counts": list(shown.counts)}

@@ -5,10 +5,10 @@ import html
 import time
 from collections.abc import Callable
 
-import tensorflow as tf
 from absl import logging
 
-from looplib.errors import UsageError
+from looplib import files
+from looplib.errors import UsageError, told
 
 _SHARE = 0.01  # of the time of a run that calls `train` many times
 
@@ -24,8 +24,8 @@ class WrittenPage:
     path: str
 
     def _repr_html_(self) -> str:
-        with tf.io.gfile.GFile(self.path) as file:
-            page = html.escape(file.read())  # as an attribute, because no address of the file works in all notebooks
+        # As an attribute, because no address of the file works in all notebooks.
+        page = html.escape(files.read_text(self.path, most=1 << 28))
         return f'<iframe srcdoc="{page}" sandbox="allow-scripts" width="100%" height="600" style="border: 0"></iframe>'
 
 
@@ -84,7 +84,7 @@ class Page:
             self._check()
             self.path = write_of_run(self._directory)
         except Exception as error:  # what is only shown never ends a run
-            logging.warning("report.html cannot be written (%s)", error)
+            logging.warning("report.html cannot be written: %s", told(error))
             self._directory = None
         self._stale = False
         self._written = time.monotonic()

@@ -2,11 +2,10 @@
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import tensorflow as tf
 
@@ -74,16 +73,21 @@ def _standard(row: Any) -> np.ndarray:
 
 
 def _tfrecord(records: Sequence[Record]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "piece")
-        with tf.io.TFRecordWriter(path) as writer:
-            for record in records:
-                features = {}
-                for name, row in record.items():
-                    features.update(_features(name, row))
-                writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
-        with open(path, "rb") as file:
-            return file.read()
+    parts = []
+    for record in records:
+        features = {}
+        for name, row in record.items():
+            features.update(_features(name, row))
+        example = tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+        length = len(example).to_bytes(8, "little")
+        parts += [length, _checksum(length), example, _checksum(example)]
+    return b"".join(parts)
+
+
+def _checksum(content: bytes) -> bytes:
+    """Returns what a TFRecord file has after some bytes: their CRC-32C, masked."""
+    value = google_crc32c.value(content)
+    return (((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def _features(name: str, row: Row) -> dict[str, tf.train.Feature]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from absl import logging
 
-from looplib import files
+from looplib import files, folders
 from looplib.report.event_files import (
     Event,
     EventFile,
@@ -49,8 +49,11 @@ class TensorBoardWriter(Writer):
         """Takes out the records that the run will make again."""
         self.close()
         named = os.path.join(self._directory, "eval")
-        names = [name for name in names_in(named) if not os.path.islink(os.path.join(named, name.rstrip("/")))]
-        for split in {"train", "eval", *reported, *(name.rstrip("/") for name in names)}:
+        names = [name.rstrip("/") for name in names_in(named)]
+        splits = {name for name in (*reported, *names) if folders.is_name(name)}  # a saved state may hold others
+        for split in {"train", "eval", *splits}:
+            if os.path.islink(self._folder(split)):
+                continue
             self._keep(split, lambda event, last=reported.get(split, step): event.step <= last)
 
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
@@ -92,7 +95,7 @@ class TensorBoardWriter(Writer):
                 return
             self._keep(split, lambda other: not same_record(other, event))
         if split not in self._files:
-            self._files[split] = EventFile(self._folder(split))
+            self._files[split] = EventFile(self._directory, *_names(split))
         self._files[split].write(event)
         self._known[split].update(_keys(event))
 
@@ -110,7 +113,7 @@ class TensorBoardWriter(Writer):
         self._files, self._known = {}, {}
 
     def _folder(self, split: str) -> str:
-        return os.path.join(self._directory, split if split in ("train", "eval") else os.path.join("eval", split))
+        return os.path.join(self._directory, *_names(split))
 
     def _paths(self, split: str) -> list[str]:
         return self._files_of(self._folder(split))
@@ -139,6 +142,10 @@ class TensorBoardWriter(Writer):
                 files.make_durable(path)  # of an earlier process, or closed here since the last `sync`
             known.update(key for event in kept for key in _keys(event))
         self._known[split] = known
+
+
+def _names(split: str) -> tuple[str, ...]:
+    return (split,) if split in ("train", "eval") else ("eval", split)
 
 
 def _keys(event: Event) -> set[tuple[int, str]]:

@@ -4,12 +4,11 @@ import math
 import numbers
 import os
 import re
-import shutil
 from typing import Any
 
 from absl import logging
 
-from looplib import _keras, files
+from looplib import _keras, files, folders
 from looplib.errors import UsageError, whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
@@ -223,7 +222,8 @@ class ExportBest(_Patient):
         *old, self._kept = *self._kept[: -self._number], self._kept[-self._number :]
         if event.controller.is_chief:
             for name in old:
-                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+                if os.path.isfile(os.path.join(folder, name, "export.json")):  # else it is none
+                    folders.remove(folder, name)
 
     def state(self) -> list[Any]:
         """See `Action`."""

@@ -15,7 +15,7 @@ from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, UsageError
 from looplib.extras.sweep.study import Plan
 from looplib.extras.tools import children
 from looplib.extras.tools.runs import saved_step
-from looplib.report.records import read_jsonl
+from looplib.report.records import read_metrics
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
 _GRACE = 30.0  # seconds that a process has to save and end
@@ -122,7 +122,7 @@ def command_of(fixed: Sequence[str], trial: optuna.Trial, seed: int | None, fold
 def curve(folder: str, metric: str) -> dict[int, float]:
     """Returns the values of a metric by step, from a run directory; NaN where it was not finite."""
     split, _, name = metric.partition("/")
-    records = (one for one in read_jsonl(os.path.join(folder, "metrics.jsonl")) if one["split"] == split)
+    records = (one for one in read_metrics(os.path.join(folder, "metrics.jsonl")) if one["split"] == split)
     return {one["step"]: math.nan if one[name] is None else float(one[name]) for one in records if name in one}
 
 
@@ -134,7 +134,7 @@ def result(folder: str, plan: Plan) -> float:
     """
     metric, found = plan.metric, curve(folder, plan.metric)
     if not found:
-        records = read_jsonl(os.path.join(folder, "metrics.jsonl"))
+        records = read_metrics(os.path.join(folder, "metrics.jsonl"))
         names = sorted({f"{one['split']}/{name}" for one in records for name in one if name not in ("step", "split")})
         raise UsageError(f"the run has no metric {metric}; name one with --metric: {', '.join(names) or 'it has none'}")
     values = [found[max(found)]] if plan.value == "last" else list(found.values())

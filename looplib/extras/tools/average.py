@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib import folders
 from looplib.checkpoint import choice, commits
 from looplib.errors import EXIT_DONE, UsageError, whole_number
 
@@ -41,8 +42,7 @@ def average(directory: str, output: str, last: int = 5, checkpoint: str = choice
         )
     if tf.io.gfile.exists(output) and tf.io.gfile.listdir(output):
         raise UsageError(f"{output} is not empty; name a new directory for the average")
-    folder = os.path.join(output, "checkpoints")
-    tf.io.gfile.makedirs(folder)
+    folder = folders.make_folder(output, "checkpoints")
     path = commits.path_of(folder, found[-1].step)
     commits.begin(path)
     values = _mean([done.path for done in found])

@@ -8,11 +8,11 @@ import os
 import random
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from looplib import files, folders
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.tools import preflight
 from looplib.extras.tools.children import temporary_folder
@@ -218,10 +218,9 @@ def fits(
     run(command, os.path.join(folder, "run"), timeout, environment={preflight.VARIABLE: request, **_NO_DEVICES})
     if not os.path.exists(to):
         raise UsageError(f"{command[0]!r} ended without handing over its steps; name a binary that calls launch.run")
-    with open(to) as file:
-        result = json.load(file)
+    result = json.loads(files.read_text(to))
     if not directory:
-        shutil.rmtree(folder)
+        folders.remove(*os.path.split(folder))
     for split, step in result["steps"].items():
         _say_of_step(split, step, [finding for finding in result["findings"] if finding["split"] == split], platform)
     faults = sum(finding["fault"] for finding in result["findings"])
@@ -274,7 +273,7 @@ def _verdict(comparison: Comparison, hint: str, one: str, other: str, folder: st
     if not c.differences:
         say(f"EQUAL, {one} and {other}: {what}")
         if not keep:
-            shutil.rmtree(folder)
+            folders.remove(*os.path.split(folder))
         return EXIT_DONE
     say(f"DIFFERENT, {one} and {other}: {len(c.differences)} values of {what}; the first:")
     for where, left, right in c.differences[:_SHOWN]:
@@ -292,7 +291,7 @@ def _prepare(directory: str | None) -> str:
     if not directory:
         return temporary_folder("looplib-check-")
     try:
-        os.makedirs(directory, exist_ok=True)
+        folders.make_folder(directory)
         if os.listdir(directory):
             raise UsageError(f"--dir {directory} is not empty; use an empty directory")
     except OSError as error:

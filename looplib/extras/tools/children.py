@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO, NoReturn
 
+from looplib import folders
 from looplib.errors import UsageError
 
 _TICK = 0.1
@@ -90,7 +90,8 @@ def ended_by_signals() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         for folder in _temporary:
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                folders.remove(*os.path.split(folder))
         raise
     finally:
         _temporary.clear()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
+from looplib import files
 from looplib.errors import Preempted, UsageError, join_names
 from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
@@ -93,8 +94,7 @@ class Answer:
     @classmethod
     def read(cls, path: str) -> "Answer":
         """Reads the answer that a process has written."""
-        with open(path) as file:
-            content = json.load(file)
+        content = json.loads(files.read_text(path))
         return cls(content["lines"], content["equal"], [Trace(**trace) for trace in content["traces"]])
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
-from looplib import _keras, _tf, source_locations
+from looplib import _keras, _tf, files, source_locations
 from looplib.errors import gist
 from looplib.extras.tools import pure_function, xla
 from looplib.extras.tools.variable_ops import NotAVariableError
@@ -79,8 +79,7 @@ def answer(controller: "Controller") -> None:
     """Checks a controller's steps for the device that the environment names, and writes the result to its file."""
     request = json.loads(os.environ[VARIABLE])
     result = look(controller, request["platform"], request["cores"])
-    with open(request["to"], "w") as file:
-        json.dump(result, file)
+    files.write_whole(request["to"], json.dumps(result), durable=False)
 
 
 def look(controller: "Controller", platform: str = "TPU", cores: int = 8) -> dict[str, Any]:

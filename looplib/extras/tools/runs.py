@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from looplib.checkpoint.manager import latest_checkpoint
+from looplib.console import printable
 from looplib.errors import UsageError
 from looplib.extras.tools import children
 from looplib.extras.tools.compare import final_checkpoint
@@ -23,8 +24,8 @@ _KILLS = ("after a save", "while it started", "while it ran")
 
 
 def say(line: str) -> None:
-    """Prints a line at once, so that it comes in order with those of the command."""
-    print(line, flush=True)
+    """Prints lines at once, so that they come in order with those of the command."""
+    print("\n".join(map(printable, line.expandtabs().split("\n"))), flush=True)
 
 
 @dataclasses.dataclass

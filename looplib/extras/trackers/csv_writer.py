@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import tensorflow as tf
 
-from looplib import files
+from looplib import files, folders
 from looplib.report.records import cut_short
 from looplib.report.writer import Writer
 
@@ -25,14 +25,14 @@ class CsvWriter(Writer):
     """
 
     def __init__(self, directory: str) -> None:
-        self._folder = os.path.join(directory, "csv")
+        self._directory, self._folder = directory, os.path.join(directory, "csv")
         self._known: dict[str, tuple[list[str], set[str]]] = {}  # by path: the columns, and the steps of the rows
 
     def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
         """Appends a row."""
         path, row = self._path(split), {"step": step, **metrics}
         if path not in self._known:
-            tf.io.gfile.makedirs(self._folder)
+            folders.make_folder(self._directory, "csv")
             self._keep(path, lambda other: True)
         columns, steps = self._known[path]
         if str(step) in steps or not row.keys() <= set(columns):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from looplib import files
 from looplib.extras.trackers import tracked
 from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writer import Setting, Writer
@@ -114,8 +115,7 @@ class MlflowWriter(Writer):
 def _log_bytes(client: "mlflow.MlflowClient", run: str, content: bytes, folder: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         path = os.path.join(place, name)
-        with open(path, "wb") as file:
-            file.write(content)
+        files.write_whole(path, content, durable=False)
         client.log_artifact(run, path, folder)
 
 
