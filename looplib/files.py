@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -28,6 +29,7 @@ from looplib.errors import UsageError, gist, told
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
 _BLOCK = 1 << 22
+_TICK = 0.1  # seconds between two looks at a lock
 _DEEPEST = 100  # levels of JSON
 # The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -233,21 +235,23 @@ def is_new_name(name: str, of: str | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def appending(path: str) -> Iterator[BinaryIO]:
+def appending(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
     """Opens a file to append bytes, while other processes that append, or use `rewriting`, wait.
 
     Args:
       path: the file, made if missing.
+      wait: seconds for another process that has it.
 
     Raises:
       UsageError: if it is not a regular file.
+      TimeoutError: if another process has it for longer.
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
         with gfile().GFile(path, "ab") as file:
             yield file
         return
-    with _alone(path) as file:
+    with _alone(path, wait) as file:
         yield file
 
 
@@ -262,7 +266,8 @@ def rewriting(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[BinaryIO]:
+def _alone(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
+    end, at_once = time.monotonic() + wait, fcntl.LOCK_NB if wait < math.inf else 0
     while True:
         try:
             descriptor = os.open(
@@ -275,8 +280,15 @@ def _alone(path: str) -> Iterator[BinaryIO]:
         with _naming(path), os.fdopen(descriptor, "ab") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise UsageError(f"{path} is a device or a FIFO, and not a file; move it away")
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | at_once)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"another process has locked {path} for {wait:g} s") from None
+                time.sleep(_TICK)
+                continue
+            except OSError:  # a file system without locks
+                pass
             if is_at(descriptor, path):  # if not, it was replaced while this process waited
                 yield file
                 return
