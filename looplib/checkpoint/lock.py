@@ -15,6 +15,7 @@ from absl import logging
 
 from looplib import files
 from looplib.errors import UsageError
+from looplib.masks import masked
 
 _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary()
 
@@ -45,7 +46,7 @@ class RunLock:
             return
         self._path = os.path.join(directory, "lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._file = os.fdopen(os.open(self._path, flags, 0o666), "r+")
+        self._file = os.fdopen(os.open(self._path, flags, 0o666), "r+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -60,7 +61,8 @@ class RunLock:
             return
         self._file.truncate(0)
         json.dump(
-            {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": sys.argv}, self._file
+            {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": masked(sys.argv)},
+            self._file,
         )
         self._file.flush()
 

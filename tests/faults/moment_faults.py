@@ -157,7 +157,7 @@ def _flag(flag: str) -> Callable[[Sandbox], None]:
 
 
 def _small_files(place: Sandbox) -> None:
-    place.order["most_bytes"] = place.chance.choice([100_000, 1_000_000])
+    place.order["limits"] = {"FSIZE": place.chance.choice([100_000, 1_000_000])}
 
 
 def _small_disk(place: Sandbox) -> None:
