@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
-from looplib import files
 from looplib.checkpoint.marker import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.health.guards import Guards
@@ -146,9 +145,6 @@ class CheckpointPolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))
-        for name in ("warm_start", "continue_from"):
-            if path := getattr(self, name):
-                object.__setattr__(self, name, files.resolve(path, name))
         if self.warm_start and self.continue_from:
             raise UsageError(
                 f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "

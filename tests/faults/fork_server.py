@@ -23,6 +23,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 
@@ -172,7 +173,8 @@ def become(order, streams, own_paths):
         `environment`, all of its variables; maybe `ignored`, signals that it ignores, `namespace`, of a network,
         `console`, a file to print to (of `streams`, 1 and 2), `closed`, to have no standard output, `no_input`, to have no
         standard input, `encoding`, of what it prints, `limits`, a dict from the name of a `resource`, such as "FSIZE", to
-        its bound, `umask`, `user`, a number, and `gone`, to remove the working directory.
+        its bound, `umask`, `user`, a number, `temporary`, the folder of temporary files, and `gone`, to remove the working
+        directory.
       streams: file descriptors of standard input, output and error.
       own_paths: where Python looks for modules, without what the environment adds.
     """
@@ -208,6 +210,8 @@ def become(order, streams, own_paths):
     if order.get("no_input"):
         os.close(0)
         sys.stdin = None
+    if "temporary" in order:
+        tempfile.tempdir = order["temporary"]
     if order.get("gone"):
         os.rmdir(order["folder"])
     if "user" in order:
