@@ -123,7 +123,7 @@ def test_no_home_directory_is_no_cache_and_no_folder_named_tilde(nursery, monkey
 def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for start in (looplib.warm_start, lambda objects, path: warm_start.continue_from(objects, None, path)):
+    for start in (looplib.warm_start, lambda objects, path: warm_start.continue_from(objects, tf.Variable(0), path)):
         with pytest.raises(UsageError, match=f"{tmp_path}/ckpt-1"):
             start({"model": tf.Module()}, "~/ckpt-1")
     with pytest.raises(UsageError, match=f"model_dir {tmp_path}/r\\?un has"):
@@ -321,6 +321,56 @@ def test_a_run_of_a_clock_that_was_wrong_is_resumed_and_its_events_stay_in_order
     code, output = tool(python, "inspect", run)
     assert code == 0 and not re.search(r"-\d+ s|-\d+ days", output)
     assert tool(python, "status", run)[0] == tool(python, "report", run)[0] == 0
+
+
+JUMPS = """
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static long jump(void) { /* a year ahead and a year behind, in turns of 0.05 s */
+  struct timespec now;
+  syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now);
+  return now.tv_nsec / 50000000 % 2 ? 31536000L : -31536000L;
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  int result = syscall(SYS_clock_gettime, clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += jump();
+  return result;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+  struct timespec found;
+  clock_gettime(CLOCK_REALTIME, &found);
+  now->tv_sec = found.tv_sec, now->tv_usec = found.tv_nsec / 1000;
+  return 0;
+}
+time_t time(time_t *now) {
+  struct timespec found;
+  clock_gettime(CLOCK_REALTIME, &found);
+  if (now) *now = found.tv_sec;
+  return found.tv_sec;
+}
+"""
+
+
+@pytest.mark.repetition
+def test_a_clock_that_jumps_by_years_while_a_run_trains_changes_no_duration_and_no_limit(trained, tmp_path):
+    if not shutil.which("gcc"):
+        pytest.skip("there is no gcc")
+    (tmp_path / "jumps.c").write_text(JUMPS)
+    library = tmp_path / "jumps.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "jumps.c"], check=True)
+    paths = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "LOOPLIB_EXAMPLE_CHECKSUMS": "1"}
+    command = [sys.executable, "-m", "faulty", f"--model_dir={tmp_path}/run", *SHORT, "--config.slow_step=0.05"]
+    done = subprocess.run(
+        [*command, "--max_time=150"], env={**os.environ, **environment, "LD_PRELOAD": str(library)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads((tmp_path / "run" / "run.json").read_text())["seconds"]
+    assert 0.5 <= seconds["train"] < 60 and seconds["wall"] < 300
+    assert not compare(str(trained), str(tmp_path / "run")).differences
 
 
 def test_the_time_of_a_marker_that_cannot_be_is_damage(trained, tmp_path):

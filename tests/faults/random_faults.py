@@ -39,7 +39,7 @@ COMMON = [
 ]  # fmt: skip
 LIMIT = 90.0  # seconds that a start may take
 # Each part is drawn as often as it stands here.
-PARTS = ("console", "directory", "directory", "name", "moment", "moment")
+PARTS = ("console", "directory", "directory", "name", "moment", "moment", "surroundings")
 
 
 @dataclasses.dataclass(frozen=True)
