@@ -279,7 +279,7 @@ def test_a_value_that_is_not_finite_is_never_the_result(tmp_path):
             return str(error)
 
     assert (value_of("max", "best"), value_of("min", "best")) == (0.75, 0.25)
-    assert value_of("max", "last") == "eval/score is not finite at the end"
+    assert value_of("max", "last") == "eval/score is not a finite number at the end"
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
     assert (value_of("max", "last"), value_of("min", "last")) == (0.75, 0.75)
 

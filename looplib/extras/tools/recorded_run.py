@@ -94,7 +94,7 @@ def command_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple
 
     arguments, flags, folder = start_of(report, directory, number)
     if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
-        flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
+        flags = [*without(flags, "config_file", "experiment"), f"--config_file={kept}"]
     return [sys.executable, *arguments, *flags], folder
 
 
@@ -106,7 +106,7 @@ def untold(directory: str, error: Exception) -> UsageError:
     )
 
 
-def _without(arguments: Sequence[str], *names: str) -> list[str]:
+def without(arguments: Sequence[str], *names: str) -> list[str]:
     """Returns the arguments without some flags, whose values follow a "=" or are the next argument."""
     kept, skip = [], False
     for argument in arguments:
