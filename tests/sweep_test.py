@@ -138,7 +138,8 @@ def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_rest
             drawn[name] += [tuple(study.new().params.values()) for _ in range(8 // starts)]
     assert sorted(drawn["whole"]) == sorted(itertools.product((1, 2), "xy", (0.1, 0.2))) != drawn["whole"]
     assert drawn["resumed"] == drawn["whole"] and study.size == 8
-    assert Study(str(tmp_path / "whole"), plan, space.parse(["train", "--a=0.1..1"])[1]).size == math.inf
+    (tmp_path / "endless").mkdir()
+    assert Study(str(tmp_path / "endless"), plan, space.parse(["train", "--a=0.1..1"])[1]).size == math.inf
 
 
 # Bad input.
