@@ -62,8 +62,8 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
             rows, cut = _rows(directories)
             lines = _table(rows) if rows else [f"there is no run in {' or '.join(map(printable, directories))}"]
             lines += [
-                f"not all folders were looked at: they are more than {_MOST_FOLDERS:,}, have more than {_MOST_ENTRIES:,} "
-                f"entries, or take longer than {_MOST_SECONDS:g} s; name fewer of them"
+                f"not all folders were looked at: they are more than {_MOST_FOLDERS:,}, have more than "
+                f"{_MOST_ENTRIES:,} entries, or take longer than {_MOST_SECONDS:g} s; name fewer of them"
             ] * cut
             redraw = watch and sys.stdout.isatty()
             if redraw:

@@ -121,7 +121,7 @@ def _log_bytes(client: "mlflow.MlflowClient", run: str, content: bytes, folder: 
 
 
 def _without_password(uri: str) -> str:
-    """Returns an address without the name and password in it, which MLflow would print, and passes them on otherwise."""
+    """Returns an address without its name and password, which MLflow would print, and passes these on otherwise."""
     name, at, host = urllib.parse.urlsplit(uri).netloc.rpartition("@")
     if at and uri.startswith(("http://", "https://")):
         user, _, password = name.partition(":")
