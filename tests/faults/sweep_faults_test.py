@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+import sweep_test
 from disk_test import mount
 
 from looplib.__main__ import main
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from looplib.extras.tools import runs
 from looplib.report.records import read_jsonl
 
 DAMAGED = "sweep.db is damaged, or no database of a sweep"
@@ -355,6 +357,33 @@ def test_two_sweeps_in_one_directory_the_second_is_refused_and_harms_nothing(
     assert contents(folder) == before
 
 
+def test_two_checks_in_one_directory_the_second_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_LAST_SECONDS", 0.3)
+    with open(tmp_path / "run.log", "a") as held:
+        first = subprocess.Popen(["sleep", "100"], stdout=held)
+        fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(UsageError, match="another process has .*run.log as its output"):
+            runs.run(["true"], str(tmp_path / "run"), 10)
+    finally:
+        first.kill()
+        first.wait()
+    assert not runs.run(["true"], str(tmp_path / "run"), 10).killed
+
+
+@pytest.mark.parametrize("make", [link_outside, os.mkfifo, pathlib.Path.mkdir])
+def test_a_log_of_a_check_that_leads_elsewhere_is_refused(
+    make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path, victim: pathlib.Path
+) -> None:
+    (tmp_path / "check").mkdir()
+    make(tmp_path / "check" / "run.log")
+    with pytest.raises(UsageError, match="move it away"):
+        runs.run(["true"], str(tmp_path / "check" / "run"), 10)
+    assert (victim / "file").read_text() == "precious"
+
+
 def in_background(python: str, arguments: list[str], log: pathlib.Path) -> subprocess.Popen:
     """Starts `python -m looplib`."""
     with open(log, "ab") as file:
@@ -464,6 +493,28 @@ def test_a_full_disk_ends_a_sweep_with_a_sentence_and_it_resumes_once_there_is_s
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
     assert main(of_a_sweep(folder, program, *arguments)) == EXIT_DONE
     assert table(folder) == WHOLE
+
+
+def test_runs_that_train_on_a_disk_that_gets_full_resume_once_there_is_space(
+    disk: pathlib.Path, tmp_path: pathlib.Path, python: str
+) -> None:
+    options = ("--parallel=2",)
+    of = ["--config.rate=0.1,0.4", "--config.pause=0.1", "--config.noise=0.01"]
+    folder, log = disk / "sweep", tmp_path / "log"
+    with open(log, "ab") as file:
+        process = subprocess.Popen(
+            sweep_test.command(python, folder, *options, of=of), env=sweep_test.ENVIRONMENT, stdout=file, stderr=file
+        )
+    until(lambda: list(folder.glob("trial-*/checkpoints/*.commit")) or process.poll() is not None)
+    other = fill(disk, 0)
+    assert process.wait(120) == 2, log.read_text()
+    last = log.read_text().splitlines()[-1]
+    assert last.startswith("looplib: error: ") and "run the same command" in last, last
+    other.unlink()
+    for place in (folder, tmp_path / "whole"):
+        done = sweep_test.sweep(python, place, *options, of=of)
+        assert done.returncode == EXIT_DONE, done.stderr
+    assert (folder / "results.csv").read_bytes() == (tmp_path / "whole" / "results.csv").read_bytes()
 
 
 def test_a_directory_that_cannot_be_written_is_a_sentence(

@@ -1,6 +1,8 @@
 """The command under check: run in separate run directories, to its end or until it is killed."""
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import glob
 import os
@@ -20,6 +22,7 @@ from looplib.extras.tools.compare import final_checkpoint
 from looplib.loop import example_checksum
 
 _LAST_BYTES = 8192  # of a log
+_LAST_SECONDS = 10.0  # in which the processes of a run that was killed end
 # What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is hit.
 _KILLS = ("after a save", "while it started", "while it ran")
 
@@ -72,6 +75,7 @@ def run(
     life, stamp, moment = Life(saved_step(folder)), _stamp(folder), None
     added = environment or {example_checksum.VARIABLE: "1"}
     with open_log(folder) as log:
+        _hold(log, folder)
         process = children.start([*command, f"--model_dir={folder}"], log, added)
     started = time.monotonic()
     struck = False
@@ -113,6 +117,28 @@ def open_log(folder: str) -> BinaryIO:
         raise UsageError(f"{error}; move it away") from None
     except OSError as error:
         raise UsageError(f"{folder}.log cannot be written ({error.strerror}); mend that and start again") from error
+
+
+def _hold(log: BinaryIO, folder: str) -> None:
+    """Holds the log of a run for this process and those that have it as their output.
+
+    Raises:
+      UsageError: if another one holds it: one that was killed a moment ago is waited for.
+    """
+    end = time.monotonic() + _LAST_SECONDS
+    with contextlib.suppress(OSError):  # a file system without locks
+        while True:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+        raise UsageError(
+            f"another process has {folder}.log as its output, of a check that runs there or was killed; wait until it "
+            "has ended, or use another directory"
+        )
 
 
 def last_lines(folder: str) -> list[str]:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from looplib import folders
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.trackers import tracked
 from looplib.report.records import read_newest
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _TRACKER = "wandb"
 _MOST_LOST = 1 << 15  # bytes of metrics.jsonl, which are more than W&B's process keeps back before it writes
 # Seconds that W&B may wait for its server at the start and the end, of the process too, unless a WANDB_... says others.
-_BOUNDS = {"init_timeout": 20.0, "finish_timeout": 20.0}
+_BOUNDS: dict[str, float | bool] = {"init_timeout": 20.0, "finish_timeout": 20.0, "finish_timeout_raises": True}
 _CODES = {"failed": EXIT_FAILED, "preempted": EXIT_PREEMPTED}
 
 
@@ -70,6 +71,7 @@ class WandbWriter(Writer):
         if self._run is None:
             import wandb
 
+            folders.make_folder(self._directory, "wandb")  # where W&B would follow a link
             run = tracked.read_id(self._directory, _TRACKER)
             if run is None:
                 run = uuid.uuid4().hex[:8]
@@ -90,7 +92,7 @@ class WandbWriter(Writer):
         return self._run
 
 
-def _bounds(settings: Any) -> dict[str, float]:
+def _bounds(settings: Any) -> dict[str, float | bool]:
     """Returns the bounds that this version of W&B knows and the user does not set."""
     known = getattr(settings, "model_fields", {})
     return {
