@@ -117,6 +117,9 @@ BAD_SPACES = {
     "--a=1..4:9": "a step above 0 that fits",
     "--a=1..4:x": "is no range; expected LOW..HIGH",
     "--a=1,1": "lists a value twice",
+    "--a=1..1e400": "--a has the number 1e400; expected at most",
+    f"--a=1..{'9' * 5000}": "--a has the number 99999",
+    "--a=1..2:1e-320": "a step above 0 that fits",
 }
 
 

@@ -313,6 +313,18 @@ def test_a_metric_that_is_no_finite_number_fails_its_trial_alone(tmp_path: pathl
         assert code == EXIT_DONE or rows[value]["error"] == "eval/score is not a finite number at the end"
 
 
+def test_steps_that_are_none_stop_no_rule_that_compares_them(tmp_path: pathlib.Path, program: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(pathlib.Path(program).read_text().replace('"step": 1', '"step": %s').replace(
+        'given.get("value", given["rate"])', '(given["step"], given["rate"])'))  # fmt: skip
+    steps = f"--step=-1,{'9' * 400},{2**53},true"
+    assert (
+        main(of_a_sweep(tmp_path / "sweep", str(script), "--rate=1", steps, options=("--prune=median",))) == EXIT_DONE
+    )
+    with open(tmp_path / "sweep" / "results.csv", newline="") as file:
+        assert sorted(row["state"] for row in csv.DictReader(file)) == ["done", "done", "failed", "failed"]
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, pathlib.Path.mkdir, link_outside])
 def test_metrics_that_cannot_be_read_fail_their_trial_by_name(
     make: Callable[[pathlib.Path], None], tmp_path: pathlib.Path, program: str, capsys: pytest.CaptureFixture

@@ -266,7 +266,8 @@ class _Sweep:
             return
         known = self._study.all()[job.trial.number].intermediate_values
         for step in sorted(found.keys() - known.keys()):
-            job.trial.report(found[step], step)
+            if step >= 0:
+                job.trial.report(found[step], step)
         if job.trial.should_prune():
             job.stop()
 
