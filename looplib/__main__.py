@@ -275,8 +275,8 @@ def _add_sweep(tools: Any) -> None:
         description="Runs COMMAND, without --model_dir, with many settings, each in a run directory of its own, and "
         "ranks the results. The same command resumes a sweep that was ended or killed. docs/experiments.md describes "
         "the lists and ranges of values.",
-        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly; 75 saved and ended by SIGTERM, SIGINT, "
-        "SIGHUP, SIGUSR1 or SIGUSR2; run it again",
+        epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, or a full disk; 75 "
+        "saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again",
     )
     parser.add_argument("--dir", type=_path, required=True, help="directory of the sweep")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default %(default)s)")

@@ -318,18 +318,12 @@ def _alone(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
     end, at_once = time.monotonic() + wait, fcntl.LOCK_NB if wait < math.inf else 0
     while True:
         try:
-            descriptor = os.open(
-                path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
-            )
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise UsageError(f"{path} is a symbolic link, a directory or a socket; move it away") from None
-            raise
-        with _naming(path), os.fdopen(descriptor, "ab") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UsageError(f"{path} is a device or a FIFO, and not a file; move it away")
+            file = open_to_append(path)
+        except NotRegularError as error:
+            raise UsageError(f"{error}; move it away") from None
+        with _naming(path), file:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | at_once)
+                fcntl.flock(file, fcntl.LOCK_EX | at_once)
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise TimeoutError(f"another process has locked {path} for {wait:g} s") from None
@@ -337,9 +331,29 @@ def _alone(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
                 continue
             except OSError:  # a file system without locks
                 pass
-            if is_at(descriptor, path):  # if not, it was replaced while this process waited
+            if is_at(file.fileno(), path):  # if not, it was replaced while this process waited
                 yield file
                 return
+
+
+def open_to_append(path: str) -> BinaryIO:
+    """Opens a local file to append bytes, made if missing, without following a link and without waiting.
+
+    Raises:
+      NotRegularError: if it is not a regular file.
+      OSError: if it cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.fdopen(os.open(path, flags, 0o666), "ab")
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE):
+            raise NotRegularError(f"{path} is a link, a directory, a FIFO or a socket, and not a file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise NotRegularError(f"{path} is a device, and not a file")
+    return file
 
 
 def is_at(descriptor: int, path: str) -> bool:

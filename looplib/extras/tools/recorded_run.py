@@ -99,7 +99,7 @@ def command_of(report: run_file.Report, directory: str, number: int = 0) -> tupl
 
     arguments, flags, folder = start_of(report, directory, number)
     if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
-        flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
+        flags = [*without(flags, "config_file", "experiment"), f"--config_file={kept}"]
     return [sys.executable, *arguments, *flags], folder
 
 
@@ -111,7 +111,7 @@ def untold(directory: str, error: Exception) -> UsageError:
     )
 
 
-def _without(arguments: Sequence[str], *names: str) -> list[str]:
+def without(arguments: Sequence[str], *names: str) -> list[str]:
     """Returns the arguments without some flags, whose values follow a "=" or are the next argument."""
     kept, skip = [], False
     for argument in arguments:
