@@ -13,6 +13,7 @@ from absl import app, flags
 from matplotlib.figure import Figure
 
 from looplib import UsageError
+from looplib.files import resolve
 from looplib.report.records import read_jsonl
 
 
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> None:
     """Draws the curves that the command line asks for."""
     if len(argv) < 2:
         raise app.UsageError("name one or more run directories")
-    write_curves(flags.FLAGS.output, argv[1:], flags.FLAGS.metric)
+    write_curves(resolve(flags.FLAGS.output, "--output"), argv[1:], flags.FLAGS.metric)
 
 
 if __name__ == "__main__":

@@ -33,17 +33,15 @@ _FILES = (
 
 
 def resolve(model_dir: str | os.PathLike[str]) -> str:
-    """Returns the one name of a run directory: absolute, so that a later `chdir` does not split the run.
+    """Returns the one name of a run directory, see `files.resolve`.
 
     Args:
-      model_dir: the directory; "file://" before it is left out.
+      model_dir: the directory.
 
     Raises:
-      UsageError: for a name that TensorFlow would interpret as a pattern.
+      UsageError: for a name that cannot be used, or that TensorFlow would interpret as a pattern.
     """
-    path = os.fspath(model_dir)
-    path = path.removeprefix("file://") if path.startswith("file:///") else path
-    path = path if files.is_remote(path) else os.path.abspath(path)
+    path = files.resolve(model_dir, "model_dir")
     if found := sorted(_PATTERN & set(path)):
         raise UsageError(
             f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow interprets as a file "

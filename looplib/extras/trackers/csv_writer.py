@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 import tensorflow as tf
 
 from looplib import files, folders
+from looplib.errors import UsageError
 from looplib.report.records import cut_short
 from looplib.report.writer import Writer
 
 _Row = Mapping[str, str | float]
+_MOST_BYTES = 1 << 30  # of a table that is read
 
 
 class CsvWriter(Writer):
@@ -72,6 +74,8 @@ def _read(path: str) -> list[_Row]:
     """Returns the rows of a table, without a last one that a crash has cut short; [] if there is no table."""
     if not tf.io.gfile.exists(path):
         return []
+    if files.size(path) > _MOST_BYTES:
+        raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes; move it away")
     with files.open_regular(path) as file:
         text = file.read().decode(errors="replace")
     rows = list(csv.DictReader(io.StringIO(text)))

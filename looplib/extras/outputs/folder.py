@@ -13,7 +13,7 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.errors import UsageError, gist, join_names, told
-from looplib.report.pieces import KINDS, Record, encode
+from looplib.extras.outputs.pieces import KINDS, Record, encode
 
 _VERSION = 2
 _MOST_BYTES = 1 << 27  # of an index, which has about 200 for a piece
@@ -31,7 +31,7 @@ class Source:
       outputs: the structure of what is predicted.
       global_batch_size: examples of a step.
       replicas: where the batches of the data set, and so its position, depend on their number; else None.
-      format: the kind of files, a name in `pieces.KINDS`.
+      format: the kind of files, a name in `command_line.PREDICTIONS`.
       piece: records of a piece.
     """
 
