@@ -68,7 +68,7 @@ def resolve(path: str | os.PathLike[str], what: str) -> str:
     try:
         return _resolved(os.fspath(path))
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{what} is {path!r:.200}, which cannot be used: {gist(error)}") from error
+        raise UsageError(f"{what} is {path!r:.200}, which cannot be used: {told(error)}") from error
 
 
 def _resolved(path: str) -> str:
