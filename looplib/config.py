@@ -276,6 +276,9 @@ def parse(argv: Sequence[str]) -> list[str]:
     Raises:
       UsageError: for an unknown flag, or a value of another type.
     """
+    for argument in argv:
+        if argument.encode(errors="replace").decode() != argument:
+            raise UsageError(f"{argument!a:.300} is not UTF-8 text; write it in UTF-8, and rename what it names")
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:

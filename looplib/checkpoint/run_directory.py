@@ -38,11 +38,13 @@ def resolve(model_dir: str | os.PathLike[str]) -> str:
       model_dir: the directory; "file://" before it is left out.
 
     Raises:
-      UsageError: for a name that TensorFlow would interpret as a pattern.
+      UsageError: for a name that TensorFlow would interpret as a pattern, or that is not UTF-8.
     """
     path = os.fspath(model_dir)
     path = path.removeprefix("file://") if path.startswith("file:///") else path
     path = path if files.is_remote(path) else os.path.abspath(path)
+    if path.encode(errors="replace").decode() != path or "\0" in path:
+        raise UsageError(f"model_dir {path!a} is not UTF-8 text without NUL; use another directory name")
     if found := sorted(_PATTERN & set(path)):
         raise UsageError(
             f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow interprets as a file "
