@@ -1,5 +1,6 @@
 """What somebody else, or a bad disk, can do to the files of a run."""
 
+import copy
 import hashlib
 import json
 import os
@@ -73,9 +74,9 @@ def mutate_fields(fields: Tree, chance: random.Random, values: list[Any] = VALUE
             holder = holder[key]
             key = chance.choice(list(holder)) if isinstance(holder, dict) else chance.randrange(len(holder))
         if isinstance(holder, dict) and chance.random() < 0.3:
-            holder[str(chance.choice(values))] = chance.choice(values)
+            holder[str(chance.choice(values))] = copy.deepcopy(chance.choice(values))
         else:
-            holder[key] = chance.choice(values)
+            holder[key] = copy.deepcopy(chance.choice(values))
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:
