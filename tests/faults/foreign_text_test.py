@@ -95,6 +95,7 @@ def ask(run, other, capsys, number=0):
         ["diff", str(run), str(other)],
         ["replay", str(run), "--step=2", "--save=nothing"],
         ["rerun", str(run), f"--to={other}"],  # which is not empty
+        ["export", str(run)],  # by a command that does nothing
     ]
     codes = []
     for question in questions:
@@ -329,6 +330,23 @@ def test_bad_text_on_a_command_line_ends_in_a_sentence(nursery, tmp_path):
             assert len(last) < 1000
         else:
             assert code == 0, output[-500:]
+
+
+def test_jobs_of_a_run_whose_record_somebody_has_forged_end_well(nursery, tmp_path):
+    flags = ["--train_steps=1", "--eval_interval=1", "--config.shows"]
+    assert nursery.life(tmp_path / "run", *flags).code() == 0
+    path = tmp_path / "run" / "run.json"
+    forged = json.loads(path.read_text())
+    forged |= {"config": {"data": SURROGATE, "letter": "x" * 10**6, "state_mb": 10**400, "\x1b[2J": {"a": [NUL]}}, "flags": 7,
+               "seconds": "long", "metrics": {"train": 3}, "starts": [7, {"process": {"pid": "1"}}], "restarts": 1e999}  # fmt: skip
+    path.write_text(json.dumps(forged))
+    for job in (["--mode=eval"], [], ["--mode=export"]):
+        life = nursery.life(tmp_path / "run", *flags, *job)
+        assert life.code() == 0, life.output()[-3000:]
+        output = life.output()
+        assert "Traceback" not in output and "\x1b[2J" not in output and len(output) < 20_000
+    report = json.loads(path.read_text())
+    assert report["status"] == "done" and report["config"]["letter"] == "" and report["restarts"] == 1
 
 
 @pytest.mark.parametrize("value", [1e300, 10**400, float("inf"), float("nan"), "1e999", "9" * 400, True, [], 1e10])
