@@ -291,6 +291,11 @@ def parse(argv: Sequence[str]) -> list[str]:
         raise UsageError(f"{error}; --help lists the flags") from error
 
 
+def text_in(path: str) -> str:
+    """Returns the text of a --config_file, which may be a link; see `files.read_text`."""
+    return files.read_text(path if files.is_remote(path) else os.path.realpath(path), _MOST_BYTES)
+
+
 def read(path: str) -> Mapping[str, Any]:
     """Returns the settings of a YAML file.
 
@@ -298,8 +303,7 @@ def read(path: str) -> Mapping[str, Any]:
       UsageError: if it cannot be read, is too large, or is not a mapping.
     """
     try:
-        place = path if files.is_remote(path) else os.path.realpath(path)  # the user's own may be a link
-        values = load(files.read_text(place, _MOST_BYTES))
+        values = load(text_in(path))
     except (OSError, ValueError, tf.errors.OpError) as error:
         raise UsageError(f"--config_file={path} cannot be read ({gist(error)})") from error
     if values is not None and not isinstance(values, dict):
