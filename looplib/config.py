@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import files
-from looplib.errors import UsageError, gist, shown
+from looplib.errors import UsageError, gist, is_utf8, shown
 from looplib.field_types import (
     At,
     check,
@@ -277,7 +277,7 @@ def parse(argv: Sequence[str]) -> list[str]:
       UsageError: for an unknown flag, or a value of another type.
     """
     for argument in argv:
-        if argument.encode(errors="replace").decode() != argument:
+        if not is_utf8(argument):
             raise UsageError(f"{argument!a:.300} is not UTF-8 text; write it in UTF-8, and rename what it names")
     try:
         return flags.FLAGS(argv)

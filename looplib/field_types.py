@@ -20,7 +20,7 @@ import cattrs
 import numpy as np
 import yaml
 
-from looplib.errors import UsageError, duration, gist, shown
+from looplib.errors import UsageError, duration, gist, is_utf8, shown
 
 _MOST_NODES, _DEEPEST = 50_000, 50  # of a YAML text, after its aliases
 _LONGEST_NUMBER = 100  # characters
@@ -98,6 +98,8 @@ def compose(text: str) -> yaml.Node | None:
                 for (_, name), times in collections.Counter(names).most_common(1):
                     if times > 1:
                         raise ValueError(f"it has {shown(name)} {times} times, {line}; write it once")
+            elif isinstance(node, yaml.ScalarNode) and not is_utf8(node.value):
+                raise ValueError(f"it has text that is not UTF-8, {line}")
             elif node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST_NUMBER:
                 raise ValueError(f"it has a number of {len(node.value):,} characters, {line}")
         level = list(itertools.islice(itertools.chain.from_iterable(map(_within, level)), _MOST_NODES + 1))

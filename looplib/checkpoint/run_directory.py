@@ -15,7 +15,7 @@ from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.checkpoint.marker import Commit
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.cluster.collectives import Workers
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, gist, is_utf8
 from looplib.task.record import RunRecord
 
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
@@ -43,7 +43,7 @@ def resolve(model_dir: str | os.PathLike[str]) -> str:
     path = os.fspath(model_dir)
     path = path.removeprefix("file://") if path.startswith("file:///") else path
     path = path if files.is_remote(path) else os.path.abspath(path)
-    if path.encode(errors="replace").decode() != path or "\0" in path:
+    if not is_utf8(path) or "\0" in path:
         raise UsageError(f"model_dir {path!a} is not UTF-8 text without NUL; use another directory name")
     if found := sorted(_PATTERN & set(path)):
         raise UsageError(

@@ -13,6 +13,7 @@ import signal
 import subprocess
 
 import hostile_test
+import numpy as np
 import pytest
 from conftest import make_strategy, repetitions
 from tampering import VALUES, make_directory, make_endless, make_fifo, mutate_fields, mutated
@@ -20,8 +21,13 @@ from tampering import VALUES, make_directory, make_endless, make_fifo, mutate_fi
 from looplib import config, field_types, files
 from looplib.__main__ import main as cli
 from looplib.errors import UsageError, duration, shown, whole_number
+from looplib.extras.trackers.csv_writer import CsvWriter
+from looplib.loop.media import as_shown
 from looplib.report import run_file
+from looplib.report.media_writer import MediaWriter
 from looplib.report.records import read_jsonl, read_metrics
+from looplib.report.tensorboard_writer import TensorBoardWriter
+from looplib.task.media import Media
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 40)))
 STARTS = MUTATIONS // 4  # each is a training of a step
@@ -243,6 +249,7 @@ REFUSED = {
     "a long value": ("rate: " + "k" * 100_000, "rate in a.yaml is 'kkk"),
     "NUL": ("text: \0", "special characters are not allowed"),
     "no UTF-8": (b"text: \xff", "can't decode byte"),
+    "a lone surrogate": ('text: "\\ud800"', "not UTF-8, line 1"),
     "two documents": ("rate: 1\n---\nrate: 2", "another document"),
     "a merge of no mapping": ("<<: 3", "expected a mapping"),
 }
@@ -438,6 +445,30 @@ def test_metrics_are_numbers_whatever_the_file_has(tmp_path, caplog):
     ]
     warnings = [record for record in caplog.records if "metrics.jsonl" in record.getMessage()]
     assert len(warnings) == 11 and "1006 lines are not records" in warnings[-1].getMessage()
+
+
+@pytest.mark.parametrize("content", [b"x" * 200_000, b"step,loss\n" + b"9" * 5000 + b",1\n", b'\xff\0\n"', b"", "FIFO"])
+def test_a_table_of_somebody_else_is_taken_or_refused(content, tmp_path):
+    (tmp_path / "csv").mkdir()
+    if content == "FIFO":
+        make_fifo(tmp_path / "csv" / "train.csv")
+    else:
+        (tmp_path / "csv" / "train.csv").write_bytes(content)
+    with limited("table"), contextlib.suppress(UsageError):
+        writer = CsvWriter(str(tmp_path))
+        writer.resume(3, {})
+        writer.write(4, "train", {"loss": 1.0})
+        assert (tmp_path / "csv" / "train.csv").read_text().splitlines()[-1].startswith("4,")
+
+
+def test_texts_that_are_not_utf8_are_shown_with_escapes(tmp_path):
+    for decode, expected in ((lambda value: SURROGATE, "\\ud800"), (lambda value: NUL, NUL)):
+        media = {"a": Media("text", (np.array([b"x"]),), decode)}
+        (shown_text,) = as_shown(media).values()
+        assert shown_text.texts == (expected,)
+        for writer in (TensorBoardWriter(str(tmp_path)), MediaWriter(str(tmp_path))):
+            writer.show(1, "train", {"a": shown_text})
+            writer.close()
 
 
 NAMES = [NUL, SURROGATE, "../x.png", "/etc/passwd", "", ".", "..", "a/b.png", "x" * 5000, 7, None, ["x.png"], "x.png\0"]
