@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import files
-from looplib.errors import UsageError, shown, told
+from looplib.errors import UsageError, is_utf8, shown, told
 from looplib.field_types import (
     At,
     check,
@@ -295,8 +295,8 @@ def parse(argv: Sequence[str]) -> list[str]:
       UsageError: for an unknown flag, or a value of another type.
     """
     for argument in argv:
-        if not argument.isascii() and argument != argument.encode(errors="replace").decode():
-            raise UsageError(f"the argument {argument!r:.200} is not UTF-8, or the locale is not; set PYTHONUTF8=1")
+        if not is_utf8(argument):
+            raise UsageError(f"the argument {argument!a:.300} is not UTF-8, or the locale is not; set PYTHONUTF8=1")
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
@@ -309,6 +309,11 @@ def parse(argv: Sequence[str]) -> list[str]:
         raise UsageError(f"{error}; --help lists the flags") from error
 
 
+def text_in(path: str) -> str:
+    """Returns the text of a --config_file, which may be a link; see `files.read_text`."""
+    return files.read_text(path if files.is_remote(path) else os.path.realpath(path), _MOST_BYTES)
+
+
 def read(path: str) -> Mapping[str, Any]:
     """Returns the settings of a YAML file.
 
@@ -316,8 +321,7 @@ def read(path: str) -> Mapping[str, Any]:
       UsageError: if it cannot be read, is too large, or is not a mapping.
     """
     try:
-        place = path if files.is_remote(path) else os.path.realpath(path)  # the user's own may be a link
-        values = load(files.read_text(place, _MOST_BYTES))
+        values = load(text_in(path))
     except (OSError, ValueError, tf.errors.OpError) as error:
         raise UsageError(f"--config_file={path} cannot be read: {told(error)}") from error
     if values is not None and not isinstance(values, dict):

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from absl import flags, logging
 
-from looplib import Controller, Evaluator, Trainer, UsageError, launch
+from looplib import Controller, Evaluator, Trainer, UsageError, config, field_types, launch
 from looplib.errors import gist
 from looplib.files import resolve
 from trainers import needed
@@ -61,6 +61,8 @@ def settings() -> tuple[Params, dict[str, Any]]:
     chosen["config_file"].value = [resolve(path, "--config_file") for path in chosen.config_file or ()]
     try:
         gin.parse_config_files_and_bindings(chosen.gin_file, chosen.gin_params)
+        for path in chosen.config_file or ():
+            field_types.compose(config.text_in(path))  # Model Garden's own reader has no bounds
         params = train_utils.parse_configuration(chosen, lock_return=False, print_return=False)
     except (LookupError, ValueError, TypeError, OSError, tf.errors.OpError, AttributeError) as error:
         raise UsageError(
