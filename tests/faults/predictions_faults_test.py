@@ -480,7 +480,7 @@ def test_a_place_that_cannot_be_written_is_a_sentence_with_the_cure(nursery, tra
                 (view, f"Read-only file system: '{view}/eval'; make that file system writable, or use another"),
                 (file, f"File exists: '{file}'; move away what has that name"),
                 (loop / "x", "; remove the symbolic link there"),
-                (tmp_path / ("x" * 300), "File name too long"),
+                (tmp_path / ("x" * 300), "which cannot be used: it has more than"),
             ]
         ]
         for life, words in started:
@@ -494,9 +494,7 @@ def test_a_directory_of_another_user_is_a_sentence_with_the_cure(nursery, traine
     for place in (trained, tmp_path):
         for parent in (place, *place.parents):
             parent.chmod(parent.stat().st_mode | 0o005)
-    (tmp_path / "tmp").mkdir()
-    (tmp_path / "tmp").chmod(0o1777)
-    environment = {"HOME": "/nonexistent", "TMPDIR": str(tmp_path / "tmp")}
+    environment = {"HOME": "/nonexistent"}
     life = nursery.life(
         trained, *PREDICT, f"--predictions={tmp_path}", user=65534, directory="/", environment=environment
     )
