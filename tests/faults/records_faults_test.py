@@ -110,7 +110,7 @@ def test_a_link_to_data_is_read_and_one_to_nothing_is_named(name, tmp_path):
     (tmp_path / "data" / name).unlink()
     with pytest.raises(looplib.UsageError, match=f"{name}' matches no file of records"):
         opened(tmp_path / name)
-    with pytest.raises(looplib.UsageError, match=f"{name} cannot be found .*; restore it, or check the path"):
+    with pytest.raises(looplib.UsageError, match=f"{name} cannot be found.*; restore it, or check the path"):
         opened(f"{tmp_path}/[a].{name[2:]}")
 
 
