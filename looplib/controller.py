@@ -10,19 +10,18 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib import files
 from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
 from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
 from looplib.evaluations import Evaluations
-from looplib.exports import export
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
 from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
-from looplib.predictions import predict
 from looplib.records.damage import LeftOut
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
@@ -107,6 +106,7 @@ class Controller:
         bad_records: int = 0,
         distribute: str = "auto",
     ) -> None:
+        files.check_temporary()
         strategy = strategy or tf.distribute.get_strategy()
         checkpoints, actions = checkpoints or CheckpointPolicy(), actions or ()
         checks.check_kinds(strategy, actions)
@@ -293,7 +293,10 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no evaluator predicts.
         """
-        return predict(self._run, os.fspath(directory) if directory else None, format, piece)
+        from looplib.extras.outputs.predictions import predict
+
+        directory = files.resolve(directory, "the directory of the predictions") if directory else None
+        return predict(self._run, directory, format, piece)
 
     def export(
         self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
@@ -315,7 +318,10 @@ class Controller:
         Raises:
           UsageError: for bad input, or a model that cannot be exported.
         """
-        return export(self._run, os.fspath(directory) if directory else None, averages, tflite)
+        from looplib.extras.outputs.exports import export
+
+        directory = files.resolve(directory, "the directory of the export") if directory else None
+        return export(self._run, directory, averages, tflite)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.

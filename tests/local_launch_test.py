@@ -376,3 +376,17 @@ def test_the_tool_runs_a_command_and_its_help_says_what_it_is_not(capfd):
     with pytest.raises(SystemExit):
         tools.main(["launch", "--help"])
     assert "not a cluster manager" in " ".join(capfd.readouterr().out.split())
+
+
+def test_a_signal_without_a_name_and_a_line_without_an_end_are_shown(tmp_path):
+    script = "sys.stdout.write('x' * (3 << 20)); sys.stdout.flush(); os.kill(os.getpid(), signal.SIGRTMIN + 1)"
+    launched = Launched(tmp_path, script, workers=1)
+    code, out, err = launched.end()
+    assert code == 1 and f"was ended by signal {signal.SIGRTMIN + 1}" in err[-1]
+    assert sum(line.count("x") for line in out) == 3 << 20 and max(map(len, out)) < 2 << 20
+
+
+@pytest.mark.parametrize("flag", ["--grace=nan", "--backoff=inf", "--grace=-1"])
+def test_times_that_are_none_are_refused(flag, capsys):
+    assert tools.main(["launch", "--workers=1", flag, "--", "true"]) == 2
+    assert "expected seconds of at least 0" in capsys.readouterr().err

@@ -195,7 +195,7 @@ class Killed(Exception):
 
 def stop_after(monkeypatch, records):
     """Has the process fail once so many records were handed over, as a kill would end it."""
-    from looplib.report.prediction_folder import PredictionFolder
+    from looplib.extras.outputs.folder import PredictionFolder
 
     take, seen = PredictionFolder.take, []
 

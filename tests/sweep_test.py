@@ -117,6 +117,9 @@ BAD_SPACES = {
     "--a=1..4:9": "a step above 0 that fits",
     "--a=1..4:x": "is no range; expected LOW..HIGH",
     "--a=1,1": "lists a value twice",
+    "--a=1..1e400": "--a has the number 1e400; expected at most",
+    f"--a=1..{'9' * 5000}": "--a has the number 99999",
+    "--a=1..2:1e-320": "a step above 0 that fits",
 }
 
 
@@ -138,7 +141,8 @@ def test_a_random_search_draws_each_point_of_a_small_grid_once_also_after_a_rest
             drawn[name] += [tuple(study.new().params.values()) for _ in range(8 // starts)]
     assert sorted(drawn["whole"]) == sorted(itertools.product((1, 2), "xy", (0.1, 0.2))) != drawn["whole"]
     assert drawn["resumed"] == drawn["whole"] and study.size == 8
-    assert Study(str(tmp_path / "whole"), plan, space.parse(["train", "--a=0.1..1"])[1]).size == math.inf
+    (tmp_path / "endless").mkdir()
+    assert Study(str(tmp_path / "endless"), plan, space.parse(["train", "--a=0.1..1"])[1]).size == math.inf
 
 
 # Bad input.
@@ -279,7 +283,7 @@ def test_a_value_that_is_not_finite_is_never_the_result(tmp_path):
             return str(error)
 
     assert (value_of("max", "best"), value_of("min", "best")) == (0.75, 0.25)
-    assert value_of("max", "last") == "eval/score is not finite at the end"
+    assert value_of("max", "last") == "eval/score is not a finite number at the end"
     (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines[:-1]))
     assert (value_of("max", "last"), value_of("min", "last")) == (0.75, 0.75)
 

@@ -1,9 +1,11 @@
 """One run of a trial: its process, started again from its checkpoints until it is done, and its metrics."""
 
+import contextlib
 import dataclasses
 import fcntl
 import math
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -11,14 +13,22 @@ from collections.abc import Sequence
 
 import optuna
 
-from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, UsageError
+from looplib import files, folders
+from looplib.checkpoint import lock
+from looplib.console import printable
+from looplib.errors import EXIT_PREEMPTED, EXIT_STALLED, UsageError, gist, join_names
+from looplib.extras.page import values
 from looplib.extras.sweep.study import Plan
 from looplib.extras.tools import children
-from looplib.extras.tools.runs import saved_step
-from looplib.report.records import read_metrics
+from looplib.extras.tools.recorded_run import without
+from looplib.extras.tools.runs import last_lines, open_log, saved_step, say
+from looplib.report import run_file
+from looplib.report.records import each_record
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
 _GRACE = 30.0  # seconds that a process has to save and end
+_MOST_NAMES, _LONGEST = 20, 300  # in a sentence
+_SAID_AFTER = 5.0  # seconds of waiting for a process of an earlier start
 
 
 @dataclasses.dataclass
@@ -28,13 +38,15 @@ class Job:
     Attributes:
       trial: the trial.
       seed: which of its seeds.
-      folder: the run directory.
+      directory: the sweep's.
+      folder: the run directory, below it.
       command: what to start.
       stopped: when it was asked to end because it is hopeless or another run of its trial failed; None if not.
     """
 
     trial: optuna.Trial
     seed: int
+    directory: str
     folder: str
     command: Sequence[str]
     stopped: float | None = None
@@ -42,6 +54,8 @@ class Job:
     _found: int = 0
     _idle: int = 0
     _seen: tuple[int, int] = (0, 0)
+    _held: float | None = None
+    _said: bool = False
 
     def start(self) -> bool:
         """Starts the process; returns False if one of an earlier start has not ended yet.
@@ -49,21 +63,35 @@ class Job:
         Raises:
           UsageError: if it cannot be started.
         """
-        os.makedirs(os.path.dirname(self.folder), exist_ok=True)
-        with open(f"{self.folder}.log", "ab") as log:
+        folders.make_folder(self.directory, *os.path.relpath(self.folder, self.directory).split(os.sep)[:-1])
+        folders.check_folder(self.folder)
+        with open_log(self.folder) as log:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by whatever has the log as its output
             except BlockingIOError:
-                return False
+                if self._must_wait():
+                    return False
+            except OSError:  # a file system without locks
+                pass
             self._found = saved_step(self.folder)
             self._process = children.start(self.command, log)
         return True
+
+    def _must_wait(self) -> bool:
+        """Returns whether a process that has the log may be the run; False once it can only be a left-over."""
+        now = time.monotonic()
+        self._held = now if self._held is None else self._held
+        if now > self._held + _SAID_AFTER and not self._said:
+            self._said = True
+            say(f"{self.folder}: waits for a process of an earlier start, which still has {self.folder}.log open")
+        holder = lock.holder(self.folder)
+        return now < self._held + _GRACE or bool(holder and holder.holds)
 
     def poll(self) -> int | None:
         """Returns how the process ended; None while it runs."""
         if self.stopped is not None and time.monotonic() > self.stopped + _GRACE:
             self.kill()
-        return self._process.poll()
+        return children.poll(self._process)
 
     def stop(self) -> None:
         """Asks the process to save and end; it is killed if that takes long."""
@@ -86,10 +114,7 @@ class Job:
 
     def failure(self, code: int) -> str:
         """Returns the last line of a run that failed."""
-        with open(f"{self.folder}.log", "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - 8192))
-            lines = log.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = next((line.strip() for line in reversed(last_lines(self.folder)) if line.strip()), "")
         how = f"killed by signal {-code}, {_IDLE_STARTS} times without a new checkpoint" if code < 0 else f"code {code}"
         return f"{last[:300]} ({how})" if last else how
 
@@ -98,7 +123,7 @@ class Job:
         path = os.path.join(self.folder, "metrics.jsonl")
         try:
             status = os.stat(path)
-        except FileNotFoundError:
+        except OSError:
             return {}
         if self._seen == (status.st_mtime_ns, status.st_size):
             return {}
@@ -120,24 +145,61 @@ def command_of(fixed: Sequence[str], trial: optuna.Trial, seed: int | None, fold
 
 
 def curve(folder: str, metric: str) -> dict[int, float]:
-    """Returns the values of a metric by step, from a run directory; NaN where it was not finite."""
+    """Returns the values of a metric by step, from a run directory; NaN where it was not a finite number."""
     split, _, name = metric.partition("/")
-    records = (one for one in read_metrics(os.path.join(folder, "metrics.jsonl")) if one["split"] == split)
-    return {one["step"]: math.nan if one[name] is None else float(one[name]) for one in records if name in one}
+    found = {}
+    with contextlib.suppress(OSError):  # `result` says what is wrong
+        for one in each_record(os.path.join(folder, "metrics.jsonl")):
+            if one["split"] == split and name in one and (step := values.whole(one["step"])) is not None:
+                value = values.number(one[name])
+                found[step] = math.nan if value is None else value
+    return found
 
 
 def result(folder: str, plan: Plan) -> float:
     """Returns the value of a run that a sweep compares: the last one of its metric, or the best.
 
     Raises:
-      UsageError: if the run has none, or it is not finite.
+      UsageError: if the run has none, or it is not a finite number.
     """
-    metric, found = plan.metric, curve(folder, plan.metric)
+    path, metric, found = os.path.join(folder, "metrics.jsonl"), plan.metric, curve(folder, plan.metric)
     if not found:
-        records = read_metrics(os.path.join(folder, "metrics.jsonl"))
-        names = sorted({f"{one['split']}/{name}" for one in records for name in one if name not in ("step", "split")})
-        raise UsageError(f"the run has no metric {metric}; name one with --metric: {', '.join(names) or 'it has none'}")
-    values = [found[max(found)]] if plan.value == "last" else list(found.values())
-    if finite := list(filter(math.isfinite, values)):
+        try:
+            files.open_regular(path).close()
+            names = {f"{one['split']}/{name}" for one in each_record(path) for name in one.keys() - {"step", "split"}}
+        except FileNotFoundError:
+            names = set()
+        except (OSError, files.NotRegularError) as error:
+            raise UsageError(f"{path} cannot be read ({gist(error)})") from error
+        shown = join_names(sorted(names), most=_MOST_NAMES)
+        raise UsageError(f"the run has no metric {metric}; name one with --metric: {shown or 'it has none'}")
+    compared = [found[max(found)]] if plan.value == "last" else list(found.values())
+    if finite := list(filter(math.isfinite, compared)):
         return max(finite) if plan.goal == "max" else min(finite)
-    raise UsageError(f"{metric} is not finite{' at the end' if plan.value == 'last' else ''}")
+    raise UsageError(f"{metric} is not a finite number{' at the end' if plan.value == 'last' else ''}")
+
+
+def refuse_other_run(folder: str, command: Sequence[str]) -> None:
+    """Refuses to continue a run of an earlier sweep in this directory, whose database is gone, with other settings.
+
+    Args:
+      folder: the run directory, which may not be there.
+      command: what would continue it.
+
+    Raises:
+      UsageError: if the run was started by another command, or does not say by which.
+    """
+    if not saved_step(folder):
+        return
+    try:
+        flags = run_file.read(run_file.path_of(folder, trains=True))["starts"][-1]["command"][1:]
+        before = without(list(map(str, flags)), "model_dir")
+    except (LookupError, TypeError):
+        before = None
+    now = without(command, "model_dir")
+    if before is None or now[len(now) - len(before) :] != before:
+        found = shlex.join(before)[:_LONGEST] if before is not None else "nobody can say by what"
+        raise UsageError(
+            f"{folder} has a run of an earlier sweep, without whose sweep.db it can only be continued with equal "
+            f"settings: it was started by {printable(found)}; move it away, or use another --dir"
+        )

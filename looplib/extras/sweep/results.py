@@ -1,6 +1,7 @@
 """The results of a sweep: a table as text and CSV, and a plot."""
 
 import csv
+import io
 import math
 import os
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from looplib import files
+from looplib.console import printable
+from looplib.errors import gist
 from looplib.extras.sweep.jobs import curve
 from looplib.extras.sweep.space import Parameter
 from looplib.extras.sweep.study import Plan, deviation, error, name_of, values
@@ -48,12 +51,18 @@ def write(directory: str, plan: Plan, parameters: Sequence[Parameter], trials: S
         return
     best = ranked(trials, plan.goal)
     rows = _rows(plan, parameters, [*best, *(trial for trial in trials if trial not in best)])
-    with open(os.path.join(directory, "results.csv"), "w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    text = _aligned(rows)
-    files.write_whole(os.path.join(directory, "results.txt"), text)
-    say(text.rstrip())
-    _plot(os.path.join(directory, "results.png"), directory, plan, parameters, best)
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    files.write_whole(os.path.join(directory, "results.csv"), text.getvalue().encode(errors="replace"))
+    table = _aligned(rows)
+    files.write_whole(os.path.join(directory, "results.txt"), table)
+    say(table.rstrip())
+    try:
+        picture = _plot(directory, plan, parameters, best)
+    except Exception as error:  # matplotlib's, of numbers that it cannot draw
+        say(f"results.png cannot be drawn: {gist(error)}")
+    else:
+        files.write_whole(os.path.join(directory, "results.png"), picture)
     if best:
         settings = " ".join(f"{flag}={value}" for flag, value in best[0].params.items())
         say(f"best: {name_of(best[0])}, {plan.compared} {best[0].value:.6g} {settings}")
@@ -84,11 +93,11 @@ def _aligned(rows: Sequence[Sequence[Cell]]) -> str:
 
 
 def _short(cell: Cell) -> str:
-    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return "" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
 
 
-def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter], best: Sequence[FrozenTrial]) -> None:
-    """Draws the curves of all results, and the results by each parameter."""
+def _plot(directory: str, plan: Plan, parameters: Sequence[Parameter], best: Sequence[FrozenTrial]) -> bytes:
+    """Returns a PNG file with the curves of all results, and the results by each parameter."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,11 +110,13 @@ def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter]
         for seed in values(trial):
             folder = os.path.join(directory, name_of(trial), f"seed-{seed}" if plan.seeds else "")
             points = sorted(curve(folder, plan.metric).items())
+            if not points:  # its run directory is gone
+                continue
             label = f"trial {trial.number} (best)" if place == 0 and seed == min(values(trial)) else None
             color = "tab:red" if place == 0 else "0.75"
             axes[0].plot(*zip(*points), color=color, marker=".", linewidth=1, label=label)
     axes[0].set(xlabel="step", ylabel=plan.metric)
-    if best:
+    if axes[0].get_legend_handles_labels()[0]:
         axes[0].legend()
     for axis, parameter in zip(axes[1:], parameters):
         settings = [trial.params[parameter.flag] for trial in best]
@@ -122,4 +133,6 @@ def _plot(path: str, directory: str, plan: Plan, parameters: Sequence[Parameter]
             axis.plot(settings[0], best[0].value, "o", color="tab:red", zorder=3)
     for axis in axes[1 + len(parameters) :]:
         axis.remove()
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    return picture.getvalue()

@@ -21,6 +21,7 @@ Value = str | int | float
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(\w.*))?")
 _WHOLE = re.compile(r"[-+]?\d+")
+_LARGEST, _LONGEST, _MOST_STEPS = 2.0**53, 100, 1e12  # numbers that databases and floats hold; their characters
 _DIGITS = 12  # of steps, whose sums are not exact
 _FLAG = re.compile(r"(--?[\w.]+)=(.*)", re.DOTALL)
 
@@ -121,9 +122,18 @@ def _range(flag: str, low: str, high: str, more: str | None) -> BaseDistribution
         raise UsageError(
             f"{flag}={low}..{high}:{more} is no range; expected LOW..HIGH, LOW..HIGH:STEP or LOW..HIGH:log"
         )
+    for number in numbers:
+        if len(number) > _LONGEST or abs(float(number)) > _LARGEST:
+            raise UsageError(
+                f"{flag} has the number {number[:30]}; expected at most {_LARGEST:g}, in {_LONGEST} characters"
+            )
     kind = int if all(_WHOLE.fullmatch(number) for number in numbers) else float
     first, last = kind(low), kind(high)
-    if not first < last or (step and not 0 < kind(step) <= last - first) or (log and first <= 0):
+    if (
+        not first < last
+        or (step and not (last - first) / _MOST_STEPS < kind(step) <= last - first)
+        or (log and first <= 0)
+    ):
         bounds = "0 < LOW < HIGH" if log else "LOW < HIGH, and a step above 0 that fits between them"
         raise UsageError(f"{flag}={low}..{high}{f':{more}' if more else ''} has no values; expected {bounds}")
     if step:  # to the last value of the range

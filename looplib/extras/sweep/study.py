@@ -1,18 +1,27 @@
 """The database of a sweep: Optuna's, in a SQLite file that a kill at any moment leaves whole."""
 
+import contextlib
 import dataclasses
 import functools
-import glob
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
-from looplib.errors import UsageError
+from looplib import files, folders
+from looplib.console import printable
+from looplib.errors import UsageError, gist
+from looplib.extras.page.values import number, text
 from looplib.extras.sweep.space import Parameter
 
 SEARCHES = ("grid", "random", "tpe")
@@ -26,6 +35,11 @@ VALUES = ("last", "best")
 _FILE, _NAME, _PLAN = "sweep.db", "sweep", "plan"
 _LARGEST_GRID = 10_000
 _VALUE, _ERROR, _DEVIATION = "value of seed", "error", "deviation"
+_RUNS_BEFORE = "runs before"  # whether the directory had runs when the database was made
+# Bounds of a database that is read, which may come from somebody else.
+_MOST_BYTES, _MOST_TRIALS, _MOST_SECONDS = 1 << 28, 100_000, 60.0
+_OF_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")  # at the end of a journal that names another file, to be removed
+_LONGEST = 300  # characters of a setting in a sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +80,11 @@ class Study:
 
     Attributes:
       size: the number of combinations of the parameters' values; infinity if one of them is any number of a range.
+      had_runs_before: whether the database was made in a directory that had runs of trials.
 
     Raises:
-      UsageError: if the directory holds a sweep with another plan, or a grid that has no end.
+      UsageError: if the directory holds a sweep with another plan, or a database that is damaged; or for a grid that
+        has no end.
     """
 
     def __init__(self, directory: str, plan: Plan, parameters: Sequence[Parameter]) -> None:
@@ -81,20 +97,59 @@ class Study:
                 f"the grid has {self.size:,} points; expected at most {_LARGEST_GRID:,}; list fewer values, or "
                 "use --search=random"
             )
-        path = os.path.join(directory, _FILE)
-        if not os.path.exists(path):
-            _create(path, plan)
-        self._storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
-        self._study = optuna.load_study(study_name=_NAME, storage=self._storage, pruner=PRUNERS[plan.prune]())
-        before = Plan(**json.loads(self._study.user_attrs[_PLAN]))
-        for field in dataclasses.fields(Plan):
-            old, new = getattr(before, field.name), getattr(plan, field.name)
-            if old != new:
-                old, new = (" ".join(value) if isinstance(value, list) else value for value in (old, new))
-                raise UsageError(
-                    f"{directory} holds a sweep whose {field.name} is {old}, not {new}; start it as it was, or use "
-                    "another --dir"
-                )
+        self._path = os.path.join(directory, _FILE)
+        if not os.path.lexists(self._path):
+            _create(self._path, plan)
+        with self._reading():
+            _check_file(self._path)
+            self._storage = _storage_of(self._path)
+            self._study = optuna.load_study(study_name=_NAME, storage=self._storage, pruner=PRUNERS[plan.prune]())
+            before = json.loads(self._study.user_attrs[_PLAN])
+            for name, new in dataclasses.asdict(plan).items():
+                if (old := before.get(name, Plan.value if name == "value" else None)) != new:
+                    old, new = (" ".join(value) if isinstance(value, list) else str(value) for value in (old, new))
+                    raise UsageError(
+                        f"{directory} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
+                        "start it as it was, or use another --dir"
+                    )
+            for place, trial in enumerate(self.all()):
+                if wrong := self._wrong_in(place, trial):
+                    raise ValueError(f"its trial {place} has {wrong}")
+            self.had_runs_before = bool(self._study.user_attrs.get(_RUNS_BEFORE))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Says in a sentence what is wrong with the database, of which any part may be wrong while the block runs."""
+        try:
+            yield
+        except (UsageError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:
+            if isinstance(error, UsageError) or not _proves_damage(error):
+                raise
+            raise _damaged(self._path, error) from error
+        except Exception as error:  # whatever Optuna raises for what it has not written
+            raise _damaged(self._path, error) from error
+
+    def _wrong_in(self, place: int, trial: optuna.trial.FrozenTrial) -> str:
+        """Returns what no sweep has written into a trial; "" if there is nothing."""
+        expected = {one.flag: one.values for one in self._parameters}
+        seeds = max(1, self._plan.seeds)
+        if trial.number != place:
+            return f"the number {trial.number}"
+        if any(expected.get(flag) != values for flag, values in trial.distributions.items()):
+            return "other flags or values"
+        for flag, setting in trial.params.items():
+            of = expected[flag]
+            if not isinstance(of, CategoricalDistribution) and not of.low <= setting <= of.high:
+                return f"{flag}={setting:.6g}"
+        names = [name for name in trial.user_attrs if name.startswith(_VALUE)]
+        if len(names) != len(values(trial)) or any(seed >= seeds for seed in values(trial)):
+            return "results that are not numbers, or of other seeds"
+        if "fixed_params" in trial.system_attrs or trial.state == TrialState.WAITING:
+            return "values that were not drawn"
+        if trial.state == TrialState.COMPLETE:
+            if trial.params.keys() != expected.keys() or len(names) != seeds or number(trial.value) is None:
+                return "ended, and lacks settings or results"
+        return ""
 
     def all(self) -> list[optuna.trial.FrozenTrial]:
         """Returns all trials."""
@@ -102,9 +157,10 @@ class Study:
 
     def unfinished(self) -> list[optuna.Trial]:
         """Returns the trials that were begun and have not ended, for the sweep's next start."""
-        states = (optuna.trial.TrialState.RUNNING,)
+        states = (TrialState.RUNNING,)
         numbers = [one.number for one in self._study.get_trials(deepcopy=False, states=states)]
-        return [self._complete(number, functools.partial(self._again, number)) for number in numbers]
+        with self._reading():
+            return [self._complete(number, functools.partial(self._again, number)) for number in numbers]
 
     def _again(self, number: int) -> optuna.Trial:
         """Returns a trial that was begun, by its number."""
@@ -113,7 +169,8 @@ class Study:
 
     def new(self) -> optuna.Trial:
         """Returns a new trial, with a value for each parameter."""
-        return self._complete(len(self.all()), self._study.ask)
+        with self._reading():
+            return self._complete(len(self.all()), self._study.ask)
 
     def _complete(self, number: int, make: Callable[[], optuna.Trial]) -> optuna.Trial:
         """Makes a trial with this number's sampler: a start of the sweep draws what an uninterrupted one would."""
@@ -157,11 +214,11 @@ class Study:
     def fail(self, trial: optuna.Trial, sentence: str) -> None:
         """Ends a trial that failed."""
         trial.set_user_attr(_ERROR, sentence)
-        self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        self._study.tell(trial, state=TrialState.FAIL)
 
     def prune(self, trial: optuna.Trial) -> None:
         """Ends a trial that was stopped as hopeless."""
-        self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        self._study.tell(trial, state=TrialState.PRUNED)
 
 
 def _seed(number: int, attempt: int = 0) -> int:
@@ -170,17 +227,79 @@ def _seed(number: int, attempt: int = 0) -> int:
 
 
 def _create(path: str, plan: Plan) -> None:
-    """Makes the database under another name first: a kill in the middle leaves no half of one."""
-    new = f"{path}.new"
-    for left in glob.glob(f"{glob.escape(new)}*"):
-        os.remove(left)
-    storage = optuna.storages.RDBStorage(f"sqlite:///{new}")
-    direction = "maximize" if plan.goal == "max" else "minimize"
-    study = optuna.create_study(storage=storage, study_name=_NAME, direction=direction)
-    study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(plan)))
-    storage.remove_session()
-    storage.engine.dispose()
-    os.rename(new, path)
+    """Makes the database in another folder first: a kill in the middle leaves no half of one."""
+    directory = os.path.dirname(path)
+    had_runs = any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory))
+    for suffix in ("-journal", "-wal", "-shm"):  # of a database that was removed
+        if not os.path.isdir(f"{path}{suffix}"):
+            folders.remove(directory, f"{_FILE}{suffix}")
+    with folders.new_folder(path) as new:
+        storage = _storage_of(os.path.join(new, _FILE))
+        direction = "maximize" if plan.goal == "max" else "minimize"
+        study = optuna.create_study(storage=storage, study_name=_NAME, direction=direction)
+        study.set_user_attr(_PLAN, json.dumps(dataclasses.asdict(plan)))
+        if had_runs:
+            study.set_user_attr(_RUNS_BEFORE, True)
+        storage.remove_session()
+        storage.engine.dispose()
+        folders.move(new, _FILE, directory)
+    files.make_durable(directory)
+
+
+def _storage_of(path: str) -> optuna.storages.RDBStorage:
+    """Returns Optuna's storage in a file; a URL could not name each path."""
+    return optuna.storages.RDBStorage("sqlite://", {"creator": lambda: sqlite3.connect(path, check_same_thread=False)})
+
+
+def _check_file(path: str) -> None:
+    """Checks that a file, with those that SQLite keeps beside it, is a database that can be read at a bounded cost.
+
+    Raises:
+      ValueError, sqlite3.Error: if it is not.
+      OSError: if it cannot be read.
+    """
+    for suffix in ("", "-journal", "-wal", "-shm"):
+        if suffix and not os.path.lexists(f"{path}{suffix}"):
+            continue
+        with files.open_regular(f"{path}{suffix}") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - len(_OF_SUPER_JOURNAL)))
+            if size > _MOST_BYTES:
+                raise ValueError(f"{_FILE}{suffix} has {size:,} bytes; expected at most {_MOST_BYTES:,}")
+            if suffix == "-journal" and file.read() == _OF_SUPER_JOURNAL:
+                raise ValueError(f"{_FILE}{suffix} names a file to be removed")
+    end = time.monotonic() + _MOST_SECONDS
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.set_progress_handler(lambda: time.monotonic() > end, 100_000)
+        found = database.execute("SELECT name FROM sqlite_master WHERE type NOT IN ('table', 'index')").fetchone()
+        if found:
+            raise ValueError(f"it has {found[0]!r:.50}, which is no table")
+        if (problem := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise ValueError(problem)
+        (trials,) = database.execute("SELECT count(*) FROM trials").fetchone()
+        if trials > _MOST_TRIALS:
+            raise ValueError(f"it has {trials:,} trials; expected at most {_MOST_TRIALS:,}")
+
+
+def _proves_damage(error: BaseException) -> bool:
+    """Returns whether an error of SQLite is of a damaged file, and not of one that cannot be read or written now."""
+    cause = cause_of(error)
+    return not isinstance(cause, sqlite3.OperationalError) or "no such" in str(cause) or "interrupted" in str(cause)
+
+
+def _damaged(path: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{path} is damaged, or no database of a sweep ({printable(gist(cause_of(error)))}); restore a copy, or move "
+        "it away and run the same command: each trial then continues its run, if it draws the settings which that run "
+        "was started with"
+    )
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Returns the error that led to one of Optuna's, which do not say what is wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def name_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
@@ -190,16 +309,15 @@ def name_of(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
 
 def values(trial: optuna.Trial | optuna.trial.FrozenTrial) -> dict[int, float]:
     """Returns the results of a trial by seed."""
-    return {
-        int(name.removeprefix(_VALUE)): value for name, value in trial.user_attrs.items() if name.startswith(_VALUE)
-    }
+    found = ((re.fullmatch(rf"{_VALUE} (\d{{1,9}})", name), number(value)) for name, value in trial.user_attrs.items())
+    return {int(match[1]): value for match, value in found if match and value is not None}
 
 
 def deviation(trial: optuna.trial.FrozenTrial) -> float | None:
     """Returns the standard deviation of a trial's results over its seeds; None with one seed."""
-    return trial.user_attrs.get(_DEVIATION)
+    return number(trial.user_attrs.get(_DEVIATION))
 
 
 def error(trial: optuna.trial.FrozenTrial) -> str:
     """Returns the last line of a trial that failed, "" otherwise."""
-    return trial.user_attrs.get(_ERROR, "")
+    return text(trial.user_attrs.get(_ERROR))

@@ -3,24 +3,31 @@
 import collections
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 import optuna
+from sqlalchemy.exc import SQLAlchemyError
 
-from looplib import console, files
+from looplib import console, files, folders
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
-from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, name_of, values
+from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, cause_of, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
 from looplib.task.monitored import mode_of
 
 _TICK = 0.1
+_MOST_SEEDS = 10_000
+# What the machine is short of, so that a run which ends with it in its last line is no failure of its trial.
+_OF_THE_MACHINE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO))
+_LEAST_SPACE = 1 << 20  # bytes
 _WITHOUT_VALUE = 3  # trials: if the first ones end so, the command or the metric is wrong, and the others would be too
 
 
@@ -45,17 +52,18 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
         raise UsageError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
     fixed, parameters = space.parse(plan.command)
     directory = os.path.abspath(directory)
-    with console.guarded(), _alone(directory), Signals() as signals:
+    with console.guarded(), _sentences(directory), _alone(directory) as lock, Signals() as signals:
         study = Study(directory, plan, parameters)
         limit = trials if trials and (plan.search == "tpe" or trials <= study.size) else int(study.size)
         if trials and trials > limit:
             say(f"--trials is {trials:,}, and the command has {limit:,} combinations of values: each is tried once")
-        finished = _Sweep(directory, plan, fixed, study, parallel, limit).run(signals)
-        results.write(directory, plan, parameters, study.all())
+        finished = _Sweep(directory, lock, plan, fixed, study, parallel, limit).run(signals)
+        trials_made = study.all()
+        results.write(directory, plan, parameters, trials_made)
     if not finished:
         say(f"sweep: ended by a signal; all runs are saved; run the same command to resume (code {EXIT_PREEMPTED})")
         return EXIT_PREEMPTED
-    return EXIT_DONE if results.ranked(study.all(), plan.goal) else EXIT_FAILED
+    return EXIT_DONE if results.ranked(trials_made, plan.goal) else EXIT_FAILED
 
 
 def _check(plan: Plan, parallel: int, trials: int | None) -> None:
@@ -69,8 +77,8 @@ def _check(plan: Plan, parallel: int, trials: int | None) -> None:
     for name, value in (("parallel", parallel), ("trials", trials)):
         if value is not None and value < 1:
             raise UsageError(f"--{name} is {value}; expected at least 1")
-    if plan.seeds < 0:
-        raise UsageError(f"--seeds is {plan.seeds}; expected at least 1, or 0 for the command's own seed")
+    if not 0 <= plan.seeds <= _MOST_SEEDS:
+        raise UsageError(f"--seeds is {plan.seeds}; expected 1 to {_MOST_SEEDS:,}, or 0 for the command's own seed")
     if trials is None and plan.search != "grid":
         raise UsageError(f"--search={plan.search} has no end of its own; give a number of trials (--trials=20)")
     if plan.prune != "none" and plan.seeds > 1:
@@ -84,11 +92,28 @@ def _check(plan: Plan, parallel: int, trials: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _alone(directory: str) -> Iterator[None]:
-    """Makes a sweep's directory and holds it for this process."""
+def _sentences(directory: str) -> Iterator[None]:
+    """Says in a sentence what cannot be read or written while the block runs."""
     try:
-        os.makedirs(directory, exist_ok=True)
-        file = open(os.path.join(directory, "lock"), "w")
+        yield
+    except files.NotRegularError as error:
+        raise UsageError(f"{error}; move it away, and run the same command to resume the sweep") from error
+    except (OSError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:
+        place, cause = os.path.join(directory, "sweep.db"), cause_of(error)
+        if isinstance(error, OSError):
+            place = error.filename2 or error.filename or directory
+        raise UsageError(
+            f"{place} cannot be read or written ({getattr(cause, 'strerror', None) or cause}); mend that, and run the "
+            "same command: no trial that has ended is lost, and the others resume"
+        ) from error
+
+
+@contextlib.contextmanager
+def _alone(directory: str) -> Iterator[BinaryIO]:
+    """Makes a sweep's directory and holds it for this process; yields the open file `lock`."""
+    try:
+        folders.make_folder(directory)
+        file = files.open_to_append(os.path.join(directory, "lock"))
     except OSError as error:
         raise UsageError(f"--dir {directory} cannot be used ({error.strerror}); use another directory") from error
     with file:
@@ -96,7 +121,9 @@ def _alone(directory: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"another sweep runs in {directory}; wait for it, or use another --dir") from None
-        yield
+        except OSError as error:
+            say(f"{directory} cannot be locked ({error.strerror}); make sure that no other sweep runs there")
+        yield file
 
 
 class _Sweep:
@@ -104,6 +131,7 @@ class _Sweep:
 
     Args:
       directory: the sweep's.
+      lock: the file there that this process holds.
       plan: what it does.
       fixed: the arguments that all runs have.
       study: its trials.
@@ -112,9 +140,9 @@ class _Sweep:
     """
 
     def __init__(
-        self, directory: str, plan: Plan, fixed: Sequence[str], study: Study, parallel: int, limit: int
+        self, directory: str, lock: BinaryIO, plan: Plan, fixed: Sequence[str], study: Study, parallel: int, limit: int
     ) -> None:
-        self._directory, self._plan, self._fixed, self._study = directory, plan, fixed, study
+        self._directory, self._lock, self._plan, self._fixed, self._study = directory, lock, plan, fixed, study
         self._parallel, self._limit = parallel, limit
         self._waiting: collections.deque[Job] = collections.deque()
         self._running: list[Job] = []
@@ -132,18 +160,32 @@ class _Sweep:
                 self._add(trial)
         try:
             while not signals.came:
+                self._check_place()
                 self._fill()
                 if not self._running and not self._waiting:
                     return True
                 signals.wait(_TICK)
                 for job in [*self._running]:
                     self._look_at(job)
+            return False
+        finally:
+            self._stop(signals)
+
+    def _check_place(self) -> None:
+        if not files.is_at(self._lock.fileno(), os.path.join(self._directory, "lock")):
+            raise UsageError(
+                f"{self._directory}, or the file lock in it, was moved, removed or replaced while the sweep ran; put "
+                "it back, and run the same command to resume"
+            )
+
+    def _stop(self, signals: Signals) -> None:
+        """Lets all runs save and end; a second signal ends them at once."""
+        try:
             for job in self._running:
                 job.stop()
-            while self._running and len(signals.came) < 2:  # a second signal ends them at once
+            while self._running and len(signals.came) < 2:
                 time.sleep(_TICK)
                 self._running = [job for job in self._running if job.poll() is None]
-            return False
         finally:
             for job in self._running:
                 job.kill()
@@ -156,7 +198,9 @@ class _Sweep:
             if seed not in known:
                 place = os.path.join(folder, f"seed-{seed}") if self._plan.seeds else folder
                 command = jobs.command_of(self._fixed, trial, seed if self._plan.seeds else None, place)
-                self._waiting.append(Job(trial, seed, place, command))
+                if self._study.had_runs_before:
+                    jobs.refuse_other_run(place, command)
+                self._waiting.append(Job(trial, seed, self._directory, place, command))
 
     def _fill(self) -> None:
         """Starts runs up to the number that may run at a time."""
@@ -197,7 +241,23 @@ class _Sweep:
         elif job.may_run_again(code):
             self._waiting.appendleft(job)
         else:
-            self._fail(job, job.failure(code))
+            self._fail_by_its_own(job, job.failure(code))
+
+    def _fail_by_its_own(self, job: Job, sentence: str) -> None:
+        """Marks a trial as failed, unless the machine failed it: then the sweep ends, and the trial resumes later.
+
+        Raises:
+          UsageError: if the machine failed it.
+        """
+        space = os.statvfs(self._directory)
+        full = space.f_bavail * space.f_frsize < _LEAST_SPACE
+        if full or any(words in sentence for words in _OF_THE_MACHINE):
+            raise UsageError(
+                f"a run of the sweep ended in {job.folder}: {console.printable(sentence)}"
+                f"{', and the disk is full' if full else ''}; mend that, and run the same command: no trial that has "
+                "ended is lost, and the others resume"
+            )
+        self._fail(job, sentence)
 
     def _report(self, job: Job) -> None:
         """Passes new metrics on to the pruner, and stops a hopeless run."""
@@ -206,7 +266,8 @@ class _Sweep:
             return
         known = self._study.all()[job.trial.number].intermediate_values
         for step in sorted(found.keys() - known.keys()):
-            job.trial.report(found[step], step)
+            if step >= 0:
+                job.trial.report(found[step], step)
         if job.trial.should_prune():
             job.stop()
 
@@ -232,4 +293,5 @@ class _Sweep:
 
     def _say(self, job: Job, text: str) -> None:
         settings = " ".join(f"{flag}={value}" for flag, value in job.trial.params.items())
+        text = console.printable(text)
         say(f"{os.path.relpath(job.folder, self._directory)}: {text}{f' ({settings})' if settings else ''}")

@@ -67,6 +67,23 @@ def start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, st
         ) from error
 
 
+def poll(process: subprocess.Popen) -> int | None:
+    """Returns how a process ended; None while it runs.
+
+    The processes that one which failed has left are killed: they would hold its output, and write while it is started
+    again.
+
+    Args:
+      process: of `start`.
+    """
+    if process.returncode is None:
+        ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and ended.si_status:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)  # its number is not free before it was waited for
+    return process.poll()
+
+
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Ends the `with` block at a signal by an exception, as at SIGINT, and removes its temporary folders.

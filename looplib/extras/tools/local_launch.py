@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import selectors
@@ -21,6 +22,7 @@ from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
 from looplib.extras.tools.children import Signals, dying_with_parent
 
 _TICK = 0.1
+_LONGEST_LINE = 1 << 20  # bytes; a longer one is printed in parts
 _LONGEST_PAUSE = 60.0
 _SERVERS_GRACE = 5.0  # seconds that workers and parameter servers have to end once their chief has
 
@@ -60,6 +62,9 @@ def launch(
     ):  # fmt: skip
         if value < least:
             raise UsageError(f"--{name} is {value}; expected at least {least}")
+    for name, value in (("grace", grace), ("backoff", backoff)):
+        if not 0 <= value < math.inf:
+            raise UsageError(f"--{name} is {value}; expected seconds of at least 0")
     kinds = [("chief", 0)] * bool(parameter_servers)
     kinds += [("worker", i) for i in range(workers)] + [("ps", i) for i in range(parameter_servers)]
     with console.guarded(), hold_ports(len(kinds)) as ports, Signals() as signals:
@@ -150,7 +155,9 @@ class _Run:
             if task.killed:
                 ways[f"did not exit within {self._grace:g} s and had to be killed"].append(task.name)
             elif task.code < 0:
-                ways[f"was ended by {signal.Signals(-task.code).name}"].append(task.name)
+                known = -task.code in set(signal.Signals)  # most real-time signals have no name
+                name = signal.Signals(-task.code).name if known else f"signal {-task.code}"
+                ways[f"was ended by {name}"].append(task.name)
             elif task.code:
                 ways[f"exited with code {task.code}"].append(task.name)
         return "; ".join(f"{', '.join(names)} {way}" for way, names in ways.items())
@@ -237,6 +244,9 @@ class _Run:
         for key, _ in self._selector.select(seconds):
             data = os.read(key.fd, 65536)
             *lines, self._unfinished[key.fileobj] = (self._unfinished[key.fileobj] + data).split(b"\n")
+            if len(self._unfinished[key.fileobj]) > _LONGEST_LINE:
+                lines.append(self._unfinished[key.fileobj])
+                self._unfinished[key.fileobj] = b""
             for line in lines:
                 self._print(*key.data, line)
             if not data:

@@ -14,11 +14,14 @@ from looplib.checkpoint.marker import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.extras.page import values
 from looplib.extras.page.run_status import read_status
+from looplib.masks import MASK
 from looplib.report import run_file
 from looplib.report.records import read_newest
 
 
-def check_replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str = "") -> None:
+def check_replay(
+    directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str | None = None
+) -> None:
     """Refuses what cannot be replayed; see `replay.replay`.
 
     Raises:
@@ -78,8 +81,10 @@ def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[
         arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
     except LookupError as error:
         raise untold(directory, error) from error
-    if not arguments:
-        raise UsageError("the run was not started from a file or module; repeat it by hand")
+    if any(MASK in str(flag) for flag in flags):
+        raise UsageError(f"the command of the run in {directory} has a secret, which run.json masks; repeat it by hand")
+    if not (arguments and folder):
+        raise UsageError("the run was not started from a file or module, or its folder was removed; repeat it by hand")
     path = run_file.path_of(directory, trains=True)
     is_file = len(arguments) == 1 and os.path.isabs(arguments[0])
     is_module = len(arguments) == 2 and arguments[0] == "-m" and re.fullmatch(r"\w[\w.-]*", arguments[1])
@@ -117,7 +122,7 @@ def command_of(report: run_file.Report, directory: str, number: int = 0) -> tupl
 
     arguments, flags, folder = start_of(report, directory, number)
     if os.path.exists(kept := os.path.join(directory, configuration.FILE)):  # its sources may have changed since
-        flags = [*_without(flags, "config_file", "experiment"), f"--config_file={kept}"]
+        flags = [*without(flags, "config_file", "experiment"), f"--config_file={kept}"]
     return [sys.executable, *arguments, *flags], folder
 
 
@@ -129,7 +134,7 @@ def untold(directory: str, error: Exception) -> UsageError:
     )
 
 
-def _without(arguments: Sequence[str], *names: str) -> list[str]:
+def without(arguments: Sequence[str], *names: str) -> list[str]:
     """Returns the arguments without some flags, whose values follow a "=" or are the next argument."""
     kept, skip = [], False
     for argument in arguments:

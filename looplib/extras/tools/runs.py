@@ -1,17 +1,20 @@
 """The command under check: run in separate run directories, to its end or until it is killed."""
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import glob
 import os
 import random
 import re
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
 
+from looplib import files, folders
 from looplib.checkpoint.manager import latest_checkpoint
 from looplib.console import printable
 from looplib.errors import UsageError
@@ -19,6 +22,8 @@ from looplib.extras.tools import children
 from looplib.extras.tools.compare import final_checkpoint
 from looplib.loop import example_checksum
 
+_LAST_BYTES = 8192  # of a log
+_LAST_SECONDS = 10.0  # in which the processes of a run that was killed end
 # What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is hit.
 _KILLS = ("after a save", "while it started", "while it ran")
 
@@ -70,7 +75,8 @@ def run(
     """
     life, stamp, moment = Life(saved_step(folder)), _stamp(folder), None
     added = environment or {example_checksum.VARIABLE: "1"}
-    with open(f"{folder}.log", "ab") as log:
+    with open_log(folder) as log:
+        _hold(log, folder)
         process = children.start([*command, f"--model_dir={folder}"], log, added)
     started = time.monotonic()
     struck = False
@@ -95,10 +101,55 @@ def run(
     life.killed = struck and code == -signal.SIGKILL  # otherwise it ended before the kill
     if code and not life.killed:
         how = f"did not end within {timeout:g} s (--timeout)" if life.now > timeout else f"failed with code {code}"
-        with open(f"{folder}.log", errors="replace") as log:
-            print("".join(f"  | {line}" for line in log.readlines()[-20:]), end="", file=sys.stderr)
+        print("".join(f"  | {line}\n" for line in last_lines(folder)[-20:]), end="", file=sys.stderr)
         raise UsageError(f"the command {how}; its last lines are above, all are in {folder}.log")
     return life
+
+
+def open_log(folder: str) -> BinaryIO:
+    """Opens the file beside a run directory that has what its command prints, to append.
+
+    Raises:
+      UsageError: if it cannot be written, or leads elsewhere.
+    """
+    try:
+        return files.open_to_append(f"{folder}.log")
+    except files.NotRegularError as error:
+        raise UsageError(f"{error}; move it away") from None
+    except OSError as error:
+        raise UsageError(f"{folder}.log cannot be written ({error.strerror}); mend that and start again") from error
+
+
+def _hold(log: BinaryIO, folder: str) -> None:
+    """Holds the log of a run for this process and those that have it as their output.
+
+    Raises:
+      UsageError: if another one holds it: one that was killed a moment ago is waited for.
+    """
+    end = time.monotonic() + _LAST_SECONDS
+    with contextlib.suppress(OSError):  # a file system without locks
+        while True:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+        raise UsageError(
+            f"another process has {folder}.log as its output, of a check that runs there or was killed; wait until it "
+            "has ended, or use another directory"
+        )
+
+
+def last_lines(folder: str) -> list[str]:
+    """Returns the last lines of what the command of a run has printed; [] if they cannot be read."""
+    try:
+        with files.open_regular(f"{folder}.log") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _LAST_BYTES))
+            return log.read(_LAST_BYTES).decode(errors="replace").splitlines()
+    except (OSError, files.NotRegularError):
+        return []
 
 
 def run_to_the_end(
@@ -151,7 +202,7 @@ def run_killed(
             say(f"killed: ended after {life.now:.2f} s, before the kill")
         else:
             say(f"killed: ended after {life.now:.2f} s, before the kill; restarting from step 0")
-            shutil.rmtree(folder)
+            folders.remove(*os.path.split(folder))
     if not steps:
         raise UsageError("the command ended before the first kill; use more steps")
     run_to_the_end(command, folder, timeout)

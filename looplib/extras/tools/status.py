@@ -3,6 +3,8 @@
 It only reads: the lock, `run.json` and the end of `metrics.jsonl` of each run, and never takes the lock.
 """
 
+import dataclasses
+import math
 import os
 import shutil
 import sys
@@ -15,11 +17,25 @@ from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.page.run_status import RunStatus, read_status
 from looplib.report.formats import format_number, format_seconds
 
-_MOST_FOLDERS, _MOST_ENTRIES, _DEEPEST = 10_000, 100_000, 12
+_MOST_FOLDERS, _MOST_ENTRIES, _MOST_SECONDS, _DEEPEST = 10_000, 100_000, 60.0, 12
 _OF_A_RUN = ("run.json", "metrics.jsonl")
 _INSIDE = ("checkpoints", "train", "eval", "predictions", "export", "plugins")  # of a run, without runs in them
 _LONGEST_NAME = 48
 _HEADINGS = ("run", "state", "step", "steps/s", "left", "news", "")
+
+
+@dataclasses.dataclass
+class _Limits:
+    """What may still be looked at for one table."""
+
+    folders: int = _MOST_FOLDERS
+    entries: int = _MOST_ENTRIES
+    end: float = dataclasses.field(default_factory=lambda: time.monotonic() + _MOST_SECONDS)
+
+    @property
+    def reached(self) -> bool:
+        """Whether folders are left out from here on."""
+        return self.folders <= 0 or self.entries <= 0 or time.monotonic() > self.end
 
 
 def status(directories: Sequence[str], watch: bool = False, interval: float = 2.0) -> int:
@@ -34,8 +50,10 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
       The exit code: `EXIT_DONE`, or `EXIT_DIFFERENT` if there is no run.
 
     Raises:
-      UsageError: if a folder does not exist.
+      UsageError: if a folder does not exist, or the interval is not a time.
     """
+    if not 0 < interval < math.inf:
+        raise UsageError(f"--interval is {interval}; expected seconds above 0")
     for directory in directories:
         if not os.path.isdir(directory):
             raise UsageError(f"{directory} is not a directory on this machine; name folders that hold runs")
@@ -43,7 +61,10 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
         while True:
             rows, cut = _rows(directories)
             lines = _table(rows) if rows else [f"there is no run in {' or '.join(map(printable, directories))}"]
-            lines += [f"not all folders were looked at: there are more than {_MOST_FOLDERS:,}"] * cut
+            lines += [
+                f"not all folders were looked at: they are more than {_MOST_FOLDERS:,}, have more than "
+                f"{_MOST_ENTRIES:,} entries, or take longer than {_MOST_SECONDS:g} s; name fewer of them"
+            ] * cut
             redraw = watch and sys.stdout.isatty()
             if redraw:
                 lines = [f"{time.strftime('%H:%M:%S')}, every {interval:g} s; Ctrl-C ends", *lines]
@@ -63,16 +84,15 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
 
 def _rows(directories: Sequence[str]) -> tuple[list[tuple[str, RunStatus]], bool]:
     """Returns (name, status) of each run, sorted by folder and name, and whether some folders were left out."""
-    rows, visited = [], 0
+    rows, limits = [], _Limits()
     for directory in directories:
         top = os.path.realpath(directory)
         found = []
-        for folder in _folders(top, _MOST_FOLDERS - visited):
-            visited += 1
+        for folder in _folders(top, limits):
             if _is_run(folder):
                 found.append((_name(directory, top, folder, len(directories) > 1), read_status(folder)))
         rows += sorted(found, key=lambda row: row[0])
-    return rows, visited >= _MOST_FOLDERS
+    return rows, limits.reached
 
 
 def _name(directory: str, top: str, folder: str, several: bool) -> str:
@@ -84,19 +104,19 @@ def _name(directory: str, top: str, folder: str, several: bool) -> str:
     return name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
 
 
-def _folders(top: str, most: int) -> Iterator[str]:
+def _folders(top: str, limits: _Limits) -> Iterator[str]:
     """Yields a folder and those below it, without following links, and without those that only parts of a run have."""
-    waiting, entries = [(top, 0)], 0
-    while waiting and most > 0:
+    waiting = [(top, 0)]
+    while waiting and not limits.reached:
         folder, depth = waiting.pop()
-        most -= 1
+        limits.folders -= 1
         yield folder
         is_run = _is_file(os.path.join(folder, "run.json"))
         try:
             with os.scandir(folder) as found:
                 for entry in found:
-                    entries += 1
-                    if entries > _MOST_ENTRIES:
+                    limits.entries -= 1
+                    if limits.entries <= 0:
                         break
                     is_part = is_run and entry.name in _INSIDE
                     if depth < _DEEPEST and not is_part and entry.is_dir(follow_symlinks=False):

@@ -4,14 +4,17 @@ import contextlib
 import csv
 import io
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import tensorflow as tf
 
 from looplib import files, folders
+from looplib.errors import UsageError
 from looplib.report.records import cut_short
 from looplib.report.writer import Writer
 
+_MOST_BYTES = 1 << 29  # of a table
 _Row = Mapping[str, str | float]
 
 
@@ -72,12 +75,17 @@ def _read(path: str) -> list[_Row]:
     """Returns the rows of a table, without a last one that a crash has cut short; [] if there is no table."""
     if not tf.io.gfile.exists(path):
         return []
-    with files.open_regular(path) as file:
-        text = file.read().decode(errors="replace")
-    rows = list(csv.DictReader(io.StringIO(text)))
+    try:
+        with files.open_regular(path) as file:
+            text = file.read(_MOST_BYTES + 1).decode(errors="replace")
+        rows = list(csv.DictReader(io.StringIO(text)))
+    except (files.NotRegularError, csv.Error) as error:
+        raise UsageError(f"{path} is not a table of looplib's ({error}); move it away") from error
+    if len(text) > _MOST_BYTES:
+        raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes; move it away")
     rows = rows[:-1] if cut_short(path) else rows
     rows = [{name: value for name, value in row.items() if name is not None and value is not None} for row in rows]
-    return [row for row in rows if row.get("step", "").isdecimal()]
+    return [row for row in rows if re.fullmatch("[0-9]{1,18}", row.get("step", ""))]
 
 
 def _text(headers: list[list[str]], columns: list[str], rows: Iterable[_Row]) -> str:

@@ -5,6 +5,7 @@ import pathlib
 import re
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,7 @@ class MlflowWriter(Writer):
             self._uri = pathlib.Path(self._directory).absolute().with_name("mlruns").as_uri()
         import mlflow
 
-        client = mlflow.MlflowClient(self._uri)
+        client = mlflow.MlflowClient(_without_password(self._uri))
         run = tracked.read_id(self._directory, _TRACKER)
         if run is None or not self._continue(client, run):
             found = client.get_experiment_by_name(self._experiment)
@@ -117,6 +118,17 @@ def _log_bytes(client: "mlflow.MlflowClient", run: str, content: bytes, folder: 
         path = os.path.join(place, name)
         files.write_whole(path, content, durable=False)
         client.log_artifact(run, path, folder)
+
+
+def _without_password(uri: str) -> str:
+    """Returns an address without its name and password, which MLflow would print, and passes these on otherwise."""
+    name, at, host = urllib.parse.urlsplit(uri).netloc.rpartition("@")
+    if at and uri.startswith(("http://", "https://")):
+        user, _, password = name.partition(":")
+        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", urllib.parse.unquote(user))
+        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", urllib.parse.unquote(password))
+        uri = uri.replace(f"{name}@{host}", host, 1)
+    return uri
 
 
 def _key(name: str) -> str:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from looplib import folders
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.trackers import tracked
 from looplib.report.records import read_newest
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _TRACKER = "wandb"
 _MOST_LOST = 1 << 15  # bytes of metrics.jsonl, which are more than W&B's process keeps back before it writes
+# Seconds that W&B may wait for its server at the start and the end, of the process too, unless a WANDB_... says others.
+_BOUNDS: dict[str, float | bool] = {"init_timeout": 20.0, "finish_timeout": 20.0, "finish_timeout_raises": True}
 _CODES = {"failed": EXIT_FAILED, "preempted": EXIT_PREEMPTED}
 
 
@@ -68,6 +71,7 @@ class WandbWriter(Writer):
         if self._run is None:
             import wandb
 
+            folders.make_folder(self._directory, "wandb")  # where W&B would follow a link
             run = tracked.read_id(self._directory, _TRACKER)
             if run is None:
                 run = uuid.uuid4().hex[:8]
@@ -79,13 +83,23 @@ class WandbWriter(Writer):
                 resume="allow",
                 mode=os.environ.get("WANDB_MODE", "offline"),
                 dir=self._directory,
-                settings=wandb.Settings(console="off", silent=True),
+                settings=wandb.Settings(console="off", silent=True, **_bounds(wandb.Settings)),
             )
             self._run.define_metric("*", step_metric="global_step")
             for record in self._lost:
                 metrics = {name: value for name, value in record.items() if name not in ("step", "split")}
                 self._log(record["step"], record["split"], metrics)
         return self._run
+
+
+def _bounds(settings: Any) -> dict[str, float | bool]:
+    """Returns the bounds that this version of W&B knows and the user does not set."""
+    known = getattr(settings, "model_fields", {})
+    return {
+        name: seconds
+        for name, seconds in _BOUNDS.items()
+        if name in known and f"WANDB_{name.upper()}" not in os.environ
+    }
 
 
 def _as_media(shown: Shown) -> Any:

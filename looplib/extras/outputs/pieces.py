@@ -9,6 +9,7 @@ import google_crc32c
 import numpy as np
 import tensorflow as tf
 
+from looplib.command_line import PREDICTIONS
 from looplib.errors import UsageError
 
 Row = Any  # what one example has of an output: a numpy array or number, or lists of these where it is ragged
@@ -171,4 +172,4 @@ def rows_of(values: np.ndarray, splits: Sequence[np.ndarray]) -> list[Row]:
     return [RaggedRow(part, example) for part in parts]
 
 
-KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = {"jsonl": _jsonl, "tfrecord": _tfrecord, "parquet": _parquet}
+KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = dict(zip(PREDICTIONS, (_jsonl, _tfrecord, _parquet)))

@@ -11,12 +11,12 @@ import tensorflow as tf
 from looplib import _keras, console, files, folders
 from looplib.checkpoint.lock import Kind, acquire
 from looplib.errors import UsageError, whole_number
+from looplib.extras.outputs import pieces
+from looplib.extras.outputs.folder import PredictionFolder, Source, unwritable
+from looplib.extras.outputs.prediction import Prediction
 from looplib.health.preemption import notice
 from looplib.loop import task_loop
 from looplib.loop.base import Request
-from looplib.loop.prediction import Prediction
-from looplib.report import pieces
-from looplib.report.prediction_folder import PredictionFolder, Source, unwritable
 from looplib.run import Run
 from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_array, as_bytes
