@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from looplib import files
+from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
@@ -100,10 +100,10 @@ class Replayable(Recorded):
         """
         order = dataclasses.replace(order, batch_size=self._batch_size(start.step if start else 0, order.step))
         model_dir = os.path.join(folder, "run")
-        os.makedirs(os.path.join(model_dir, "checkpoints"))
+        saves = folders.make_folder(model_dir, "checkpoints")
         for name in [*start.files, f"ckpt-{start.step}.commit"] if start else []:
             source = os.path.join(os.path.dirname(start.path), name)
-            with files.open_regular(source) as read, open(os.path.join(model_dir, "checkpoints", name), "wb") as write:
+            with files.open_regular(source) as read, open(folders.inside(saves, name), "wb") as write:
                 shutil.copyfileobj(read, write)
         command, place = recorded_run.command_of(self.report, self.directory, self._start_that_did(order.step))
         command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
@@ -132,9 +132,9 @@ class Replayable(Recorded):
         if code == 0 and os.path.exists(order.to):
             return Answer.read(order.to)
         if log:
-            with open(log, errors="replace") as lines:
-                last = collections.deque(lines, _LAST_LINES)
-                print("".join(f"  | {line}" for line in last), end="", file=sys.stderr)
+            with files.open_regular(log) as lines:
+                last = [line.decode(errors="replace") for line in collections.deque(lines, _LAST_LINES)]
+            print("".join(f"  | {line}" for line in last), end="", file=sys.stderr)
         if code == EXIT_STALLED:
             raise UsageError(
                 f"the replay of {self.directory} made no progress before step {order.step}, and was ended; the lines "
@@ -204,6 +204,6 @@ def _wait(process: subprocess.Popen, order: Order) -> int:
             now = time.monotonic()
         if now > said + _NEWS_SECONDS:
             said, news = now, "starting"
-            with contextlib.suppress(OSError), open(order.news) as file:
-                news = file.read()
+            with contextlib.suppress(OSError, ValueError):
+                news = files.read_text(order.news)
             say(f"  {news} ({format_seconds(now - started)})")

@@ -45,8 +45,7 @@ def answer(controller: "Controller", evaluate_every: int | None) -> None:
     watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.policy.guards.stall_limit)
     with _telling(player, order), controller.clock.phase("train"), watchdog.watching():
         found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
-    with open(order.to, "w") as file:
-        json.dump(dataclasses.asdict(found), file)
+    files.write_whole(order.to, json.dumps(dataclasses.asdict(found)), durable=False)
 
 
 @contextlib.contextmanager
