@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from looplib import files
-from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError
+from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError, cure_of, told
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _CHECK = """\
@@ -61,8 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with contextlib.nullcontext() if is_light else ended_by_signals():
             return options.run(options)
-    except UsageError as error:
-        print(f"looplib: error: {error}", file=sys.stderr)
+    except Exception as error:
+        if not isinstance(error, UsageError) and not cure_of(error):
+            raise
+        from looplib.console import printable
+
+        text = str(error) if isinstance(error, UsageError) else told(error)
+        print(f"looplib: error: {printable(text)}", file=sys.stderr)
         return EXIT_UNKNOWN
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)

@@ -15,11 +15,11 @@ from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
-from looplib.report import pieces
 from looplib.task.actions import Action
 from looplib.task.profiling import Profile
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
+PREDICTIONS = ("jsonl", "tfrecord", "parquet")  # kinds of files
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
 _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.LATEST}
 
@@ -55,7 +55,7 @@ FLAGS = (
     ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
     ("trackers", flags.DEFINE_list, None, "Trackers of the training's metrics: some of csv, mlflow, wandb."),
     ("predictions", flags.DEFINE_string, None, "Directory for --mode=predict; none: predictions in the run directory."),
-    ("predictions_format", flags.DEFINE_enum, "jsonl", "Files of the predictions.", tuple(pieces.KINDS)),
+    ("predictions_format", flags.DEFINE_enum, "jsonl", "Files of the predictions.", PREDICTIONS),
     ("predictions_piece", flags.DEFINE_integer, 10_000, "Records of a file of predictions."),
     ("export", flags.DEFINE_string, None, "Directory for --mode=export; none: export/step-<step> in model_dir."),
     ("export_averages", flags.DEFINE_boolean, True, "Exports averaged weights if the evaluator or trainer has any."),

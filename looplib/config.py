@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-import yaml
 from absl import flags, logging
 
 from looplib import files
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, shown, told
 from looplib.field_types import (
     At,
     check,
@@ -43,7 +42,7 @@ from looplib.field_types import (
 )  # fmt: skip
 
 FILE = "config.yaml"  # in the run directory
-_MOST_BYTES = 1 << 20  # of a --config_file
+_MOST_BYTES = 1 << 18  # of a --config_file
 
 # As `command_line.FLAGS`: (name, define, default, help).
 PRINT_FLAG = (
@@ -141,7 +140,7 @@ def _reading(text: str | bool, hint: Any, path: str) -> Any:
     lists = any(map(is_listing, members(hint)))
     brackets = text.translate(str.maketrans("()", "[]")) if text.startswith("(") else f"[{text}]"
     for yaml_text in (brackets, text) if lists else (text,):
-        with contextlib.suppress(yaml.YAMLError, ValueError):
+        with contextlib.suppress(ValueError):
             if not isinstance(value := load(yaml_text), str):  # of text, YAML drops quotes and what is like a comment
                 readings.insert(0, value)
     for reading in readings:
@@ -174,7 +173,7 @@ def given(config: Any) -> dict[str, Any]:
                     break
     if places and repr(plain(typed(tree, type(config), str, ""))) != wanted:
         raise UsageError(
-            f"{config!r} is not what {type(config).__name__} makes of its own values; its __post_init__ may only "
+            f"{shown(config)} is not what {type(config).__name__} makes of its own values; its __post_init__ may only "
             "change fields that have their defaults"
         )
     return tree
@@ -296,16 +295,10 @@ def read(path: str) -> Mapping[str, Any]:
       UsageError: if it cannot be read, is too large, or is not a mapping.
     """
     try:
-        if files.is_remote(path):
-            text = files.read_text(path, _MOST_BYTES)
-        else:
-            with open(path) as file:  # the user's own, so a link may be followed
-                text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES:,} characters")
-        values = load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, tf.errors.OpError) as error:
-        raise UsageError(f"--config_file={path} cannot be read ({gist(error)})") from error
+        place = path if files.is_remote(path) else os.path.realpath(path)  # the user's own may be a link
+        values = load(files.read_text(place, _MOST_BYTES))
+    except (OSError, ValueError, tf.errors.OpError) as error:
+        raise UsageError(f"--config_file={path} cannot be read: {told(error)}") from error
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"--config_file={path} holds a {type(values).__name__}; expected settings, as name: value")
     return values or {}
@@ -322,4 +315,4 @@ def write(directory: str, text: str) -> None:
     try:
         files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
-        logging.warning("%s cannot be written (%s)", path, error)
+        logging.warning("%s cannot be written: %s", path, told(error))

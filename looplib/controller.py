@@ -15,14 +15,12 @@ from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
 from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
 from looplib.evaluations import Evaluations
-from looplib.exports import export
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.loops import LoopSettings
 from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
-from looplib.predictions import predict
 from looplib.records.damage import LeftOut
 from looplib.report.writer import Writer
 from looplib.run import Metrics, Run
@@ -293,6 +291,8 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no evaluator predicts.
         """
+        from looplib.extras.outputs.predictions import predict
+
         return predict(self._run, os.fspath(directory) if directory else None, format, piece)
 
     def export(
@@ -315,6 +315,8 @@ class Controller:
         Raises:
           UsageError: for bad input, or a model that cannot be exported.
         """
+        from looplib.extras.outputs.exports import export
+
         return export(self._run, os.fspath(directory) if directory else None, averages, tflite)
 
     def save_checkpoint(self) -> str:

@@ -3,10 +3,12 @@
 import ast
 import dataclasses
 import datetime
+import errno
 import itertools
-import math
 import operator
+import os
 import re
+import reprlib
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,12 @@ EXIT_DIFFERENT, EXIT_UNKNOWN, EXIT_INTERRUPTED = 1, 2, 130
 
 OURS = ("UsageError", "BadRecordError")  # kinds of errors with sentences of looplib's, which ops raise as others
 _LAYERS = 20
+_MOST_SHOWN = 200  # characters of a value in a sentence
+_MOST_WHOLE = 2**63 - 1  # of TensorFlow's integers
+_MOST_SECONDS = 1e9  # of a duration, 31 years; timers take no more than about ten times as much
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 100, 100
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 10
 _LONGEST = 300  # characters of a sentence
 _WRAPPED = re.compile(r"in user code:|Exception encountered when calling")
 _ROOT = re.compile(r"\d+ root error\(s\) found\.\s*\(0\) [^\n:]*:\s*(.*?)(?:\n\s*\(1\) |\Z)", re.DOTALL)
@@ -26,6 +34,26 @@ _ROOT = re.compile(r"\d+ root error\(s\) found\.\s*\(0\) [^\n:]*:\s*(.*?)(?:\n\s
 _DECORATION = re.compile(
     r"\x1b\[\d*m|\{\{function_node .*?\}\}\s*|\n\s*\[\[.*\]\].*|\s*\[Op:[^\]]*\](?: name: ?\S*)?\s*$"
 )
+# What to do about an error of a file system, by its number; TensorFlow's errors have only the text of the number.
+_CURES = {
+    number: cure
+    for cure, *numbers in (
+        ("free space on that disk", errno.ENOSPC),
+        ("free space, or have the quota raised", errno.EDQUOT),
+        ("raise the largest size of a file (ulimit -f)", errno.EFBIG),
+        ("make that file system writable, or use another directory", errno.EROFS),
+        ("fix the permissions, or use another directory", errno.EACCES, errno.EPERM),
+        ("check the disk, or the connection to it", errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV),
+        ("raise the number of open files (ulimit -n)", errno.EMFILE, errno.ENFILE),
+        ("use a shorter name", errno.ENAMETOOLONG),
+        ("remove the symbolic link there", errno.ELOOP),
+        ("a part of that path is a file; move it away", errno.ENOTDIR),
+        ("move away what has that name", errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST),
+        ("restore it, or check the path", errno.ENOENT),
+        ("end the program that uses it", errno.ETXTBSY, errno.EBUSY),
+    )
+    for number in numbers
+}
 
 
 class UsageError(ValueError):
@@ -71,6 +99,15 @@ class CoordinatorGone(SystemExit):
         return self.message
 
 
+def shown(value: object) -> str:
+    """Returns a value that may come from anywhere as Python writes it, shortened for a sentence."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # of a number of more than 4300 digits, or a __repr__ of any class
+        return f"a value of the type {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+
+
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, or_all: bool = False) -> int:
     """Checks a whole number and returns it as a Python int, which JSON can hold.
 
@@ -78,7 +115,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
       name: what it is, for the message.
       value: anything that `operator.index` takes, such as an int or a numpy integer; a bool is refused.
       least: the smallest value that is allowed; default 1.
-      most: the largest value that is allowed; None for no bound.
+      most: the largest value that is allowed; None for that of 64 bits.
       or_all: whether -1, which stands for all, is allowed too.
 
     Raises:
@@ -88,10 +125,12 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    allowed = number is not None and number >= least and (most is None or number <= most)
+    top = _MOST_WHOLE if most is None else most
+    allowed = number is not None and least <= number <= top
     if not allowed and not (or_all and number == -1):
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise UsageError(f"{name} is {value!r}; expected a whole number {bounds}{', or -1 for all' * or_all}")
+        is_bounded = most is not None or (number is not None and number > top)
+        bounds = f"from {least} to {top}" if is_bounded else f"of at least {least}"
+        raise UsageError(f"{name} is {shown(value)}; expected a whole number {bounds}{', or -1 for all' * or_all}")
     return number
 
 
@@ -112,9 +151,10 @@ def duration(name: str, value: Any) -> float | None:
         parts = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", value.strip())
         if parts and any(parts.groups()):
             seconds = sum(float(part or 0) * unit for part, unit in zip(parts.groups(), (86400, 3600, 60, 1)))
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds <= _MOST_SECONDS:
         raise UsageError(
-            f'{name} is {value!r}; expected seconds above 0, or a duration such as "45m", "1h30m" or "2d12h"'
+            f"{name} is {shown(value)}; expected seconds above 0 and up to {_MOST_SECONDS:.0g}, or a duration such as "
+            '"45m", "1h30m" or "2d12h"'
         )
     return float(seconds)
 
@@ -161,6 +201,24 @@ def gist(error: BaseException) -> str:
     """Returns an error's message on one line, see `read`; the name of its type if it has none."""
     found = read(error)
     return found.sentence or found.kind
+
+
+def cure_of(error: BaseException) -> str:
+    """Returns what to do about an error of the file system, Python's or TensorFlow's; "" for any other error."""
+    if not isinstance(error, OSError) and not type(error).__module__.startswith("tensorflow."):
+        return ""
+    number = getattr(error, "errno", None) or next((one for one in _CURES if os.strerror(one) in str(error)), None)
+    return _CURES.get(number, "")
+
+
+def told(error: BaseException, otherwise: str = "") -> str:
+    """Returns an error of reading or writing as the end of a sentence: its message, and what to do.
+
+    Args:
+      error: the error.
+      otherwise: what to do about an error that is not of the file system; "" for nothing.
+    """
+    return "; ".join(filter(None, (gist(error), cure_of(error) or otherwise)))
 
 
 def _unwrapped(kind: str, text: str) -> tuple[str, str]:

@@ -1,24 +1,28 @@
 """The types that fields of settings may have: their values as YAML holds them, and back, by cattrs."""
 
+import collections
 import copy
 import dataclasses
 import datetime
 import difflib
 import enum
+import itertools
 import pathlib
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import cattrs
 import numpy as np
 import yaml
 
-from looplib.errors import UsageError, duration, gist
+from looplib.errors import UsageError, duration, gist, shown
 
+_MOST_NODES, _DEEPEST = 50_000, 50  # of a YAML text, after its aliases
+_LONGEST_NUMBER = 100  # characters
 At = Callable[[str], str]  # from the path of a setting to a phrase that also says where its value comes from
 
 _ACCEPTED = (
@@ -49,8 +53,49 @@ _Dumper.add_multi_representer(object, lambda dumper, value: dumper.represent_dat
 
 
 def load(text: str) -> Any:
-    """Returns what a YAML text holds."""
-    return yaml.load(text, _Loader)
+    """Returns what a YAML text holds.
+
+    Raises:
+      ValueError: if it is not YAML, or holds more than settings do.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _check_nodes(node)
+        return loader.construct_document(node) if node else None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(getattr(error, "problem", None) or gist(error)) from error
+    except Exception as error:  # of yaml's constructors any
+        raise ValueError("a value in it is nested too deep, or does not fit its tag") from error
+
+
+def _check_nodes(root: yaml.Node | None) -> None:
+    """Refuses nodes that are more, deeper or longer than those of settings, and a name that stands twice."""
+    level, count = [root] if root else [], 0
+    for depth in itertools.count():
+        count += len(level)
+        if count > _MOST_NODES or depth > _DEEPEST:
+            raise ValueError(
+                f"it has more than {_MOST_NODES:,} values, or {_DEEPEST} levels; write less, or no aliases"
+            )
+        if not level:
+            return
+        for node in level:
+            line = f"line {node.start_mark.line + 1}"
+            if isinstance(node, yaml.MappingNode):
+                names = collections.Counter(name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode))
+                for name, times in names.most_common(1):
+                    if times > 1:
+                        raise ValueError(f"it has {shown(name)} {times} times, {line}; write it once")
+            elif node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST_NUMBER:
+                raise ValueError(f"it has a number of {len(node.value):,} characters, {line}")
+        level = list(itertools.islice(itertools.chain.from_iterable(map(_within, level)), _MOST_NODES + 1))
+
+
+def _within(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return itertools.chain.from_iterable(node.value)
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 def dump(value: Any) -> str:
@@ -93,7 +138,7 @@ def typed(value: Any, hint: Any, at: At, where: str) -> Any:
         if isinstance(error, KeyError):
             raise UsageError(f"{at(where)} is missing") from error
     value, hint = error.args if isinstance(error, _WrongError) else (value, hint)
-    raise UsageError(f"{at(where)} is {value!r}; expected {name_of(hint)}") from error
+    raise UsageError(f"{at(where):.300} is {shown(value)}; expected {name_of(hint)}") from error
 
 
 def check(value: Any, hint: Any, found: str) -> None:
@@ -132,7 +177,7 @@ def check(value: Any, hint: Any, found: str) -> None:
     except Exception:  # a value of another type may fail in any way
         equal = False
     if not equal:
-        raise UsageError(f"{found} is {value!r}; expected a value of its type, {name_of(hint)}, of {_ACCEPTED}")
+        raise UsageError(f"{found} is {shown(value)}; expected a value of its type, {name_of(hint)}, of {_ACCEPTED}")
 
 
 def update(old: Any, values: Mapping[Any, Any], at: At, path: str) -> None:
@@ -157,7 +202,7 @@ def update(old: Any, values: Mapping[Any, Any], at: At, path: str) -> None:
         try:
             old[name] = value
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{at(where)} is {value!r}; expected {name_of(old.get_type(name))}") from error
+            raise UsageError(f"{at(where)} is {shown(value)}; expected {name_of(old.get_type(name))}") from error
 
 
 def fields(value: Any) -> dict[str, Any]:
@@ -206,9 +251,9 @@ def refuse_name(found: str, name: Any, known: Any, what: str = "") -> NoReturn:
     """
     what = what or f"a setting of {known.__name__}"
     names = [str(one) for one in (hints(known) if isinstance(known, type) else known)]
-    close = difflib.get_close_matches(str(name), names, n=1)
+    close = difflib.get_close_matches(f"{name!s:.100}", names, n=1)
     nearest = f"did you mean {close[0]}? " if close else ""
-    raise UsageError(f"{found} is not {what}; {nearest}expected one of {', '.join(names) or '(there are none)'}")
+    raise UsageError(f"{found:.300} is not {what}; {nearest}expected one of {', '.join(names) or '(there are none)'}")
 
 
 def _is_a(hint: Any, kinds: Any) -> bool:

@@ -6,6 +6,7 @@ and writes them.
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import itertools
@@ -14,20 +15,28 @@ import os
 import re
 import secrets
 import stat
+import sys
 import tempfile
 import time
+import types
+import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, told
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
+_DEEPEST = 100  # levels of JSON
 # The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 class NotRegularError(ValueError):
     """A name that should be a file is a symbolic link, a directory or a device."""
+
+
+class MisfitError(ValueError):
+    """A JSON value is not of the type that is expected."""
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -97,16 +106,52 @@ def read_text(path: str, most: int = _MOST_BYTES) -> str:
     return content.decode()
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Returns the value of a JSON text.
 
     Raises:
-      ValueError: if it is not JSON, or nested too deep.
+      ValueError: if it is not JSON, has a number of more than 4300 digits, or more than 100 levels.
     """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("its JSON is nested too deep") from None
+    text = text.decode() if isinstance(text, bytes) else text
+    with contextlib.suppress(RecursionError):
+        level = [value := json.loads(text)]
+        if text.count("[") + text.count("{") <= _DEEPEST:
+            return value
+        for _ in range(_DEEPEST):
+            groups = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+            if not (level := list(itertools.chain.from_iterable(groups))):
+                return value
+    raise ValueError("its JSON is nested too deep")
+
+
+def typed(value: Any, kind: Any) -> Any:
+    """Returns a JSON value as the type of a field: dataclasses are made of objects that have all their fields.
+
+    Raises:
+      MisfitError: if it is not of that type.
+    """
+    of = typing.get_args(kind)
+    if kind is Any:
+        return value
+    if typing.get_origin(kind) is types.UnionType:
+        for one in of:
+            with contextlib.suppress(MisfitError):
+                return typed(value, one)
+    elif typing.get_origin(kind) is list and isinstance(value, list):
+        return [typed(item, of[0]) for item in value]
+    elif isinstance(value, dict) and typing.get_origin(kind) is dict:
+        return {key: typed(item, of[1]) for key, item in value.items()}
+    elif isinstance(value, dict) and dataclasses.is_dataclass(kind):
+        kinds = typing.get_type_hints(kind)
+        if kinds.keys() <= value.keys():
+            return kind(**{name: typed(value[name], kinds[name]) for name in kinds})
+    elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
+        return value  # JSON has one kind of number
+    elif kind is float and type(value) is bool:
+        return int(value)  # older versions wrote Boolean metrics as they were
+    elif type(value) is kind:  # a bool is not an int here
+        return value
+    raise MisfitError(f"{value!r:.50} is there in place of {getattr(kind, '__name__', kind)}")
 
 
 def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
@@ -126,18 +171,19 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
             file.write(content)
         replace(new, path)
         return
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            if durable:
-                os.fsync(descriptor)
-        replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
+    with _naming(path, new):
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                if durable:
+                    os.fsync(descriptor)
+            replace(new, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(new)
+            raise
     if durable:
         make_durable(os.path.dirname(path) or ".")
 
@@ -145,6 +191,22 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
 def replace(new: str, path: str) -> None:
     """Gives a complete file, which a process has written under a `new_name`, its own name, in one move."""
     gfile().rename(new, path, overwrite=True) if is_remote(path) else os.rename(new, path)
+
+
+@contextlib.contextmanager
+def _naming(path: str, new: str | None = None) -> Iterator[None]:
+    """Has an `OSError` of a `with` block name a file, which the system does not say of an open one.
+
+    Args:
+      path: the file.
+      new: a temporary name, which a user does not know.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, new):
+            raise
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def new_name(path: str) -> str:
@@ -172,7 +234,7 @@ def appending(path: str) -> Iterator[BinaryIO]:
       path: the file, made if missing.
 
     Raises:
-      NotRegularError: if it is not a regular file.
+      UsageError: if it is not a regular file.
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
@@ -196,7 +258,7 @@ def rewriting(path: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _alone(path: str) -> Iterator[BinaryIO]:
     while True:
-        with open_to_append(path) as file:
+        with _naming(path), open_to_append(path) as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             if is_at(file.fileno(), path):  # if not, it was replaced while this process waited
@@ -208,20 +270,20 @@ def open_to_append(path: str) -> BinaryIO:
     """Opens a local file to append bytes, made if missing, without following a link and without waiting.
 
     Raises:
-      NotRegularError: if it is not a regular file.
+      UsageError: if it is not a regular file.
       OSError: if it cannot be opened.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE):
-            raise NotRegularError(f"{path} is a link, a directory, a FIFO or a socket, and not a file") from None
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise UsageError(f"{path} is a symbolic link, a directory or a socket; move it away") from None
         raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise NotRegularError(f"{path} is a device, and not a file")
-    return file
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path} is a device or a FIFO, and not a file; move it away")
+    return os.fdopen(descriptor, "ab")
 
 
 def is_at(descriptor: int, path: str) -> bool:
@@ -251,7 +313,8 @@ def make_durable(path: str) -> None:
         return  # an object store is durable once it has acknowledged
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with _naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -273,10 +336,8 @@ def check_writable(directory: str) -> None:
             os.makedirs(os.path.realpath(directory), exist_ok=True)  # it may be a link to one that is not there yet
             tempfile.TemporaryFile(dir=directory).close()
     except failures(directory) as error:
-        raise UsageError(
-            f"model_dir {directory} cannot be written to ({gist(error)}); use a writable directory, or fix "
-            "its permissions"
-        ) from error
+        sentence = f"model_dir {directory} cannot be written to: {told(error, 'use another directory')}"
+        raise UsageError(sentence) from error
 
 
 def safe_name(name: str) -> str:

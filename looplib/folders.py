@@ -189,10 +189,15 @@ def _hold(path: str) -> int | None:
     return None
 
 
-def remove_unfinished(folder: str) -> None:
-    """Removes the files that killed processes, more than an hour ago, have begun to write in a local directory."""
+def remove_unfinished(folder: str, seconds: float = _UNFINISHED) -> None:
+    """Removes the files that killed processes have begun to write in a local directory.
+
+    Args:
+      folder: the directory.
+      seconds: how old they have to be; by default so old that no process writes them any more.
+    """
     for name in filter(files.is_new_name, os.listdir(folder) if os.path.isdir(folder) else []):
         with contextlib.suppress(OSError):  # written, or removed meanwhile
             found = os.lstat(os.path.join(folder, name))
-            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > _UNFINISHED:
+            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime >= seconds:
                 remove(folder, name)

@@ -34,7 +34,7 @@ from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
-from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError
+from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
 from looplib.report import outcome, run_file, run_json
 from looplib.report.outcome import Outcome
@@ -173,7 +173,7 @@ class _Session:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: tf.distribute.Strategy | None = None
     controller: Controller | None = None
-    earlier: dict[str, Any] = dataclasses.field(default_factory=dict)
+    earlier: run_file.Report = dataclasses.field(default_factory=dict)
     temporary: str = ""
     tried: str = ""
 
@@ -321,7 +321,7 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     trained = run_file.read(run_file.path_of(model_dir, trains=True)) if model_dir else {}
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
-        texts = [f"{name}={new} (the training has {old})" for name, (old, new) in sorted(changed.items())]
+        texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
         kept = os.path.join(model_dir, configuration.FILE)  # Model Garden's experiments have none
         logging.warning(
             "settings differ from those of the training: %s; they are used as given%s",
@@ -369,7 +369,10 @@ def _refused(session: _Session, error: UsageError) -> Outcome:
 def _broken(session: _Session, error: Exception) -> Outcome:
     # Ends the process in here if the error is one that another worker's end has led to.
     peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, OF_OTHERS) else _OURS_SECONDS)
-    if not outcome.is_quit(error):
+    place = session.place_of(error)
+    if cure_of(error) and not place:  # of a file that looplib reads or writes
+        logging.debug("where it was raised:", exc_info=error)
+    elif not outcome.is_quit(error):
         traceback.print_exception(error)
     if tpu.is_lost(session.strategy, error):
         kept = session.controller and session.controller.latest_checkpoint
@@ -378,7 +381,7 @@ def _broken(session: _Session, error: Exception) -> Outcome:
             tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
         except UsageError as refusal:
             return outcome.failed(str(refusal))
-    return outcome.broken(error, session.place_of(error), session.advice)
+    return outcome.broken(error, place, session.advice)
 
 
 # What ended a run -> how to find the outcome. Other ends, such as a `SystemExit` of the program's own, pass through.

@@ -42,7 +42,9 @@ OTHERS = {
     "map_py": INK,
     "map_trace": "ValueError: Cannot reshape a tensor with 32 elements to shape [3,5] (15 elements) for Reshape",
     "map_run": "InvalidArgumentError: bad pixels : Tensor had Inf values",
-    "dataset": "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'",
+    "dataset": "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'; restore it, or check the path, or",
+    "py_missing": "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'; restore it, or check the",
+    "full": "OSError: [Errno 28] No space left on device; free space on that disk, or",
     "chained": "RuntimeError: the printer has no tray",
     "recursion": "RecursionError: maximum recursion depth exceeded",
     "not_implemented": "NotImplementedError",
@@ -116,7 +118,7 @@ def test_the_last_line_names_the_users_line_and_the_sentence(case, last_lines):
     place = "settings.py:1: x = = 1" if fault == "syntax" else marked(PLACES.get(fault, fault))
     if fault == "autograph":  # AutoGraph names the condition
         place = f"tests/wrong.py:{LINES.index('            if tf.reduce_sum(x) > 0:') + 1}: "
-    assert f"; fix {place}" in line, line
+    assert f"fix {place}" in line, line
 
 
 def marked(mark):

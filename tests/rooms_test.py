@@ -27,12 +27,12 @@ LEVELS = [
     {"data", "checkpoint", "runtime"},
     {"loop"},
     {"run", "command_line", "config"},
-    {"evaluations", "exports", "predictions"},
+    {"evaluations"},
     {"controller"},
     {"launch"},
 ]
 # These load a part of `extras` inside of a function, when a user asks for it.
-LOADS_EXTRAS = {"__init__", "__main__", "launch", "report", "runtime"}
+LOADS_EXTRAS = {"__init__", "__main__", "controller", "launch", "report", "runtime"}
 
 
 def room_of(module: str) -> str:

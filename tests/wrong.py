@@ -87,6 +87,8 @@ class Wrong(looplib.Trainer):
         return x, i
 
     def python(self, x):
+        if self.fault == "py_missing":
+            return np.load("/no/such/file")  # py_missing
         raise ValueError("the reader is out of ink")  # map_py, py_function
 
     def step_fn(self, inputs):
@@ -127,7 +129,7 @@ class Wrong(looplib.Trainer):
             return tf.gather(tf.ones([3]), ids * 0 + 7)  # gather
         if fault == "reshape":
             return tf.reshape(x, tf.stack([tf.cast(ids[0], tf.int32) * 0 + 3, 5]))[0, 0]  # reshape
-        if fault == "py_function":
+        if fault in ("py_function", "py_missing"):
             y = tf.numpy_function(self.python, [x], tf.float32)  # py_function_call
             return tf.ensure_shape(y, x.shape)[:, 0]
         if fault == "chained":
@@ -155,6 +157,8 @@ class Wrong(looplib.Trainer):
     def loop_end(self, metrics):
         if self.fault == "loop_end":
             return {"loss": metrics["lost"]}  # loop_end
+        if self.fault == "full":
+            open("/dev/full", "wb", 0).write(b"x")  # full
         if self.fault == "loop_end_assert":
             assert metrics["loss"] < 0  # loop_end_assert
         if self.fault == "quiet":

@@ -11,7 +11,6 @@ Paper: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 """
 
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -21,7 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 import looplib
-from looplib import UsageError, launch
+from looplib import UsageError, field_types, launch
+from looplib.errors import gist
+from looplib.report import run_file
 from trainers import image_classification, image_data, image_models
 
 HEAD = "head"
@@ -210,11 +211,10 @@ def read_config(base: str) -> image_classification.Config:
     """
     path = os.path.join(base, "run.json")
     try:
-        with tf.io.gfile.GFile(path) as file:
-            return image_classification.Config(**json.load(file)["config"])
-    except (OSError, tf.errors.OpError, ValueError, KeyError, TypeError) as error:
+        return field_types.typed(run_file.read(path)["config"], image_classification.Config, str, "")
+    except (KeyError, UsageError) as error:
         raise UsageError(
-            f"{path} cannot be read ({type(error).__name__}); set --config.base to a run directory of "
+            f"{path} cannot be read ({gist(error)}); set --config.base to a run directory of "
             "trainers.image_classification"
         ) from error
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-from typing import Any
 
 import tensorflow as tf
 from absl import logging
@@ -82,7 +81,7 @@ def final(folder: str) -> Commit | None:
     """Returns the checkpoint that a training ended with, if it is not the newest."""
     report = _report(folder)
     step = report.get("final_step") if report.get("status") == "done" else None
-    return next((done for done in commits.committed(folder) if type(step) is int and done.step == step), None)
+    return next((done for done in commits.committed(folder) if done.step == step), None)
 
 
 def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
@@ -96,8 +95,7 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
       UsageError: if there is no rule.
     """
     if rule is None:
-        flags = _report(folder).get("flags")
-        text = flags.get("keep_best") if isinstance(flags, dict) else None
+        text = _report(folder).get("flags", {}).get("keep_best")
         rule = KeepBest.parse(text) if isinstance(text, str) and text else None
     if rule is None:
         raise UsageError(
@@ -108,7 +106,7 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
     return next(iter(rule.select(commits.committed(folder))), None)
 
 
-def _report(folder: str) -> dict[str, Any]:
+def _report(folder: str) -> run_file.Report:
     """Returns `run.json` of the training whose checkpoints are in a folder; {} if there is none."""
     directory, name = os.path.split(os.path.normpath(folder) if "://" not in folder else folder)
     return run_file.read(run_file.path_of(directory, trains=True)) if name == "checkpoints" else {}

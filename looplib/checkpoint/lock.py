@@ -1,10 +1,12 @@
-"""The lock of a run directory: one process, and one controller of it, at a time may write there."""
+"""The lock of a directory that is written: one process, and one controller of it, at a time may write there."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import time
 import weakref
@@ -14,55 +16,77 @@ from typing import TextIO
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError
+from looplib.errors import UsageError, told
 
 _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary()
 
 
-class RunLock:
-    """Holds a run directory for this process, until `release` or the process ends, however it ends.
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a lock is for.
 
-    The operating system holds the lock (flock on the file `lock`), so that one left by a killed process does not block.
-    A directory that is not on a local or network file system has no such lock, and the log says so. A forked child does
+    Attributes:
+      what: what is locked, for messages.
+      other: how a user has another one, as a clause.
+      name: of the file that is locked.
+    """
+
+    what: str = "run directory"
+    other: str = "use a separate model_dir"
+    name: str = "lock"
+
+
+class RunLock:
+    """Holds a directory for this process, until `release` or the process ends, however it ends.
+
+    The operating system holds the lock (flock on a file), so that one left by a killed process does not block. A
+    directory that is not on a local or network file system has no such lock, and the log says so. A forked child does
     not hold the lock.
 
     Args:
-      directory: the run directory, which must exist.
+      directory: the directory, which must exist.
       give_up: called when another controller of this process wants the directory; it closes the holder, or raises
         `UsageError` if the holder is training.
+      kind: what the directory is.
 
     Raises:
-      UsageError: if another process has it, saying which.
+      UsageError: if another process has it, saying which, or it cannot be written.
     """
 
-    def __init__(self, directory: str, give_up: Callable[[], None]) -> None:
+    def __init__(self, directory: str, give_up: Callable[[], None], kind: Kind = Kind()) -> None:
         self._file: TextIO | None = None
         self.give_up = give_up
         self._directory = directory
+        self._kind = kind
         self._key = os.path.realpath(directory)
         if files.is_remote(directory):
             logging.info("%s cannot be locked on this file system; use a separate directory for each run", directory)
             return
-        self._path = os.path.join(directory, "lock")
+        self._path = os.path.join(directory, kind.name)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._file = os.fdopen(os.open(self._path, flags, 0o666), "r+")
+        try:
+            descriptor = os.open(self._path, flags, 0o666)
+        except OSError as error:
+            raise UsageError(f"the {kind.what} cannot be locked: {told(error, kind.other)}") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UsageError(f"the {kind.what} cannot be locked: {self._path} is not a file; move it away")
+        self._file = os.fdopen(descriptor, "r+", errors="replace")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = self._holder()
             self._file.close()
             raise UsageError(
-                f"the run directory {directory} is in use by {holder}; wait until it ends or stop it, or use a "
-                "separate model_dir"
+                f"the {kind.what} {directory} is in use by {holder}; wait until it ends or stop it, or {kind.other}"
             ) from None
         except OSError as error:
             logging.warning("%s cannot be locked (%s); make sure that no other run writes to it", directory, error)
             return
-        self._file.truncate(0)
-        json.dump(
-            {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": sys.argv}, self._file
-        )
-        self._file.flush()
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": sys.argv}
+        with contextlib.suppress(OSError):  # a full disk; only the name of the holder is lost
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(note).encode(), 0)
 
     def check(self) -> None:
         """Checks that the directory is still this process's, before something is written there.
@@ -74,12 +98,12 @@ class RunLock:
             return
         if not os.path.isdir(self._directory):
             raise UsageError(
-                f"the run directory {self._directory} was moved or removed during the run, so nothing more is "
+                f"the {self._kind.what} {self._directory} was moved or removed during the run, so nothing more is "
                 "written; restore it and run the same command again"
             )
         raise UsageError(
             f"the lock file {self._path} was removed or replaced, so another run may write there and this one ends; "
-            "stop the other run, or run the same command with a separate model_dir"
+            f"stop the other run, or run the same command and {self._kind.other}"
         )
 
     def _holder(self) -> str:
@@ -110,24 +134,25 @@ def _let_go_in_a_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
-def acquire(directory: str, give_up: Callable[[], None]) -> RunLock:
+def acquire(directory: str, give_up: Callable[[], None], kind: Kind = Kind()) -> RunLock:
     """Returns the `RunLock` of a directory, which is held until its `release`, or while it is referenced.
 
     A controller of this process that holds the lock is closed first: in a notebook, a cell that builds a controller may
     run twice.
 
     Args:
-      directory: the run directory, which must exist.
+      directory: the directory, which must exist.
       give_up: see `RunLock`.
+      kind: what the directory is.
 
     Raises:
-      UsageError: if another process has it, or a controller of this process that is training.
+      UsageError: if another process has it, or a controller of this process that is training; or it cannot be written.
     """
     key = os.path.realpath(directory)
     if (holder := _held.get(key)) is not None:
         holder.give_up()
         holder.release()
-    lock = _held[key] = RunLock(directory, give_up)
+    lock = _held[key] = RunLock(directory, give_up, kind)
     return lock
 
 

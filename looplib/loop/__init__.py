@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     eager: none
     engines: ENGINES
     evaluation: none
-    example_checksum: METRIC, VARIABLE
+    example_checksum: METRIC, VARIABLE, hash_of_each
     flops: SHORT_TRAINING, of_training, with_share
     fused_optimizers: none
     global_share: none
@@ -22,8 +22,7 @@ Names that other rooms may use, by file:
     metric_sums: none
     one_program: none
     optimizers: Replacement, TrainingOptimizers, refuse_others
-    packing: none
-    prediction: Prediction
+    packing: batch_size
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule

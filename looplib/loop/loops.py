@@ -17,7 +17,6 @@ from looplib.loop import task_loop
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.engines import ENGINES
 from looplib.loop.lending import Lending
-from looplib.loop.prediction import Prediction
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
 from looplib.records.damage import LeftOut
@@ -168,7 +167,7 @@ class Loops:
         size = task.global_batch_size or self.settings.global_batch_size
         return {"global_batch_size": size, "counter": self._evaluated}
 
-    def of_prediction(self, name: str, task: Prediction, start_step: int) -> TaskLoop:
+    def of_prediction(self, name: str, task: Evaluator, start_step: int) -> TaskLoop:
         """Returns a new loop that predicts, for the caller to close.
 
         Args:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError, gist, whole_number
+from looplib.errors import UsageError, told, whole_number
 from looplib.records.indexed import BadRecordError
 from looplib.records.sources import Chain, Source, items
 
@@ -83,9 +83,7 @@ class LeftOut:
         except (OSError, tf.errors.OpError) as problem:
             self._folder = None
             logging.warning(
-                "damaged records cannot be noted in %s (%s), so this process counts its own alone",
-                folder,
-                gist(problem),
+                "damaged records cannot be noted in %s, so this process counts its own alone: %s", folder, told(problem)
             )
             return
         if count > self.most:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError, gist
+from looplib.errors import UsageError, told
 from looplib.records import reading
 from looplib.records.order import Picks
 from looplib.records.sources import Source, opened
@@ -59,7 +59,7 @@ def measure(source: Source | str, function: Callable[[Any], tf.Tensor], *, cache
         try:
             files.write_whole(cache, content.getvalue(), durable=False)
         except (OSError, tf.errors.OpError) as error:
-            logging.warning("the numbers of records cannot be kept in %s (%s)", cache, gist(error))
+            logging.warning("the numbers of records cannot be kept in %s: %s", cache, told(error))
     return found
 
 

@@ -12,13 +12,11 @@ Names that other rooms may use, by file:
     ownership: none
     page: Page
     points: none
-    pieces: KINDS, Record, check_kind, rows_of
-    prediction_folder: PredictionFolder, Source
     progress: Pace, headline
     record_file: none
-    records: Record, cut_short, each_record, key, read_jsonl, read_newest
+    records: Record, cut_short, each_record, key, read_metrics, read_newest
     program: DIFF, diff, git, this_program
-    run_file: path_of, read
+    run_file: Report, Start, path_of, read
     run_json: RunReport, Standing, as_dict, changed_settings, settings_of
     shown: Histogram, Images, Shown, Texts
     speed: Speed

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import gist
+from looplib.errors import told
 from looplib.report.record_file import RecordFile
 from looplib.report.records import Record
 from looplib.report.shown import Histogram, Images, Shown
@@ -31,7 +31,7 @@ class MediaWriter(Writer):
 
     def __init__(self, directory: str) -> None:
         self._directory, self._folder = directory, os.path.join(directory, FOLDER)
-        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], r.get("name")))
+        self._file = RecordFile(os.path.join(directory, FILE), lambda r: (r["step"], r["split"], str(r.get("name"))))
         self._failed = False
         self._new: list[str] = []  # paths of images that may not be on the disk yet
 
@@ -45,7 +45,7 @@ class MediaWriter(Writer):
                 self._file.write({"step": step, "split": split, "name": name, **self._fields(step, split, name, each)})
             except (OSError, ValueError, tf.errors.OpError) as error:
                 if not self._failed:
-                    logging.warning("media cannot be written to %s (%s)", self._folder, gist(error))
+                    logging.warning("media cannot be written to %s: %s", self._folder, told(error))
                 self._failed = True
 
     def resume(self, step: int, reported: dict[str, int]) -> None:

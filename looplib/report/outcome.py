@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CoordinatorGone, Preempted, read
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, CoordinatorGone, Preempted, cure_of, read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,9 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
     if is_quit(error):
         return failed(f"the run was ended by quitting the debugger; {advice}")
     because = f" (because of {read(error.__cause__)})" if error.__cause__ else ""
-    return failed(f"{read(error)}{because}; fix {place or 'the line that the trace above names'}; {advice}")
+    cure, line = cure_of(error), place or "the line that the trace above names"
+    todo = f"{cure}, or fix {place}" if cure and place else cure or f"fix {line}"
+    return failed(f"{read(error)}{because}; {todo}; {advice}")
 
 
 def is_quit(error: Exception) -> bool:

@@ -13,9 +13,7 @@ import platform
 import re
 import time
 
-import tensorflow as tf
-
-from looplib import files
+from looplib.report import run_file
 
 RECORDS = ("run.json", "run_eval.json")
 _OF_LOOPLIB = re.compile(r"events\.out\.tfevents\.\d+\.\d{6}\..+\.\d+\.v2")  # the time has six decimals
@@ -77,9 +75,8 @@ def _processes(directory: str) -> list[Process]:
     """Returns this process and those of the starts that the run's records list."""
     found = [this_process()]
     for name in RECORDS:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, tf.errors.OpError):
-            for start in files.parse_json(files.read_text(os.path.join(directory, name)))["starts"]:
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # of a looplib that named none
-                    made = start["process"]
-                    found.append(Process(str(made["host"]), int(made["pid"]), float(made["since"])))
+        for start in run_file.read(os.path.join(directory, name)).get("starts", []):
+            with contextlib.suppress(KeyError):  # of a looplib that named none
+                made = start["process"]
+                found.append(Process(made["host"], made["pid"], made["since"]))
     return found

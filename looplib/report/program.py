@@ -75,7 +75,7 @@ def git(folder: str, *arguments: str) -> str:
             stderr=subprocess.DEVNULL,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # only reads
         )
-    except OSError:
+    except (OSError, ValueError):  # of a name with NUL
         return ""
     timer = threading.Timer(_MOST_SECONDS, process.kill)
     timer.start()

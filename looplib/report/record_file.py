@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.report.records import Record, cut_short, divided, read_jsonl
+from looplib.report.records import Record, cut_short, each_record
 
 
 class RecordFile:
@@ -32,13 +32,13 @@ class RecordFile:
 
     def resume(self, step: int, reported: dict[str, int]) -> None:
         """Takes out the records that a training will make again; see `Writer.resume`."""
-        if any(r["step"] > reported.get(r["split"], step) for r in read_jsonl(self._path)):  # another job's, too
+        if any(r["step"] > reported.get(r["split"], step) for r in each_record(self._path)):  # another job's, too
             self._keep(lambda record: record["step"] <= reported.get(record["split"], step))
 
     def write(self, record: Record) -> None:
         """Appends one line."""
         while not self._append(record):
-            if record in read_jsonl(self._path):
+            if record in each_record(self._path):
                 return
             self._keep(lambda other: self._key(other) != self._key(record))
 
@@ -48,7 +48,7 @@ class RecordFile:
         with files.appending(self._path) as file:  # alone, so that no other job writes this record at the same time
             size = tf.io.gfile.stat(self._path).length if tf.io.gfile.exists(self._path) else 0
             if size != self._size:
-                self._written = {self._key(other) for other in read_jsonl(self._path)}
+                self._written = {self._key(other) for other in each_record(self._path)}
             if self._key(record) in self._written or cut_short(self._path):
                 return False
             file.write(line)
@@ -65,15 +65,17 @@ class RecordFile:
     def _keep(self, condition: Callable[[Record], bool]) -> None:
         """Takes the other records out of the file, into the one beside it."""
         with files.rewriting(self._path):
-            records, void = divided(read_jsonl(self._path), condition)
-            if void:
+            lines: dict[bool, list[str]] = {True: [], False: []}
+            for record in each_record(self._path):
+                lines[condition(record)].append(_line(record))
+            if void := lines[False]:
                 aside = ".voided".join(os.path.splitext(self._path))
-                known = {_line(record) for record in read_jsonl(aside)}
+                known = set(map(_line, each_record(aside)))
                 with files.appending(aside) as file:
-                    file.write("".join(line for line in map(_line, void) if line not in known).encode())
+                    file.write("".join(line for line in void if line not in known).encode())
                 files.make_durable(aside)
                 logging.info("%d records of %s are void and are kept in %s", len(void), self._path, aside)
-            files.write_whole(self._path, "".join(map(_line, records)))
+            files.write_whole(self._path, "".join(lines[True]))
         self._size = -1
 
 

@@ -1,15 +1,21 @@
 """The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from absl import logging
 
 from looplib import files
+from looplib.errors import UsageError
 
-Record = dict[str, Any]  # a line as JSON has it: "step", "split", and a number or None for each metric
 _T = TypeVar("_T")
+Record = dict[str, Any]  # a line as JSON has it: "step", "split", and a number or None for each metric
+_MOST_BYTES = 1 << 29  # that are held at once; a million steps with ten metrics have 300 MB
+_LONGEST_LINE, _PART = 1 << 22, 1 << 20  # bytes
+_LARGEST_STEP = 2**63 - 1
+_MOST_WARNINGS = 10
 
 
 def key(record: Record) -> tuple[int, str]:
@@ -43,8 +49,28 @@ def read_jsonl(path: str) -> list[Record]:
 
     Returns:
       list of dicts in file order.
+
+    Raises:
+      UsageError: if the file is too large to be held.
     """
+    if files.exists(path) and files.size(path) > _MOST_BYTES:
+        raise UsageError(
+            f"{path} has more than {_MOST_BYTES:,} bytes, and is not read; move it out of the run directory"
+        )
     return list(each_record(path))
+
+
+def read_metrics(path: str) -> list[Record]:
+    """Returns the records as `read_jsonl` does, with numbers alone, and None for those that are not finite."""
+    return [
+        {name: value if name in ("step", "split") else _finite(value) for name, value in record.items()
+         if name in ("step", "split") or value is None or isinstance(value, int | float)}
+        for record in read_jsonl(path)
+    ]  # fmt: skip
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and abs(value) <= sys.float_info.max else None
 
 
 def each_record(path: str) -> Iterator[Record]:
@@ -61,11 +87,28 @@ def each_record(path: str) -> Iterator[Record]:
         logging.warning("%s", error)
         return
     with file:
-        for number, line in enumerate(file, 1):
+        bad = 0
+        for number, line in enumerate(_lines(file), 1):
             if record := _parsed(line):
                 yield record
             elif line.strip():
-                logging.warning("%s: line %d is not a record and is left out: %.80r", path, number, line)
+                bad += 1
+                if bad <= _MOST_WARNINGS:
+                    logging.warning("%s: line %d is not a record and is left out: %r", path, number, line[:80])
+        if bad > _MOST_WARNINGS:
+            logging.warning("%s: %d lines are not records and are left out", path, bad)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file; one that is longer than any record in parts, which are not records."""
+    begun = b""
+    while part := file.read(_PART):
+        *lines, begun = (begun + part).split(b"\n")
+        yield from lines
+        if len(begun) > _LONGEST_LINE:
+            yield begun
+            begun = b""
+    yield begun
 
 
 def read_newest(path: str, most: int = 1 << 16) -> list[Record]:
@@ -86,7 +129,8 @@ def read_newest(path: str, most: int = 1 << 16) -> list[Record]:
 
 def _parsed(line: bytes) -> Record | None:
     try:
-        record = files.parse_json(line.decode())
-        return record if type(record["step"]) is int and isinstance(record["split"], str) else None
+        record = files.parse_json(line)
+        fits = type(record["step"]) is int and abs(record["step"]) <= _LARGEST_STEP and isinstance(record["split"], str)
+        return record if fits else None
     except (ValueError, KeyError, TypeError):
         return None

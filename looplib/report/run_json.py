@@ -16,14 +16,14 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import console, folders
-from looplib.errors import Preempted, UsageError, gist
+from looplib.errors import Preempted, UsageError, gist, shown, told
 from looplib.files import write_whole
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
 from looplib.report.page import Page, WrittenPage
 from looplib.report.points import Points
 from looplib.report.program import DIFF, Program
-from looplib.report.run_file import OF_TRAINING, read
+from looplib.report.run_file import OF_TRAINING, Report, kept, read
 from looplib.report.speed import Speed
 from looplib.report.writer import Setting
 
@@ -102,7 +102,7 @@ class RunReport:
     points: Points = dataclasses.field(init=False)
     defaults: dict[str, Any] | None = None
     page: Page = dataclasses.field(default_factory=lambda: Page(None, lambda: None))
-    _earlier: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
+    _earlier: Report = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _traceback: str = dataclasses.field(default="", init=False)
 
@@ -159,7 +159,7 @@ class RunReport:
         if changed and restored_from and os.path.basename(self.path or "") == OF_TRAINING:
             unused = "not used, because the run has a checkpoint"
             texts = [
-                f"{name}={new} ({unused if name in _FOR_NEW_RUNS else f'was {old}'})"
+                f"{name}={shown(new)} ({unused if name in _FOR_NEW_RUNS else f'was {shown(old)}'})"
                 for name, (old, new) in sorted(changed.items())
             ]
             logging.warning(
@@ -186,21 +186,25 @@ class RunReport:
         ends |= {"console": console.trouble()} if console.trouble() else {}
         points = [dataclasses.asdict(point) for point in self.points.points]
         own = {**self._start, **ends, "points": points, "seconds": self.clock.seconds()}
-        starts = [*_starts(self._earlier), own]
-        earlier = self._earlier.get("metrics") if self._earlier.get("step") == standing.step else None
+        starts = kept([
+            *({**start, "status": "killed"} if start.get("status") == "running" else start
+              for start in self._earlier.get("starts", [])),
+            own,
+        ])  # fmt: skip
+        earlier = self._earlier.get("metrics", {}) if self._earlier.get("step") == standing.step else {}
         content = {
             **ends,
             **dataclasses.asdict(standing),
-            "metrics": {**(earlier if isinstance(earlier, dict) else {}), **standing.metrics},
+            "metrics": {**earlier, **standing.metrics},
             "flags": self.flags,
             "config": as_dict(self.config),
             **{name: self._start[name] for name in ("command", "program", "versions", "restored_from")},
             "strategy": self.strategy,
             "num_replicas": self.num_replicas,
             "loop": self.flags.get("loop"),
-            "restarts": len(starts) - 1,
-            "started": starts[0]["started"],
-            "seconds": _added_up(starts),
+            "restarts": max(len(starts) - 1, self._earlier.get("restarts", -1) + 1),
+            "started": starts[0].get("started"),
+            "seconds": _added_up(self._earlier.get("seconds", {}), own["seconds"]),
             "starts": starts,
             **({"model": self.model} if self.model else {}),
             **({"speed": dataclasses.asdict(self.speed)} if self.speed else {}),
@@ -226,7 +230,7 @@ class RunReport:
             self.check()
             write_whole(path, text)
         except (UsageError, OSError, tf.errors.OpError) as reason:
-            logging.warning("%s cannot be written (%s)", path, reason)
+            logging.warning("%s cannot be written: %s", path, told(reason))
 
     def note_rollback(self, step: int, to: int, reason: str) -> None:
         """Writes that the run goes back from a step to that of a checkpoint.
@@ -242,8 +246,7 @@ class RunReport:
     @property
     def saved_step(self) -> int | None:
         """The step of the newest checkpoint that the file on disk knows of; None if it knows of none."""
-        step = (read(self.path) if self.path else {}).get("saved_step")
-        return step if isinstance(step, int) else None
+        return (read(self.path) if self.path else {}).get("saved_step")
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -276,14 +279,7 @@ def _ago(seconds: float) -> str:
     return then.isoformat(timespec="seconds")
 
 
-def _starts(earlier: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the starts before this one; those of a report that has no list of them are one."""
-    starts = earlier.get("starts", [earlier] if "started" in earlier else [])
-    starts = [start for start in starts if isinstance(start, dict) and "started" in start]
-    return [{**start, "status": "killed"} if start.get("status") == "running" else start for start in starts]
-
-
-def changed_settings(earlier: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_settings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Returns (old, new) of each setting that two reports have with different values, by its name on the command line.
 
     Args:
@@ -308,13 +304,8 @@ def _flat(tree: Any, prefix: str) -> dict[str, Any]:
     return flat
 
 
-def _added_up(starts: list[dict[str, Any]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for start in starts:
-        seconds = start.get("seconds")
-        for name, value in seconds.items() if isinstance(seconds, dict) else ():
-            total[name] = round(total.get(name, 0.0) + value, 3)
-    return total
+def _added_up(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    return {name: round(one.get(name, 0.0) + other.get(name, 0.0), 3) for name in {**one, **other}}
 
 
 def _strict(value: Any) -> Any:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib import _keras
 from looplib.errors import UsageError
+from looplib.folders import is_name
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of
@@ -42,7 +43,7 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
                 f"evaluator {name!r} is a {type(value).__name__}; expected a looplib.Evaluator instance (one of "
                 "Orbit's is wrapped: looplib.OrbitEvaluator(evaluator))"
             )
-        if name == "train" or not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+        if name == "train" or not isinstance(name, str) or not (re.fullmatch(r"[\w.-]+", name) and is_name(name)):
             raise UsageError(
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
             )

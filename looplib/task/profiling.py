@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
+from looplib import folders
 from looplib.errors import UsageError, gist, whole_number
 from looplib.task import op_times
 from looplib.task.actions import Action
@@ -132,7 +132,5 @@ class Profile(Action):
 def _recorded(folder: str) -> set[str]:
     """Returns the paths of the profiles in a folder."""
     for name in ("plugins", os.path.join("plugins", "profile")):
-        path = os.path.join(folder, name)
-        if not files.is_remote(path) and os.path.islink(path):
-            raise UsageError(f"{path} is a symbolic link, and looplib writes nothing outside of a run directory")
+        folders.check_folder(os.path.join(folder, name))
     return set(tf.io.gfile.glob(os.path.join(folder, "plugins", "profile", "*", "*.xplane.pb")))

@@ -7,11 +7,8 @@ that of a run whose global batch size has changed; other records are written in 
 somebody else, so that the type of every field is checked.
 """
 
-import contextlib
 import dataclasses
 import json
-import sys
-import types
 import typing
 from typing import Any
 
@@ -23,10 +20,6 @@ from looplib.errors import UsageError
 from looplib.task.batches import Batches, Span
 
 FORMAT = 2
-
-
-class _MisfitError(ValueError):
-    """A JSON value is not of the type that is expected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +38,7 @@ class EngineChoice:
 
     def __post_init__(self) -> None:
         if self.loop not in ("graph", "xla") or self.chunk < 1:
-            raise _MisfitError
+            raise files.MisfitError
 
     @classmethod
     def from_json(cls, text: str) -> "EngineChoice":
@@ -57,7 +50,7 @@ class EngineChoice:
         Raises:
           ValueError: if it is not the text of a choice.
         """
-        return _parsed(files.parse_json(text), cls)
+        return files.typed(files.parse_json(text), cls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +67,7 @@ class RunningTotals:
 
     def __post_init__(self) -> None:
         if len({len(numbers) for numbers in self.totals}) > 1:
-            raise _MisfitError
+            raise files.MisfitError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +85,7 @@ class VariableNames:
 
     def __post_init__(self) -> None:
         if any(len(slot) != 2 for slot in self.slots.values()):
-            raise _MisfitError
+            raise files.MisfitError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +223,7 @@ class RunRecord:
             if name != "unknown" and name in saved:
                 value = saved.pop(name)
                 try:
-                    fields[name] = _parsed(value, kind)
+                    fields[name] = files.typed(value, kind)
                 except ValueError as error:
                     what = f"its field {name!r} is {value!r:.100}, expected {_describe(kind)}"
                     raise _unreadable(path, what) from error
@@ -262,32 +255,6 @@ def _unreadable(path: str, what: str) -> UsageError:
         f"the run record in {path} cannot be read: {what}; name another checkpoint, or move this one out of "
         "the run directory and run the same command again"
     )
-
-
-def _parsed(value: Any, kind: Any) -> Any:
-    """Returns a JSON value as the type of a field: dataclasses are made of objects that have all their fields."""
-    of = typing.get_args(kind)
-    if kind is Any:
-        return value
-    if typing.get_origin(kind) is types.UnionType:
-        for one in of:
-            with contextlib.suppress(_MisfitError):
-                return _parsed(value, one)
-    elif typing.get_origin(kind) is list and isinstance(value, list):
-        return [_parsed(item, of[0]) for item in value]
-    elif isinstance(value, dict) and typing.get_origin(kind) is dict:
-        return {key: _parsed(item, of[1]) for key, item in value.items()}
-    elif isinstance(value, dict) and dataclasses.is_dataclass(kind):
-        kinds = typing.get_type_hints(kind)
-        if kinds.keys() <= value.keys():
-            return kind(**{name: _parsed(value[name], kinds[name]) for name in kinds})
-    elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
-        return value  # JSON has one kind of number
-    elif kind is float and type(value) is bool:
-        return int(value)  # older versions wrote Boolean metrics as they were
-    elif type(value) is kind:  # a bool is not an int here
-        return value
-    raise _MisfitError
 
 
 def _describe(kind: Any) -> str:

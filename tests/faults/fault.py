@@ -28,6 +28,7 @@ class Fault:
       stopped: whether the run was started before, and stopped at the step `NEWEST`; None for either.
       refused: pattern of the last line of a later start that is refused until `advice` is followed; "" for never.
       advice: flags that the refusal advises.
+      mend: does what else the refusal advises.
       loses_records: whether records that were written before are lost with the file that held them.
     """
 
@@ -40,4 +41,5 @@ class Fault:
     stopped: bool | None = None
     refused: str = ""
     advice: tuple[str, ...] = ()
+    mend: Callable[[Sandbox], None] = nothing
     loses_records: bool = False

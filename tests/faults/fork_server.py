@@ -41,7 +41,7 @@ _CONVERTED = {
     "looplib.loop.optimizers.TrainingOptimizers": "_applying_pairs/apply_gradients",
     "looplib.loop.optimizers.Replacement": "__call__",
     "looplib.loop.evaluation.EvaluationLoop": "_steps _add _last",
-    "looplib.loop.prediction.Prediction": "step_fn",
+    "looplib.extras.outputs.prediction.Prediction": "step_fn",
     "looplib.health.non_finite": "run_watched note_gradients",
     "looplib.cluster.gradient_sum": "is_summed",
     "looplib.records.order": "mix",

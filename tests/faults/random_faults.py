@@ -1,6 +1,6 @@
 """Random faults against short runs: `python -m tests.faults.random_faults --count=200 --seed=0`.
 
-Each trial draws a fault or two, strikes a run of 60 steps with them, and asks: did the run end, with a code and a line
+Each trial draws a fault or two, strikes a run of 60 steps, or its predictions or export, with them, and asks: did the run end, with a code and a line
 that fit; does the next start end as a run that nothing befell, or is it refused with advice that helps; and is
 everything outside of the run directory as it was? `--number=N` repeats one trial alone, `--fault=NAME` one fault.
 """
@@ -24,6 +24,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import directory_faults
+import job_faults
 import lives
 import moment_faults
 from fault import NEWEST, Fault
@@ -38,8 +39,9 @@ COMMON = [
     "--config.slow_step=0.002", "--config.noisy=False",
 ]  # fmt: skip
 LIMIT = 90.0  # seconds that a start may take
-# Each part is drawn as often as it stands here.
+# Each part is drawn as often as it stands here; a job goes alone.
 PARTS = ("console", "directory", "directory", "name", "moment", "moment")
+JOBS = (*job_faults.JOBS, *[""] * 6)  # "" for the training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,17 @@ class Patterns:
         """Returns that of a run that stopped in the middle."""
         return self._trained("stopped", f"--train_steps={NEWEST}")
 
+    def done(self, job: job_faults.Job) -> pathlib.Path:
+        """Returns that of a run to the end with which a job was done."""
+        whole = self.whole()
+        with self._lock:
+            path = self._folder / job.name
+            if not path.exists():
+                shutil.copytree(whole, path)
+                life = self._nursery.life(path, *COMMON, *job.flags)
+                assert life.code() == 0, life.output()
+        return path
+
     def _trained(self, name: str, *flags: str) -> pathlib.Path:
         path = self._folder / name
         with self._lock:
@@ -89,18 +102,20 @@ class Patterns:
 
 
 def all_faults() -> list[Fault]:
-    """All faults that can be made on this machine."""
+    """All faults that can be made on this machine, of jobs too."""
     directories, moments = directory_faults.FAULTS, [*moment_faults.FAULTS]
     if os.getuid():
         directories = [fault for fault in directories if fault.line != directory_faults.CANNOT_READ]
     else:
         moments.append(moment_faults.DISK)
-    return [*directories, *moments]
+    return [*directories, *moments, *job_faults.FAULTS]
 
 
 def draw(chance: random.Random) -> list[Fault]:
     """Draws a fault, or two of different parts that can be made together."""
     faults = all_faults()
+    if job := chance.choice(JOBS):
+        return [chance.choice([fault for fault in faults if fault.part == job])]
     parts = sorted({chance.choice(PARTS), chance.choice(PARTS)})
     chosen = [chance.choice([fault for fault in faults if fault.part == part]) for part in parts]
     if moment_faults.DISK in chosen and any(fault.stopped for fault in chosen):
@@ -113,9 +128,11 @@ def last_line(life: lives.Life) -> str:
     return (life.output().strip().splitlines() or [""])[-1]
 
 
-def strike(place: Sandbox, faults: list[Fault], nursery: lives.Nursery) -> tuple[int, list[str]]:
+def strike(
+    place: Sandbox, faults: list[Fault], nursery: lives.Nursery, flags: tuple[str, ...]
+) -> tuple[int, list[str]]:
     """Starts a run and strikes it; returns its exit code, and what is wrong with its end."""
-    life = nursery.life(place.model_dir, *COMMON, *place.flags, **place.order)
+    life = nursery.life(place.model_dir, *COMMON, *flags, *place.flags, **place.order)
     for fault in faults:
         fault.strike(place, life)
     try:
@@ -136,11 +153,13 @@ def strike(place: Sandbox, faults: list[Fault], nursery: lives.Nursery) -> tuple
     return code, problems
 
 
-def go_on(place: Sandbox, faults: list[Fault], nursery: lives.Nursery) -> tuple[list[int], list[str]]:
+def go_on(
+    place: Sandbox, faults: list[Fault], nursery: lives.Nursery, job: tuple[str, ...]
+) -> tuple[list[int], list[str]]:
     """Starts the run again, until it is done, as the refusals advise; returns the codes, and what is wrong."""
     codes, flags = [], []
     for _ in range(2):
-        life = nursery.life(place.run, *COMMON, *flags)
+        life = nursery.life(place.run, *COMMON, *job, *flags)
         codes.append(life.code(LIMIT))
         line = last_line(life)
         if codes[-1] == 0:
@@ -149,6 +168,7 @@ def go_on(place: Sandbox, faults: list[Fault], nursery: lives.Nursery) -> tuple[
         if codes[-1] != 1 or not refusing:
             return codes, [f"the next start ended with {codes[-1]}: {life.output()[-3000:]}"]
         flags = [*refusing[0].advice]
+        refusing[0].mend(place)
     return codes, [f"it is refused although its advice was followed: {line}"]
 
 
@@ -184,19 +204,25 @@ def trial(
     chance = random.Random(f"{seed} {number}")
     faults = [fault for fault in all_faults() if fault.name == only][:1] if only else draw(chance)
     place = Sandbox(folder / str(number), chance)
+    job = job_faults.JOBS.get(faults[0].part)
+    flags = job.flags if job else ()
     stopped = any(fault.stopped for fault in faults)
-    if stopped or (chance.random() < 0.5 and all(fault.stopped is None for fault in faults)):
+    if job:
+        shutil.copytree(patterns.done(job) if stopped else patterns.whole(), place.run)
+    elif stopped or (chance.random() < 0.5 and all(fault.stopped is None for fault in faults)):
         shutil.copytree(patterns.stopped(), place.run)
     with place.at_the_end:
         for fault in faults:
             fault.prepare(place)
         before = place.outside()
         with place.undo:
-            code, problems = strike(place, faults, nursery)
-        codes, more = go_on(place, faults, nursery)
+            code, problems = strike(place, faults, nursery, flags)
+        codes, more = go_on(place, faults, nursery, flags)
         after = place.outside()
         problems += more
-        if not more:
+        if not more and job:
+            problems += job.differences(place.run / job.folder, patterns.done(job) / job.folder)
+        elif not more:
             lost = any(fault.loses_records for fault in faults)
             problems += differences(place.run, patterns.whole(), NEWEST if lost else 0)
         changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))

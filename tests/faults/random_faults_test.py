@@ -2,10 +2,9 @@
 
 import os
 
-from conftest import repetitions
 from random_faults import trials
 
-FAULTS = int(os.environ.get("LOOPLIB_FAULTS", repetitions(1, 2)))
+FAULTS = int(os.environ.get("LOOPLIB_FAULTS", 20))
 
 
 def test_after_random_faults_the_end_the_next_start_and_the_surroundings_are_right(nursery, tmp_path):

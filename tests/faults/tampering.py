@@ -1,5 +1,6 @@
 """What somebody else, or a bad disk, can do to the files of a run."""
 
+import copy
 import hashlib
 import json
 import os
@@ -73,9 +74,9 @@ def mutate_fields(fields: Tree, chance: random.Random) -> None:
             holder = holder[key]
             key = chance.choice(list(holder)) if isinstance(holder, dict) else chance.randrange(len(holder))
         if isinstance(holder, dict) and chance.random() < 0.3:
-            holder[str(chance.choice(VALUES))] = chance.choice(VALUES)
+            holder[str(chance.choice(VALUES))] = copy.deepcopy(chance.choice(VALUES))
         else:
-            holder[key] = chance.choice(VALUES)
+            holder[key] = copy.deepcopy(chance.choice(VALUES))
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:

@@ -65,8 +65,7 @@ def read_status(folder: str) -> RunStatus:
     step = values.whole(report.get("step"))
     if train and state in ("running", "silent", "killed"):  # the report is written at the start and at the end
         step = values.whole(train["step"])
-    flags = report.get("flags") if isinstance(report.get("flags"), dict) else {}
-    end = values.whole(report.get("end", flags.get("train_steps")))
+    end = values.whole(report.get("end", report.get("flags", {}).get("train_steps")))
     final = values.whole(report.get("final_step")) if state == "done" else None
     if final is not None:
         detail = "; ".join(filter(None, [detail, f"back at step {final:,}"]))
@@ -74,7 +73,7 @@ def read_status(folder: str) -> RunStatus:
     return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report))
 
 
-def _state(report: dict[str, Any], holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
+def _state(report: run_file.Report, holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
     """Returns the state, and more about it."""
     said = report.get("status")
     is_later = holder and _process_of(report) not in (None, holder.pid)  # than the newest start that trained
@@ -93,16 +92,15 @@ def _state(report: dict[str, Any], holder: lock.Holder | None, age: float, inter
     if said == "running":
         return "killed", "; ".join(later)
     if said in ("done", "preempted", "failed", "restarted"):
-        error = report.get("error")
-        return said, "; ".join([*later, *([error] if isinstance(error, str) else [])])
+        return said, "; ".join([*later, *filter(None, [values.text(report.get("error"))])])
     return "unknown", "" if report else "no run.json that can be read"
 
 
-def _process_of(report: dict[str, Any]) -> Any:
+def _process_of(report: run_file.Report) -> int | None:
     """Returns the process id of the newest start that the report has."""
     try:
         return report["starts"][-1]["process"]["pid"]
-    except (KeyError, TypeError, IndexError):
+    except (KeyError, IndexError):
         return None
 
 
@@ -112,12 +110,9 @@ def _interval(records: Sequence[Record], rate: float | None) -> float:
     return (steps[1] - steps[0]) / rate if len(steps) == 2 and rate and steps[1] > steps[0] else 0.0
 
 
-def _metrics(records: Sequence[Record], report: dict[str, Any]) -> dict[str, float]:
+def _metrics(records: Sequence[Record], report: run_file.Report) -> dict[str, float]:
     """Returns the last loss and one more metric of the training, and of each evaluator; in the report if not found."""
-    newest: dict[str, dict[str, Any]] = {}
-    if isinstance(report.get("metrics"), dict):
-        newest.update({split: found for split, found in report["metrics"].items() if isinstance(found, dict)})
-    newest.update({record["split"]: record for record in records})
+    newest: dict[str, dict[str, Any]] = {**report.get("metrics", {}), **{one["split"]: one for one in records}}
     shown = {}
     for split, found in sorted(newest.items(), key=lambda item: item[0] != "train"):
         named = {name: value for name, value in found.items() if name not in ("step", "split")}

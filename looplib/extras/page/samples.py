@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from looplib import files
+from looplib import files, folders
 from looplib.extras.page import values
 from looplib.report.records import Record
 
@@ -78,7 +78,7 @@ def _sample(directory: str, kind: str, name: str, record: dict[str, Any], left: 
     images, texts, edges, counts = [], [], [], []
     if kind == "image":
         for file in values.items(record.get("files"))[:_MOST_IMAGES]:
-            if image := _image(directory, values.text(file, 500), left):
+            if image := _image(directory, file, left):
                 images.append(image)
     elif kind == "text":
         texts = [values.text(one) for one in values.items(record.get("texts"))[:_MOST_IMAGES]]
@@ -90,18 +90,14 @@ def _sample(directory: str, kind: str, name: str, record: dict[str, Any], left: 
     return Sample(name, record["step"], images, texts, edges, counts)
 
 
-def _image(directory: str, name: str, left: _Left) -> str:
-    """Returns a PNG file below the folder of a run's media as a data URL; "" if it cannot be shown."""
-    folder = os.path.join(directory if files.is_remote(directory) else os.path.realpath(directory), _FOLDER)
-    path = os.path.join(folder, name)
-    if os.path.normpath(name).startswith(("..", "/")) or not name:
-        return ""
-    if not files.is_remote(directory) and os.path.realpath(path) != os.path.normpath(path):
-        return ""  # a link on the way may lead outside
+def _image(directory: str, name: Any, left: _Left) -> str:
+    """Returns a PNG file in the folder of a run's media as a data URL; "" if it cannot be shown."""
+    folder = os.path.join(directory, _FOLDER)
     try:
-        with files.open_regular(path) as file:
+        folders.check_folder(folder)
+        with files.open_regular(folders.inside(folder, name)) as file:
             content = file.read(_MOST_IMAGE_BYTES + 1)
-    except (ValueError, *files.failures(path)):
+    except (ValueError, *files.failures(folder)):
         return ""
     if not content.startswith(_PNG):
         return ""

@@ -156,8 +156,8 @@ def _of_time(run: Run) -> Iterator[Finding]:
     said = trained[-1].verdict if trained else run.verdict
     if run.status != "done" and said.startswith("start-bound"):  # as any run is that has not come far
         said = ""
-    if said:
-        what, _, advice = said.partition("; ")
+    what, _, advice = said.partition("; ")
+    if what:
         last = " (last start)" if len(trained) > 1 else ""
         kind = "good" if what.startswith("compute-bound") else "note"
         yield Finding(

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import os
 import re
 import sys
@@ -16,7 +15,8 @@ import tensorflow as tf
 from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.errors import UsageError
 from looplib.loop import example_checksum
-from looplib.report.records import read_jsonl
+from looplib.report import run_file
+from looplib.report.records import read_metrics
 
 # Not compared bit by bit.
 _NOT_COMPARED = (
@@ -197,9 +197,10 @@ def _slack(
 
 def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
     """Finds the metrics that count examples, such as an accuracy; returns the part that four examples are, by name."""
-    batch = (_report(folder).get("flags") or {}).get("global_batch_size", 1)
+    batch = _report(folder).get("flags", {}).get("global_batch_size")
+    batch = batch if type(batch) is int else 1
     found, before = collections.defaultdict(list), collections.Counter()
-    for record in read_jsonl(os.path.join(folder, "metrics.jsonl")):
+    for record in read_metrics(os.path.join(folder, "metrics.jsonl")):
         step, split = record["step"], record["split"]
         examples = record.get("examples", batch * (step - before[split]))
         before[split] = step
@@ -209,22 +210,18 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
     return {
         name: 4 / min(examples for _, examples in values)
         for name, values in found.items()
-        if all(examples and abs(x * examples - round(x * examples)) < 1e-3 for x, examples in values)
+        if all(examples and x is not None and abs(x * examples - round(x * examples)) < 1e-3 for x, examples in values)
     }
 
 
-def _report(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        with open(os.path.join(folder, "run.json")) as file:
-            return json.load(file)
-    except (OSError, ValueError):
-        return {}
+def _report(folder: str | os.PathLike[str]) -> run_file.Report:
+    return run_file.read(run_file.path_of(os.fspath(folder), trains=True))
 
 
 def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tuple[str, str], Any]:
     """Returns all numbers of a run but times, by (split, where); those that explain others come first."""
     numbers, counts = {}, collections.Counter()
-    records = read_jsonl(os.path.join(folder, "metrics.jsonl"))
+    records = read_metrics(os.path.join(folder, "metrics.jsonl"))
     for record in sorted(records, key=lambda r: (r["step"], r["split"] != "train", r["split"])):
         step, split = record.pop("step"), record.pop("split")
         counts[split, step] += 1

@@ -5,14 +5,14 @@ import tempfile
 from typing import Any
 
 from looplib.checkpoint.marker import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names, shown
 from looplib.extras.tools.compare import compare_tensors, is_speed
 from looplib.extras.tools.player import CHECKSUM, Order, Trace
 from looplib.extras.tools.replay import Replayable
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
-from looplib.report import run_json
-from looplib.report.records import Record, key, read_jsonl
+from looplib.report import run_file, run_json
+from looplib.report.records import Record, key, read_metrics
 
 _SHOWN = 6
 _FEW_STEPS = 10  # that take no longer than to start the commands once more
@@ -67,12 +67,12 @@ def diff(first: str, second: str) -> int:
 # Reports.
 
 
-def _of_the_reports(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _of_the_reports(one: run_file.Report, other: run_file.Report) -> list[str]:
     """Returns lines about settings, versions and code that differ."""
-    now = {kind: other.get(kind) or {} for kind in ("flags", "config")}
+    now = {kind: other.get(kind, {}) for kind in ("flags", "config")}
     settings = run_json.changed_settings(one, now)
-    lines = [f"setting {name}: {a} and {b}" for name, (a, b) in sorted(settings.items())]
-    versions = [report.get("versions") or {} for report in (one, other)]
+    lines = [f"setting {name}: {shown(a)} and {shown(b)}" for name, (a, b) in sorted(settings.items())]
+    versions = [report.get("versions", {}) for report in (one, other)]
     for name in sorted(versions[0].keys() | versions[1].keys()):
         a, b = (found.get(name, "not used") for found in versions)
         lines += [f"version of {name}: {a} and {b}"] * (a != b)
@@ -87,7 +87,7 @@ def _of_the_reports(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 def _curve(run: Replayable) -> dict[tuple[int, str], Record]:
-    return {key(record): record for record in read_jsonl(os.path.join(run.directory, "metrics.jsonl"))}
+    return {key(record): record for record in read_metrics(os.path.join(run.directory, "metrics.jsonl"))}
 
 
 def _first_different_record(

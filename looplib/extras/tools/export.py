@@ -4,7 +4,7 @@ import os
 import subprocess
 
 from looplib.checkpoint import choice
-from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, UsageError
+from looplib.errors import EXIT_DONE, EXIT_UNKNOWN, UsageError, gist
 from looplib.extras.tools import recorded_run
 
 
@@ -33,6 +33,6 @@ def export(
     flags += [f"--export={os.path.abspath(output)}"] if output else []
     try:
         done = subprocess.run([*command, *flags], cwd=folder, check=False)
-    except OSError as error:
-        raise UsageError(f"{command[0]} cannot be started in {folder} ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
     return EXIT_DONE if done.returncode == 0 else EXIT_UNKNOWN

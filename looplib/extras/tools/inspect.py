@@ -40,7 +40,7 @@ def inspect(directory: str, verify: bool = False) -> int:
         )
         rows.append((str(step), _size(done.bytes), format_seconds(time.time() - done.time), verdict, scores))
     if len(rows) == 1:
-        print(f"there is no checkpoint in {folder}")
+        print(printable(f"there is no checkpoint in {folder}"))
     else:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         for row in rows:

@@ -6,12 +6,12 @@ None of this needs TensorFlow, whose import takes seconds, so that a wrong argum
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
 from looplib.errors import UsageError, whole_number
+from looplib.extras.page import values
 from looplib.extras.page.run_status import read_status
 from looplib.report import run_file
 from looplib.report.records import read_newest
@@ -36,7 +36,7 @@ def check_replay(directory: str, step: int, *, eager: bool = False, debug: bool 
         raise UsageError(f"--save={save} is in the run directory, which a replay does not change; name another place")
 
 
-def report_of(directory: str) -> dict[str, Any]:
+def report_of(directory: str) -> run_file.Report:
     """Returns the `run.json` of a training.
 
     Args:
@@ -52,7 +52,7 @@ def report_of(directory: str) -> dict[str, Any]:
     raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
 
 
-def start_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
+def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
     """Returns how a run was started: (the arguments of Python, those of the program, its working directory).
 
     Args:
@@ -72,14 +72,14 @@ def start_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple[l
                 "make the script a binary (docs/guide.md#a-binary)"
             )
         arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
-    except (LookupError, TypeError) as error:
+    except LookupError as error:
         raise untold(directory, error) from error
     if not arguments:
         raise UsageError("the run was not started from a file or module; repeat it by hand")
     return arguments, flags, folder
 
 
-def command_of(report: dict[str, Any], directory: str, number: int = 0) -> tuple[list[str], str]:
+def command_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[list[str], str]:
     """Returns the command of a start of a run, for another --model_dir after it, and its working directory.
 
     Args:
@@ -118,7 +118,7 @@ def without(arguments: Sequence[str], *names: str) -> list[str]:
     return kept
 
 
-def refuse_several_processes(report: dict[str, Any], directory: str, cure: str) -> None:
+def refuse_several_processes(report: run_file.Report, directory: str, cure: str) -> None:
     """Raises `UsageError` for a run of several workers, or with parameter servers.
 
     Args:
@@ -126,7 +126,7 @@ def refuse_several_processes(report: dict[str, Any], directory: str, cure: str) 
       directory: the run directory.
       cure: what to do, as the end of the sentence.
     """
-    strategy = str(report.get("strategy"))
+    strategy = report.get("strategy", "")
     if strategy.startswith(("MultiWorker", "ParameterServer")):
         raise UsageError(f"the run in {directory} had several processes ({strategy}); {cure}")
 
@@ -149,7 +149,7 @@ class Recorded:
         if files.is_remote(directory):
             raise UsageError(f"{directory} is remote; copy the run to a local directory")
         self.directory = os.path.abspath(directory)
-        self.report: dict[str, Any] = report_of(self.directory)
+        self.report = report_of(self.directory)
         refuse_several_processes(self.report, self.directory, "a replay has one, so name a run of one process")
 
     def checkpoints(self) -> list[Commit]:
@@ -167,17 +167,17 @@ class Recorded:
         Raises:
           UsageError: if the step lies behind the last one of a run that has ended, or behind the next report.
         """
-        seen, flags = read_status(self.directory), self.report.get("flags")
+        seen = read_status(self.directory)
         if seen.step is None:
             return
         ended = seen.state in ("done", "preempted")
         last = seen.step
         if not ended:
-            between = flags.get("steps_per_loop") if isinstance(flags, dict) else None
-            if not isinstance(between, int):
+            between = self.report.get("flags", {}).get("steps_per_loop")
+            if values.whole(between) is None:
                 return
             voided = read_newest(os.path.join(self.directory, "metrics.voided.jsonl"))
-            steps = [record["step"] for record in voided if isinstance(record["step"], int)]
+            steps = [record["step"] for record in voided]
             last = max([last, *steps, *(done.step for done in self.checkpoints())]) + between
             last = min(last, seen.end) if seen.end and seen.end > 0 else last
         if step > last:

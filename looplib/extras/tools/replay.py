@@ -15,15 +15,16 @@ from typing import Any
 from looplib import files
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
 from looplib.extras.tools import recorded_run, rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.recorded_run import Recorded
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
+from looplib.report import run_file
 from looplib.report.formats import format_seconds
-from looplib.report.records import read_jsonl
+from looplib.report.records import read_metrics
 
 _LAST_LINES = 20  # of a process that failed
 _NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
@@ -76,7 +77,7 @@ class Replayable(Recorded):
 
     def next_report(self, start: int, step: int) -> str:
         """Returns a clause that names the next report, if there is none after one step and up to another; else ""."""
-        records = read_jsonl(os.path.join(self.directory, "metrics.jsonl"))
+        records = read_metrics(os.path.join(self.directory, "metrics.jsonl"))
         steps = [record["step"] for record in records if record["split"] == "train"]
         later = [one for one in steps if one > step]
         if not later or any(start < one <= step for one in steps):
@@ -122,8 +123,8 @@ class Replayable(Recorded):
                     if process.poll() is None:  # this process is being ended, and removes what the other one writes
                         process.kill()
                         process.wait()
-        except OSError as error:
-            raise UsageError(f"{command[0]} cannot be started in {place} ({error.strerror})") from error
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{command[0]} cannot be started in {place} ({gist(error)})") from error
         if code == 0 and os.path.exists(order.to):
             return Answer.read(order.to)
         if log:
@@ -138,8 +139,7 @@ class Replayable(Recorded):
 
     def _begins(self) -> list[int]:
         """Returns the step that each start of the run was restored at."""
-        paths = [start.get("restored_from") for start in self._starts]
-        matches = [re.search(r"ckpt-(\d+)$", path) if isinstance(path, str) else None for path in paths]
+        matches = [re.search(r"ckpt-(\d{1,15})$", start.get("restored_from") or "") for start in self._starts]
         return [int(match[1]) if match else 0 for match in matches]
 
     def _start_that_did(self, step: int) -> int:
@@ -152,12 +152,10 @@ class Replayable(Recorded):
         Raises:
           UsageError: if the run has changed it between them.
         """
-        flags = self.report.get("flags")
-        sizes = [_whole(flags.get(_SIZE) if isinstance(flags, dict) else None)]
+        sizes = [_whole(self.report.get("flags", {}).get(_SIZE))]
         for number in range(len(self._starts) - 1, 0, -1):
-            changed = self._starts[number].get("changed")
-            values = changed.get(_SIZE) if isinstance(changed, dict) else None
-            sizes.insert(0, _whole(values[0]) if isinstance(values, list) and values else sizes[0])
+            values = self._starts[number].get("changed", {}).get(_SIZE)
+            sizes.insert(0, _whole(values[0]) if values else sizes[0])
         turns = [start, *(begin for begin in self._begins() if start < begin < end)]
         found = {step: sizes[self._start_that_did(step + 1)] for step in sorted(turns)}
         if len(set(found.values())) > 1:
@@ -170,19 +168,16 @@ class Replayable(Recorded):
         return found[start]
 
     @property
-    def _starts(self) -> list[dict[str, Any]]:
-        starts = self.report.get("starts")
-        return [one if isinstance(one, dict) else {} for one in starts] if isinstance(starts, list) else []
+    def _starts(self) -> list[run_file.Start]:
+        return self.report.get("starts", [])
 
     @property
     def engine(self) -> Any:
         """The name of the loop engine that the run was asked for."""
-        flags = self.report.get("flags")
-        return flags.get("loop", "graph") if isinstance(flags, dict) else "graph"
+        return self.report.get("flags", {}).get("loop", "graph")
 
     def _flags(self, debug: bool) -> list[str]:
-        flags = self.report.get("flags")
-        flags = flags if isinstance(flags, dict) else {}
+        flags = self.report.get("flags", {})
         found = ["--nodry_run", "--max_time=", "--verbosity=-1"]
         found += ["--loop=graph"] * (self.engine != "graph")  # the one that can stand before any step
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted

@@ -4,6 +4,7 @@ import difflib
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -14,14 +15,14 @@ import tensorflow as tf
 
 import looplib
 from looplib import files
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, UsageError
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, UsageError, gist, shown
 from looplib.extras.tools import recorded_run
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.compare import compare
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 from looplib.report import program, run_file, run_json
-from looplib.report.records import read_jsonl
+from looplib.report.records import each_record
 
 # Settings that a resumed run may have changed: they decide when it ends and what it keeps, but not what it computes.
 _HARMLESS = (
@@ -73,20 +74,20 @@ def rerun(directory: str, to: str | None = None) -> int:
             stdin=subprocess.DEVNULL,
             preexec_fn=dying_with_parent(signal.SIGTERM),
         )
-    except OSError as error:
-        raise UsageError(f"{command[0]} cannot be started in {folder} ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{command[0]} cannot be started in {folder} ({gist(error)})") from error
     if code := process.wait():
         print(f"looplib: error: the command ended with code {code}; its own last line says why", file=sys.stderr)
         return EXIT_UNKNOWN
     return _verdict(report, directory, to)
 
 
-def _changed(report: dict[str, Any]) -> dict[str, Any]:
+def _changed(report: run_file.Report) -> dict[str, Any]:
     """Returns the settings that a resumed run has changed, with the values before and after."""
     return {name: values for start in report["starts"] for name, values in start["changed"].items()}
 
 
-def _refuse_what_cannot_be_repeated(report: dict[str, Any], directory: str) -> None:
+def _refuse_what_cannot_be_repeated(report: run_file.Report, directory: str) -> None:
     if report["status"] != "done":
         raise UsageError(
             f"the run in {directory} has not ended well (it is {report['status']} at step {report['step']}); run its "
@@ -95,13 +96,13 @@ def _refuse_what_cannot_be_repeated(report: dict[str, Any], directory: str) -> N
     for name, (before, after) in _changed(report).items():
         if name not in _HARMLESS:
             raise UsageError(
-                f"the run in {directory} was resumed with {name}={after}, and had {before} before, so no single "
-                "command repeats it; start a new run with one of them"
+                f"the run in {directory} was resumed with {name}={shown(after)}, and had {shown(before)} before, so no "
+                "single command repeats it; start a new run with one of them"
             )
     recorded_run.refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
 
 
-def _differences_now(report: dict[str, Any], directory: str) -> list[str]:
+def _differences_now(report: run_file.Report, directory: str) -> list[str]:
     """Returns lines about versions and code that are not those of the run."""
     lines = []
     for name, version in report["versions"].items():
@@ -110,7 +111,7 @@ def _differences_now(report: dict[str, Any], directory: str) -> list[str]:
     if len({(start["program"]["commit"], start["program"]["changes"]) for start in report["starts"]}) > 1:
         lines.append("the code changed between starts of the run; compared is that of the last one")
     then = report["program"]
-    if not then["commit"]:
+    if not re.fullmatch("[0-9a-f]{7,64}", then["commit"]):  # git would take other text for an option
         return [*lines, "the version of the code was not recorded (its file was in no git repository)"]
     commit = program.git(then["repository"], "rev-parse", "HEAD").strip()
     if commit != then["commit"]:
@@ -147,17 +148,17 @@ def environment(directory: str) -> dict[str, str]:
       directory: the run directory.
     """
     variables = {name: value for name, value in os.environ.items() if name != example_checksum.VARIABLE}
-    records = read_jsonl(os.path.join(directory, "metrics.jsonl"))
+    records = each_record(os.path.join(directory, "metrics.jsonl"))
     if any(example_checksum.METRIC in record for record in records):
         variables[example_checksum.VARIABLE] = "1"
     return variables
 
 
-def _verdict(report: dict[str, Any], directory: str, to: str) -> int:
+def _verdict(report: run_file.Report, directory: str, to: str) -> int:
     """Compares both runs, prints the result, and returns the exit code."""
     again = run_file.read(run_file.path_of(to, trains=True))
     for name, (before, now) in sorted(run_json.changed_settings(report, again).items()):
-        say(f"setting {name} was {before} and is now {now}, though the command does not say so")
+        say(f"setting {name} was {shown(before)} and is now {shown(now)}, though the command does not say so")
     found = compare(directory, to)
     what = f"{found.records} records of metrics.jsonl and {found.tensors} tensors of the final checkpoint"
     if not found.differences:

@@ -2,15 +2,14 @@
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import tensorflow as tf
 
-from looplib import files
+from looplib.command_line import PREDICTIONS
 from looplib.errors import UsageError
 
 Row = Any  # what one example has of an output: a numpy array or number, or lists of these where it is ragged
@@ -75,16 +74,21 @@ def _standard(row: Any) -> np.ndarray:
 
 
 def _tfrecord(records: Sequence[Record]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "piece")
-        with tf.io.TFRecordWriter(path) as writer:
-            for record in records:
-                features = {}
-                for name, row in record.items():
-                    features.update(_features(name, row))
-                writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
-        with files.open_regular(path) as file:
-            return file.read()
+    parts = []
+    for record in records:
+        features = {}
+        for name, row in record.items():
+            features.update(_features(name, row))
+        example = tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+        length = len(example).to_bytes(8, "little")
+        parts += [length, _checksum(length), example, _checksum(example)]
+    return b"".join(parts)
+
+
+def _checksum(content: bytes) -> bytes:
+    """Returns what a TFRecord file has after some bytes: their CRC-32C, masked."""
+    value = google_crc32c.value(content)
+    return (((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 def _features(name: str, row: Row) -> dict[str, tf.train.Feature]:
@@ -168,4 +172,4 @@ def rows_of(values: np.ndarray, splits: Sequence[np.ndarray]) -> list[Row]:
     return [RaggedRow(part, example) for part in parts]
 
 
-KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = {"jsonl": _jsonl, "tfrecord": _tfrecord, "parquet": _parquet}
+KINDS: dict[str, Callable[[Sequence[Record]], bytes]] = dict(zip(PREDICTIONS, (_jsonl, _tfrecord, _parquet)))

@@ -1,22 +1,28 @@
 """The predictions of a run: what its evaluators predict for each example of their data, written in pieces."""
 
+import contextlib
+import functools
 import hashlib
 import os
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from looplib import _keras, console
+from looplib import _keras, console, files, folders
+from looplib.checkpoint.lock import Kind, acquire
 from looplib.errors import UsageError, whole_number
+from looplib.extras.outputs import pieces
+from looplib.extras.outputs.folder import PredictionFolder, Source, unwritable
+from looplib.extras.outputs.prediction import Prediction
 from looplib.health.preemption import notice
 from looplib.loop import task_loop
 from looplib.loop.base import Request
-from looplib.loop.prediction import Prediction
-from looplib.report import pieces
-from looplib.report.prediction_folder import PredictionFolder, Source
 from looplib.run import Run
 from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import state_of, variables_of
+
+_LOCKED = Kind("directory of predictions", "name another --predictions", "_lock")
 
 
 def predict(run: Run, directory: str | None, kind: str, piece: int) -> dict[str, str]:
@@ -27,7 +33,7 @@ def predict(run: Run, directory: str | None, kind: str, piece: int) -> dict[str,
     run.refuse_while_training("predict")
     if directory is None:
         run.directory.need("predict without a directory")
-        directory = os.path.join(run.model_dir, "predictions")
+    place = (run.model_dir, "predictions") if directory is None else (directory,)
     evaluators = {name: loop.task for name, loop in run.loops.evaluations.items()}
     able = {name: task for name, task in evaluators.items() if type(task).predict_fn is not Evaluator.predict_fn}
     if not able:
@@ -37,15 +43,40 @@ def predict(run: Run, directory: str | None, kind: str, piece: int) -> dict[str,
             "Evaluator, returning a dict from name to a tensor [batch, ...]"
         )
     with console.guarded(), notice.listening(), run.watchdog.watching():
-        return {
-            name: _predict(run, name, task, os.path.join(directory, name), kind, piece) for name, task in able.items()
-        }
+        return {name: _predict(run, name, task, (*place, name), kind, piece) for name, task in able.items()}
 
 
-def _predict(run: Run, name: str, evaluator: Evaluator, path: str, kind: str, piece: int) -> str:
+@contextlib.contextmanager
+def _opened(place: Sequence[str]) -> Iterator[PredictionFolder]:
+    """Makes a folder of predictions, below a directory by names, and holds it for this process."""
+    path = os.path.join(*place)
+    try:
+        folders.make_folder(*place)
+    except files.failures(path) as error:
+        raise unwritable(path, error) from error
+    lock = acquire(path, functools.partial(_refuse_two, path), _LOCKED)
+    try:
+        yield PredictionFolder(path, lock.check)
+    finally:
+        lock.release()
+
+
+def _refuse_two(path: str) -> None:
+    raise UsageError(f"another prediction of this process writes to {path}; wait until it ends")
+
+
+def _predict(run: Run, name: str, evaluator: Evaluator, place: Sequence[str], kind: str, piece: int) -> str:
     """Writes the predictions for the data of one evaluator; returns their folder."""
-    chief = run.workers.is_chief
-    folder = PredictionFolder(path) if chief else None
+    with _opened(place) if run.workers.is_chief else contextlib.nullcontext() as folder:
+        _predict_into(run, name, evaluator, folder, kind, piece)
+    return os.path.join(*place)
+
+
+def _predict_into(
+    run: Run, name: str, evaluator: Evaluator, folder: PredictionFolder | None, kind: str, piece: int
+) -> None:
+    """Predicts for the data of one evaluator, into a folder in the chief."""
+    chief = folder is not None
     start = run.workers.agree(folder.finished.step if chief else 0)
     task = Prediction(evaluator, folder.take if chief else lambda records, examples: None)
     run.loops.own(evaluator)
@@ -78,8 +109,7 @@ def _predict(run: Run, name: str, evaluator: Evaluator, path: str, kind: str, pi
         run.leave(run.step)
     if chief:
         folder.end()
-        run.say(f"{folder.finished.records} predictions of step {run.step} are in {path}")
-    return path
+        run.say(f"{folder.finished.records} predictions of step {run.step} are in {folder.path}")
 
 
 def _checksum(strategy: tf.distribute.Strategy, evaluator: Evaluator) -> str:

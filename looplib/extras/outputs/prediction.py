@@ -7,9 +7,9 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError
+from looplib.extras.outputs.pieces import Record, rows_of
 from looplib.loop import example_checksum
 from looplib.loop.packing import batch_size
-from looplib.report.pieces import Record, rows_of
 from looplib.task import reductions
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
