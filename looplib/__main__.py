@@ -118,7 +118,9 @@ def _add_status(tools: Any) -> None:
         "without a word); done; preempted (saved and ended by a signal, to be run again); failed.",
         epilog="exit codes: 0 there are runs; 1 there is none; 2 used wrongly",
     )
-    parser.add_argument("directories", nargs="+", metavar="DIR", help="run directories, or folders that hold some")
+    parser.add_argument(
+        "directories", nargs="+", type=_path, metavar="DIR", help="run directories, or folders that hold some"
+    )
     parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C; a terminal is redrawn")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between tables (default %(default)s)")
     parser.set_defaults(run=_status)
@@ -126,7 +128,7 @@ def _add_status(tools: Any) -> None:
 
 def _add_inspect(tools: Any) -> None:
     parser = tools.add_parser("inspect", help="list the checkpoints of a run directory")
-    parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument("directory", type=_path, help="the run directory, or the one that holds the checkpoints")
     parser.add_argument("--verify", action="store_true", help="read all files and compare checksums")
     parser.set_defaults(run=_inspect)
 
@@ -139,17 +141,25 @@ def _add_report(tools: Any) -> None:
         "directories. The file is complete in itself and needs no network.",
     )
     parser.add_argument(
-        "directories", nargs="+", metavar="DIR", help="a run directory, or one that holds some, such as a sweep's"
+        "directories",
+        nargs="+",
+        type=_path,
+        metavar="DIR",
+        help="a run directory, or one that holds some, such as a sweep's",
     )
-    parser.add_argument("--output", help="the file (default: report.html in DIR; of several, in the current directory)")
+    parser.add_argument(
+        "--output", type=_path, help="the file (default: report.html in DIR; of several, in the current directory)"
+    )
     parser.set_defaults(run=_report)
 
 
 def _add_average(tools: Any) -> None:
     text = "write the mean of successive checkpoints of a run as a run directory of its own"
     parser = tools.add_parser("average", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    parser.add_argument("directory", help="the run directory, or the one that holds the checkpoints")
-    parser.add_argument("output", help="the new directory, for --mode=eval --model_dir=... and --warm_start=...")
+    parser.add_argument("directory", type=_path, help="the run directory, or the one that holds the checkpoints")
+    parser.add_argument(
+        "output", type=_path, help="the new directory, for --mode=eval --model_dir=... and --warm_start=..."
+    )
     parser.add_argument("--last", type=int, default=5, help="number of checkpoints (default %(default)s)")
     _add_checkpoint(parser, "the last of them", "latest")
     parser.set_defaults(run=_average)
@@ -158,9 +168,9 @@ def _add_average(tools: Any) -> None:
 def _add_export(tools: Any) -> None:
     text = "export the model of a run for programs without looplib, by its own command with --mode=export"
     parser = tools.add_parser("export", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    parser.add_argument("directory", help="the run directory")
+    parser.add_argument("directory", type=_path, help="the run directory")
     parser.add_argument(
-        "output", nargs="?", help="the new directory (default: export/step-<step> in the run directory)"
+        "output", nargs="?", type=_path, help="the new directory (default: export/step-<step> in the run directory)"
     )
     parser.add_argument("--tflite", action="store_true", help="write a TFLite file too")
     text = "export the last weights, not averages of them"
@@ -220,8 +230,8 @@ def _add_rerun(tools: Any) -> None:
         "(versions and code), and compares the two runs.",
         epilog="exit codes: 0 equal, bit by bit; 1 different; 2 the command failed, or the run cannot be repeated",
     )
-    parser.add_argument("directory", help="the run directory")
-    parser.add_argument("--to", help="the new run directory (default: DIR-rerun)")
+    parser.add_argument("directory", type=_path, help="the run directory")
+    parser.add_argument("--to", type=_path, help="the new run directory (default: DIR-rerun)")
     parser.set_defaults(run=_rerun)
 
 
@@ -234,12 +244,12 @@ def _add_replay(tools: Any) -> None:
         "reported. Changes nothing in the run directory.",
         epilog="exit codes: 0 equal to what the run reported; 1 different; 2 the step cannot be replayed",
     )
-    parser.add_argument("directory", help="the run directory")
+    parser.add_argument("directory", type=_path, help="the run directory")
     parser.add_argument("--step", type=int, required=True, help="the step, counted from 1")
     parser.add_argument("--eager", action="store_true", help="run the step only op by op, once, and show its prints")
     text = "stop in step_fn, in Python's debugger; with --eager"
     parser.add_argument("--pdb", dest="debug", action="store_true", help=text)
-    parser.add_argument("--save", default="", help="file for the batch, FILE.npz")
+    parser.add_argument("--save", type=_path, help="file for the batch, FILE.npz")
     parser.set_defaults(run=_replay)
 
 
@@ -252,8 +262,8 @@ def _add_diff(tools: Any) -> None:
         "metrics or the weights differ first. Changes nothing in the run directories.",
         epilog="exit codes: 0 equal as far as both go; 1 different; 2 not known",
     )
-    parser.add_argument("first", metavar="A", help="a run directory")
-    parser.add_argument("second", metavar="B", help="the other run directory")
+    parser.add_argument("first", type=_path, metavar="A", help="a run directory")
+    parser.add_argument("second", type=_path, metavar="B", help="the other run directory")
     parser.set_defaults(run=_diff)
 
 
@@ -268,7 +278,7 @@ def _add_sweep(tools: Any) -> None:
         epilog="exit codes: 0 done; 1 no run has a result; 2 used wrongly, or a damaged sweep.db, or a full disk; 75 "
         "saved and ended by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or SIGUSR2; run it again",
     )
-    parser.add_argument("--dir", required=True, help="directory of the sweep")
+    parser.add_argument("--dir", type=_path, required=True, help="directory of the sweep")
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time (default %(default)s)")
     parser.add_argument("--search", default="grid", help="grid, random or tpe (default %(default)s)")
     parser.add_argument("--trials", type=int, help="number of configurations (default: all points of the grid)")
@@ -321,10 +331,18 @@ def _add_kind(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     text = "directory for the run directories (default: a temporary one, kept if the runs differ)"
-    parser.add_argument("--dir", dest="directory", metavar="DIR", help=text)
+    parser.add_argument("--dir", dest="directory", type=_path, metavar="DIR", help=text)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for one run (default %(default)s)")
     parser.set_defaults(run=run)
     return parser
+
+
+def _path(text: str) -> str:
+    try:
+        path = files.resolve(text, "the path")
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path if text.startswith(("~", "file://")) else text  # names in tables are those that the user gives
 
 
 def _counts(text: str) -> tuple[int, ...]:

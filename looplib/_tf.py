@@ -18,21 +18,26 @@ import gc
 import logging as python_logging
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from looplib.errors import UsageError, gist
 
 _collects = gc.isenabled()
 gc.disable()
 try:
     import tensorflow as tf
+except TypeError as error:
+    if sys.flags.optimize < 2:
+        raise
+    raise UsageError("TensorFlow cannot be imported under python -OO, which leaves out docstrings; use -O") from error
 finally:
     if _collects:
         gc.enable()
 
 from absl import logging
-
-from looplib.errors import UsageError, gist
 
 KNOWN = ("2.20", "2.21")  # versions of TensorFlow
 

@@ -23,6 +23,8 @@ PREDICTIONS = ("jsonl", "tfrecord", "parquet")  # kinds of files
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
 _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.LATEST}
 
+PATHS = ("predictions", "export", "warm_start", "continue_from")  # flags, besides --model_dir
+
 # The flags that `runtime.setup` takes.
 OF_THE_MACHINE = (
     "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",

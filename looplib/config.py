@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import files
-from looplib.errors import UsageError, shown, told
+from looplib.errors import UsageError, is_utf8, shown, told
 from looplib.field_types import (
     At,
     check,
@@ -40,6 +40,7 @@ from looplib.field_types import (
     typed,
     update,
 )  # fmt: skip
+from looplib.masks import MASK, masked
 
 FILE = "config.yaml"  # in the run directory
 _MOST_BYTES = 1 << 18  # of a --config_file
@@ -94,15 +95,32 @@ def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any])
         check(config, type(config), f"config of --experiment={name}")
     tree = given(config)
     for file in flags.FLAGS["config_file"].value or ():
-        merge(tree, type(config), read(file), lambda where, file=file: f"{where} in {file}")
+        merge(
+            tree,
+            type(config),
+            read(files.resolve(file, "--config_file")),
+            lambda where, file=file: f"{where} in {file}",
+        )
     for path, hint in sorted(found.items(), key=lambda item: item[0].count(".")):
         if flags.FLAGS[f"config.{path}"].present:
             value = _reading(flags.FLAGS[f"config.{path}"].value, hint, path)
             for name in reversed(path.split(".")):
                 value = {name: value}
             merge(tree, type(config), value, _flag)
+    if hidden := [path for path, value in _leaves(tree) if MASK in str(value)]:
+        raise UsageError(
+            f"a file has {hidden[0]} as {MASK}, because looplib writes no secrets; set {_flag(hidden[0])} too"
+        )
     made = typed(tree, type(config), str, "")
     return made, {}, text_of(made, tree)
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (path, value) of what settings hold, within dicts and lists."""
+    if not isinstance(tree, (dict, list)):
+        yield path, tree
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from _leaves(value, f"{path}.{name}" if path else str(name))
 
 
 def _flag(where: str) -> str:
@@ -246,8 +264,8 @@ def text_of(config: Any, tree: Mapping[str, Any]) -> str:
       tree: the settings that it is made of.
     """
     derived: dict[str, Any] = {}
-    text = dump(_written(config, tree, derived, ""))
-    return text + textwrap.indent(f"Made of these by the program:\n{dump(derived)}" * bool(derived), "# ")
+    text = dump(masked(_written(config, tree, derived, "")))
+    return text + textwrap.indent(f"Made of these by the program:\n{dump(masked(derived))}" * bool(derived), "# ")
 
 
 def _written(config: Any, tree: Mapping[str, Any], derived: dict[str, Any], path: str) -> dict[str, Any]:
@@ -276,6 +294,9 @@ def parse(argv: Sequence[str]) -> list[str]:
     Raises:
       UsageError: for an unknown flag, or a value of another type.
     """
+    for argument in argv:
+        if not is_utf8(argument):
+            raise UsageError(f"the argument {argument!a:.300} is not UTF-8, or the locale is not; set PYTHONUTF8=1")
     try:
         return flags.FLAGS(argv)
     except flags.UnrecognizedFlagError as error:
@@ -288,6 +309,11 @@ def parse(argv: Sequence[str]) -> list[str]:
         raise UsageError(f"{error}; --help lists the flags") from error
 
 
+def text_in(path: str) -> str:
+    """Returns the text of a --config_file, which may be a link; see `files.read_text`."""
+    return files.read_text(path if files.is_remote(path) else os.path.realpath(path), _MOST_BYTES)
+
+
 def read(path: str) -> Mapping[str, Any]:
     """Returns the settings of a YAML file.
 
@@ -295,8 +321,7 @@ def read(path: str) -> Mapping[str, Any]:
       UsageError: if it cannot be read, is too large, or is not a mapping.
     """
     try:
-        place = path if files.is_remote(path) else os.path.realpath(path)  # the user's own may be a link
-        values = load(files.read_text(place, _MOST_BYTES))
+        values = load(text_in(path))
     except (OSError, ValueError, tf.errors.OpError) as error:
         raise UsageError(f"--config_file={path} cannot be read: {told(error)}") from error
     if values is not None and not isinstance(values, dict):

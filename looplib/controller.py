@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib import files
 from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
 from looplib.checkpoint.run_directory import resolve
@@ -105,6 +106,7 @@ class Controller:
         bad_records: int = 0,
         distribute: str = "auto",
     ) -> None:
+        files.check_temporary()
         strategy = strategy or tf.distribute.get_strategy()
         checkpoints, actions = checkpoints or CheckpointPolicy(), actions or ()
         checks.check_kinds(strategy, actions)
@@ -293,7 +295,8 @@ class Controller:
         """
         from looplib.extras.outputs.predictions import predict
 
-        return predict(self._run, os.fspath(directory) if directory else None, format, piece)
+        directory = files.resolve(directory, "the directory of the predictions") if directory else None
+        return predict(self._run, directory, format, piece)
 
     def export(
         self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
@@ -317,7 +320,8 @@ class Controller:
         """
         from looplib.extras.outputs.exports import export
 
-        return export(self._run, os.fspath(directory) if directory else None, averages, tflite)
+        directory = files.resolve(directory, "the directory of the export") if directory else None
+        return export(self._run, directory, averages, tflite)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.

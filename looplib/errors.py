@@ -99,6 +99,11 @@ class CoordinatorGone(SystemExit):
         return self.message
 
 
+def is_utf8(text: str) -> bool:
+    """Returns whether a text has no lone surrogates, which neither files nor TensorFlow take."""
+    return text.encode(errors="replace").decode() == text
+
+
 def shown(value: object) -> str:
     """Returns a value that may come from anywhere as Python writes it, shortened for a sentence."""
     try:

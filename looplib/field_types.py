@@ -1,6 +1,7 @@
 """The types that fields of settings may have: their values as YAML holds them, and back, by cattrs."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -12,14 +13,14 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 import cattrs
 import numpy as np
 import yaml
 
-from looplib.errors import UsageError, duration, gist, shown
+from looplib.errors import UsageError, duration, gist, is_utf8, shown
 
 _MOST_NODES, _DEEPEST = 50_000, 50  # of a YAML text, after its aliases
 _LONGEST_NUMBER = 100  # characters
@@ -58,19 +59,29 @@ def load(text: str) -> Any:
     Raises:
       ValueError: if it is not YAML, or holds more than settings do.
     """
+    root = compose(text)
+    with _in_sentences():
+        return _Loader("").construct_document(root) if root else None
+
+
+@contextlib.contextmanager
+def _in_sentences() -> Iterator[None]:
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        _check_nodes(node)
-        return loader.construct_document(node) if node else None
+        yield
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(getattr(error, "problem", None) or gist(error)) from error
     except Exception as error:  # of yaml's constructors any
         raise ValueError("a value in it is nested too deep, or does not fit its tag") from error
 
 
-def _check_nodes(root: yaml.Node | None) -> None:
-    """Refuses nodes that are more, deeper or longer than those of settings, and a name that stands twice."""
+def compose(text: str) -> yaml.Node | None:
+    """Returns the nodes of a YAML text, without the values that they are for.
+
+    Raises:
+      ValueError: if it is not YAML, more than settings are after its aliases, or has a name twice.
+    """
+    with _in_sentences():
+        root = yaml.compose(text, _Loader)
     level, count = [root] if root else [], 0
     for depth in itertools.count():
         count += len(level)
@@ -79,14 +90,16 @@ def _check_nodes(root: yaml.Node | None) -> None:
                 f"it has more than {_MOST_NODES:,} values, or {_DEEPEST} levels; write less, or no aliases"
             )
         if not level:
-            return
+            return root
         for node in level:
             line = f"line {node.start_mark.line + 1}"
             if isinstance(node, yaml.MappingNode):
-                names = collections.Counter(name.value for name, _ in node.value if isinstance(name, yaml.ScalarNode))
-                for name, times in names.most_common(1):
+                names = [(name.tag, name.value) for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+                for (_, name), times in collections.Counter(names).most_common(1):
                     if times > 1:
                         raise ValueError(f"it has {shown(name)} {times} times, {line}; write it once")
+            elif isinstance(node, yaml.ScalarNode) and not is_utf8(node.value):
+                raise ValueError(f"it has text that is not UTF-8, {line}")
             elif node.tag.endswith((":int", ":float")) and len(node.value) > _LONGEST_NUMBER:
                 raise ValueError(f"it has a number of {len(node.value):,} characters, {line}")
         level = list(itertools.islice(itertools.chain.from_iterable(map(_within, level)), _MOST_NODES + 1))

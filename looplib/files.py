@@ -9,8 +9,10 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -23,10 +25,15 @@ import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from looplib.errors import UsageError, told
+from looplib.errors import UsageError, gist, told
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
+_BLOCK = 1 << 22
+_TICK = 0.1  # seconds between two looks at a lock
 _DEEPEST = 100  # levels of JSON
+_REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]*://")
+LONGEST_NAME = 255  # bytes, of most file systems
+_LONGEST_PATH = 3500  # bytes; Linux has 4,095, of which the names in a run directory take some
 # The errors that prove a damaged file; any other error may be temporary.
 _DAMAGE = (ValueError, KeyError, TypeError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
@@ -35,13 +42,62 @@ class NotRegularError(ValueError):
     """A name that should be a file is a symbolic link, a directory or a device."""
 
 
+class CannotReadError(UsageError):
+    """A file cannot be read, which does not prove that it is damaged."""
+
+
 class MisfitError(ValueError):
     """A JSON value is not of the type that is expected."""
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is outside of the operating system's file systems, such as "gs://bucket/run"."""
-    return "://" in os.fspath(path)
+    return _REMOTE.match(os.fspath(path)) is not None
+
+
+def resolve(path: str | os.PathLike[str], what: str) -> str:
+    """Returns the one name of a path that a user gives: absolute, so that a later `chdir` does not lead elsewhere.
+
+    Args:
+      path: the path, which may begin with "~" or "file:///"; it need not exist.
+      what: what it is, for the message, such as "model_dir".
+
+    Raises:
+      UsageError: if there cannot be such a file or directory, or this user may not read the directory.
+    """
+    try:
+        return _resolved(os.fspath(path))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{what} is {path!r:.200}, which cannot be used: {gist(error)}") from error
+
+
+def _resolved(path: str) -> str:
+    """Returns `resolve` of a path; the errors have the reason alone."""
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ValueError("expected the name of a file or directory, as text without a null character")
+    try:
+        os.fsencode(path.encode().decode())
+    except UnicodeEncodeError:  # TensorFlow writes no other names
+        raise ValueError("it is not UTF-8, or the locale is not; use another name, or set PYTHONUTF8=1") from None
+    path = path.removeprefix("file://") if path.startswith("file:///") else path
+    if path.startswith("file://"):
+        raise ValueError("it names a machine; a local path begins with file:/// or /")
+    if is_remote(path):
+        return path.rstrip("/")
+    if path.startswith("~"):
+        path = os.path.expanduser(path) if os.environ.get("HOME") != "" else path
+    if path.startswith("~"):
+        raise ValueError("there is no such home directory; set HOME, or put ./ before the name if it begins with ~")
+    try:
+        path = os.path.abspath(path)
+    except FileNotFoundError:
+        raise ValueError("the current directory was removed; change to another one, or use an absolute path") from None
+    if len(os.fsencode(path)) > _LONGEST_PATH or max(map(len, os.fsencode(path).split(b"/"))) > LONGEST_NAME:
+        raise ValueError(f"it has more than {_LONGEST_PATH:,} bytes, or a name in it more than {LONGEST_NAME}")
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISDIR(os.stat(path).st_mode) and not os.access(path, os.R_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "this user may not read the directory; fix its permissions")
+    return path
 
 
 def proves_damage(error: Exception) -> bool:
@@ -164,7 +220,7 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
       content: all of it.
       durable: whether it is on the disk before this returns; if not, `make_durable` is to be called for it.
     """
-    content = content.encode() if isinstance(content, str) else content
+    content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     new = new_name(path)
     if is_remote(path):
         with gfile().GFile(new, "wb") as file:
@@ -227,21 +283,23 @@ def is_new_name(name: str, of: str | None = None) -> bool:
 
 
 @contextlib.contextmanager
-def appending(path: str) -> Iterator[BinaryIO]:
+def appending(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
     """Opens a file to append bytes, while other processes that append, or use `rewriting`, wait.
 
     Args:
       path: the file, made if missing.
+      wait: seconds for another process that has it.
 
     Raises:
       UsageError: if it is not a regular file.
+      TimeoutError: if another process has it for longer.
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
         with gfile().GFile(path, "ab") as file:
             yield file
         return
-    with _alone(path) as file:
+    with _alone(path, wait) as file:
         yield file
 
 
@@ -256,11 +314,19 @@ def rewriting(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[BinaryIO]:
+def _alone(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
+    end, at_once = time.monotonic() + wait, fcntl.LOCK_NB if wait < math.inf else 0
     while True:
         with _naming(path), open_to_append(path) as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | at_once)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"another process has locked {path} for {wait:g} s") from None
+                time.sleep(_TICK)
+                continue
+            except OSError:  # a file system without locks
+                pass
             if is_at(file.fileno(), path):  # if not, it was replaced while this process waited
                 yield file
                 return
@@ -340,15 +406,34 @@ def check_writable(directory: str) -> None:
         raise UsageError(sentence) from error
 
 
+def check_temporary() -> None:
+    """Checks that there is space for temporary files, without which TensorFlow cannot convert a step, and says little.
+
+    Raises:
+      UsageError: if there is none.
+    """
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+    except OSError as error:
+        raise UsageError(
+            f"temporary files cannot be written ({gist(error)}); free space there, or set TMPDIR"
+        ) from error
+
+
 def safe_name(name: str) -> str:
     """Returns up to 80 characters with which a file can be named, from the name of a metric or an evaluator."""
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
 
 
-def cache_directory() -> str:
-    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's."""
-    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib")
+def cache_directory() -> str | None:
+    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's, if any."""
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return resolve(os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib"), "the cache directory")
+    except UsageError:  # such as without a home directory
+        return None
 
 
 def free_name(path: str) -> str:
@@ -370,6 +455,56 @@ def is_directory(path: str) -> bool:
 def size(path: str) -> int:
     """Returns the bytes of a file."""
     return gfile().stat(path).length if is_remote(path) else os.stat(path).st_size
+
+
+def measure(path: str) -> tuple[int, str]:
+    """Returns the bytes of a file, and their SHA-256; raises as `open_regular` does."""
+    with open_regular(path) as file:
+        digest = _sha256(file)
+        return file.tell(), digest
+
+
+def difference(path: str, size: int, sha256: str | None) -> str:
+    """Compares a file with what was written.
+
+    Args:
+      path: the file.
+      size: its bytes.
+      sha256: their SHA-256; None compares the size alone.
+
+    Returns:
+      "" if there is no difference, else what is proven to be wrong, as the end of a sentence.
+
+    Raises:
+      CannotReadError: if it cannot be read now, for a reason that proves no damage.
+    """
+    name = os.path.basename(path)
+    try:
+        with open_regular(path) as file:
+            found = file.size() if is_remote(path) else os.fstat(file.fileno()).st_size
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
+            equal = sha256 is None or _sha256(file) == sha256
+    except (ValueError, *failures(path)) as error:
+        if proves_damage(error):
+            return f"{name} cannot be read: {gist(error)}"
+        raise cannot_read(path, error) from error
+    return "" if equal else f"the content of {name} differs from the saved content"
+
+
+def cannot_read(path: str, error: Exception) -> CannotReadError:
+    """Returns the error of a file that cannot be read now."""
+    return CannotReadError(
+        f"{path} cannot be read ({gist(error)}), which does not prove that it is damaged; fix its permissions or "
+        "the file system and run the same command again"
+    )
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def names_in(directory: str) -> list[str]:

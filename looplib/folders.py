@@ -16,7 +16,6 @@ from looplib import files
 from looplib.errors import UsageError
 
 _UNFINISHED = 3600.0  # seconds after which nobody writes a small file any more
-_LONGEST_NAME = 255  # bytes, of most file systems
 _SEPARATORS = frozenset("/\\\0")
 
 
@@ -40,7 +39,7 @@ def is_name(name: object) -> bool:
     if not isinstance(name, str) or name in ("", ".", "..") or not _SEPARATORS.isdisjoint(name):
         return False
     try:
-        return len(name.encode()) <= _LONGEST_NAME
+        return len(name.encode()) <= files.LONGEST_NAME
     except UnicodeEncodeError:  # a lone surrogate
         return False
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import _tf, command_line, console, field_types, folders, runtime, source_locations
+from looplib import _tf, command_line, console, field_types, files, folders, runtime, source_locations
 from looplib import config as configuration
 from looplib.checkpoint.run_directory import resolve
 from looplib.cluster import peers, tpu
@@ -36,6 +36,7 @@ from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
+from looplib.masks import masked, masked_text
 from looplib.report import outcome, run_file, run_json
 from looplib.report.outcome import Outcome
 from looplib.report.program import this_program
@@ -228,14 +229,16 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         values.update(redirected)
     config, others, text = binary.read()
     if flags.FLAGS["print_config"].value:
-        print(text or field_types.dump(run_json.as_dict(config)), end="")
+        print(text or field_types.dump(masked(run_json.as_dict(config))), end="")
         sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings())
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
-    command_line.check(values, argv)
     values["model_dir"] = values["model_dir"] and resolve(values["model_dir"])
+    for name in command_line.PATHS:
+        values[name] = values[name] and files.resolve(values[name], f"--{name}")
+    command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
     trackers = _make_trackers(values) if trains and values["trackers"] and not values["dry_run"] else []
     session.earlier = run_file.read(session.report_path)
@@ -373,7 +376,7 @@ def _broken(session: _Session, error: Exception) -> Outcome:
     if cure_of(error) and not place:  # of a file that looplib reads or writes
         logging.debug("where it was raised:", exc_info=error)
     elif not outcome.is_quit(error):
-        traceback.print_exception(error)
+        print(masked_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     if tpu.is_lost(session.strategy, error):
         kept = session.controller and session.controller.latest_checkpoint
         session.close("restarted")  # what is on the TPU cannot be saved any more
@@ -399,6 +402,7 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
     from looplib.extras.parameter_server import processes
 
     failed, controller = how.code == EXIT_FAILED, session.controller
+    how = dataclasses.replace(how, line=masked_text(how.line), sentence=masked_text(how.sentence))
     if how.code != EXIT_DONE:
         session.close(how.status, how.sentence if failed else "")
     if session.temporary:

@@ -122,7 +122,8 @@ def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
     from looplib.extras.parameter_server import coordinator
 
     backend = coordinator.ParameterServers
-    assert issubclass(backend, contract)
+    if not issubclass(backend, contract):
+        raise TypeError(f"{backend} does not implement {contract}")
     return backend
 
 

@@ -77,7 +77,7 @@ def test_a_wrong_name_or_type_in_a_file_is_a_sentence(text):
 
 
 @pytest.mark.parametrize(
-    "text, sentence", [("- 1", "holds a list"), ("a: [", r"cannot be read \("), (None, "No such file")]
+    "text, sentence", [("- 1", "holds a list"), ("a: [", r"cannot be read: "), (None, "No such file")]
 )
 def test_a_file_that_holds_no_settings_is_a_sentence(text, sentence, tmp_path):
     path = tmp_path / "a.yaml"

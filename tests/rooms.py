@@ -59,7 +59,7 @@ TESTS = {
         "optimizers",
         "traced",
     ],
-    "records": ["records"],
+    "records": ["faults/records_faults", "records"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": [
         "another_batch_size",

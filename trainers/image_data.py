@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from looplib import InputContext, UsageError, open_records
 from looplib.errors import gist, join_names, read
+from looplib.files import resolve
 from trainers import needed
 
 # Data sets of at most this size are read into memory, where a run enters their order at any position at once.
@@ -61,17 +62,18 @@ def load(config: Config) -> ImageData:
     Raises:
       UsageError: if it is not available; says what to do.
     """
+    path = resolve(config.data_path, "--config.data_path") if config.data_path else ""
     if config.dataset == "digits":
         return digits(config.classes)
     if config.dataset == "numpy":
-        return numpy_file(config.data_path, config.classes)
+        return numpy_file(path, config.classes)
     if config.dataset == "tfrecord":
         _refuse_classes(config.classes, "TFRecord files")
         return tfrecords(
             config.train_files, config.test_files, (config.image_size, config.image_size, config.channels),
             config.num_classes
         )  # fmt: skip
-    return from_tfds(config.dataset, config.data_path, config.image_size, config.classes)
+    return from_tfds(config.dataset, path, config.image_size, config.classes)
 
 
 def in_memory(name: str, train: tuple[Any, Any], test: tuple[Any, Any], classes: str = "") -> ImageData:

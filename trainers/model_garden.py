@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 from absl import flags, logging
 
-from looplib import Controller, Evaluator, Trainer, UsageError, launch
+from looplib import Controller, Evaluator, Trainer, UsageError, config, field_types, launch
 from looplib.errors import gist
+from looplib.files import resolve
 from trainers import needed
 
 try:
@@ -57,8 +58,11 @@ def settings() -> tuple[Params, dict[str, Any]]:
     if chosen.experiment not in experiments():
         found = f"--experiment is {chosen.experiment!r}" if chosen.experiment else "--experiment is missing"
         raise UsageError(f"{found}; name one of Model Garden's: {', '.join(experiments())}")
+    chosen["config_file"].value = [resolve(path, "--config_file") for path in chosen.config_file or ()]
     try:
         gin.parse_config_files_and_bindings(chosen.gin_file, chosen.gin_params)
+        for path in chosen.config_file or ():
+            field_types.compose(config.text_in(path))  # Model Garden's own reader has no bounds
         params = train_utils.parse_configuration(chosen, lock_return=False, print_return=False)
     except (LookupError, ValueError, TypeError, OSError, tf.errors.OpError, AttributeError) as error:
         raise UsageError(
@@ -69,7 +73,9 @@ def settings() -> tuple[Params, dict[str, Any]]:
         if chosen[flag].present:
             model_garden_config.replace(params, path, chosen[flag].value)
     values = model_garden_config.flag_values(params, chosen.mode)
-    if chosen.model_dir and tf.train.latest_checkpoint(chosen.model_dir):  # of Model Garden's own driver
+    if chosen.model_dir and tf.train.latest_checkpoint(
+        resolve(chosen.model_dir, "model_dir")
+    ):  # of Model Garden's own driver
         values["continue_from"] = chosen.model_dir
     params.lock()
     return params, values

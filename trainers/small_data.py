@@ -28,6 +28,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from looplib import UsageError
+from looplib.files import resolve
 from trainers import image_data, needed
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ def main(argv: Sequence[str]) -> None:
     del argv
     for write in (write_digits, write_text):
         try:
-            written = write(flags.FLAGS.dir)
+            written = write(resolve(flags.FLAGS.dir, "--dir"))
         except UsageError as error:
             sys.exit(f"looplib: error: {error}")
         for path, count in written.items():

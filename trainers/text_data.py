@@ -15,6 +15,7 @@ from absl import logging
 
 from looplib import InputContext, UsageError
 from looplib.errors import gist
+from looplib.files import resolve
 
 _ENDINGS = (".py", ".md", ".rst", ".txt")
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "testing"}  # tests repeat themselves
@@ -125,7 +126,9 @@ def load_vocabulary(path: str) -> Vocabulary:
             "(*.txt), or nothing for bytes"
         )
     try:
-        return kind(path)
+        return kind(resolve(path, "the vocabulary"))
+    except UsageError:
+        raise
     except (OSError, ValueError, RuntimeError, tf.errors.OpError) as error:
         raise UsageError(
             f"--config.vocabulary={path} cannot be read ({gist(error)}); expected a SentencePiece model (*.model) or a "
@@ -174,6 +177,7 @@ def read_documents(pattern: str, most_bytes: int) -> Documents:
     Raises:
       UsageError: if there are not enough files for both parts.
     """
+    pattern = resolve(pattern, "--config.text_files") if pattern.startswith("~") else pattern
     files = {path: path for path in glob.glob(pattern, recursive=True)} if pattern else machine_files()
     documents, seen, total = Documents([], []), set(), 0
     for name in sorted(files, key=lambda name: (_hash(name.encode()), name)):

@@ -11,7 +11,6 @@ only when a checkpoint of their step is to be written.
 """
 
 import dataclasses
-import hashlib
 import os
 import re
 import sys
@@ -32,11 +31,6 @@ _OWN = rf"\.(?:commit|unfinished){_NEW}"  # of names that looplib alone gives
 _NAME = re.compile(
     rf"(ckpt-(\d+))(?:({_OWN})|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp|\.position-\d+-of-\d+{_NEW})/?$"
 )
-_BLOCK = 1 << 22
-
-
-class CannotReadError(UsageError):
-    """A file of a checkpoint could not be read, which does not prove that it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Found:
     step: int
     commit: Commit | None
     reason: str = ""
-    unread: CannotReadError | None = None
+    unread: files.CannotReadError | None = None
 
 
 def path_of(directory: str, step: int) -> str:
@@ -98,7 +92,7 @@ def _is_there(path: str, expected: Measured) -> bool:
     """Returns whether this process reads what another worker has written; warns if not."""
     try:
         reason = _compare(path, expected, thorough=True)
-    except CannotReadError as error:
+    except files.CannotReadError as error:
         reason = str(error)
     if reason:
         logging.warning(
@@ -212,7 +206,7 @@ def _look_at(directory: str, step: int, names: list[str]) -> Found:
     except (ValueError, KeyError, TypeError, AttributeError, *files.failures(path)) as error:
         reason = f"its marker cannot be read ({gist(error)})"
         proven = files.proves_damage(error) or isinstance(error, AttributeError)
-        return Found(step, None, reason, None if proven else _cannot_read(f"{path}.commit", error))
+        return Found(step, None, reason, None if proven else files.cannot_read(f"{path}.commit", error))
 
 
 def committed(directory: str) -> list[Commit]:
@@ -236,7 +230,7 @@ def verify(done: Commit, thorough: bool = True) -> str:
       "" if all is well, else what is proven to be wrong, as the end of a sentence.
 
     Raises:
-      CannotReadError: if a file cannot be read now, for a reason that proves no damage.
+      files.CannotReadError: if a file cannot be read now, for a reason that proves no damage.
     """
     for name, expected in done.files.items():
         path = os.path.join(os.path.dirname(done.path), name)
@@ -247,23 +241,7 @@ def verify(done: Commit, thorough: bool = True) -> str:
 
 
 def _compare(path: str, expected: Measured, thorough: bool) -> str:
-    name = os.path.basename(path)
-    try:
-        found = _measure(path) if thorough else {"bytes": _size(path), "sha256": expected["sha256"]}
-    except (ValueError, *files.failures(path)) as error:
-        if files.proves_damage(error):
-            return f"{name} cannot be read: {gist(error)}"
-        raise _cannot_read(path, error) from error
-    if found["bytes"] != expected["bytes"]:
-        return f"{name} has {found['bytes']} bytes instead of {expected['bytes']}"
-    return "" if found["sha256"] == expected["sha256"] else f"the content of {name} differs from the saved content"
-
-
-def _cannot_read(path: str, error: Exception) -> CannotReadError:
-    return CannotReadError(
-        f"{path} cannot be read ({gist(error)}), which does not prove that it is damaged; fix its permissions or "
-        "the file system and run the same command again"
-    )
+    return files.difference(path, expected["bytes"], expected["sha256"] if thorough else None)
 
 
 def newest_intact(directory: str, tidy: bool) -> Commit | None:
@@ -278,7 +256,7 @@ def newest_intact(directory: str, tidy: bool) -> Commit | None:
       A `Commit`, or None.
 
     Raises:
-      CannotReadError: if a newer one than that cannot be read now. Nothing is moved then.
+      files.CannotReadError: if a newer one than that cannot be read now. Nothing is moved then.
       UsageError: if a newer looplib wrote one.
     """
     intact, others = None, []
@@ -357,14 +335,5 @@ def _names(directory: str) -> list[str]:
 
 
 def _measure(path: str) -> Measured:
-    digest, size = hashlib.sha256(), 0
-    with files.open_regular(path) as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _size(path: str) -> int:
-    with files.open_regular(path) as file:
-        return file.size() if files.is_remote(path) else os.fstat(file.fileno()).st_size
+    size, sha256 = files.measure(path)
+    return {"bytes": size, "sha256": sha256}

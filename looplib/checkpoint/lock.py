@@ -17,6 +17,7 @@ from absl import logging
 
 from looplib import files
 from looplib.errors import UsageError, told
+from looplib.masks import masked
 
 _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary()
 
@@ -71,7 +72,7 @@ class RunLock:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise UsageError(f"the {kind.what} cannot be locked: {self._path} is not a file; move it away")
-        self._file = os.fdopen(descriptor, "r+", errors="replace")
+        self._file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -83,7 +84,7 @@ class RunLock:
         except OSError as error:
             logging.warning("%s cannot be locked (%s); make sure that no other run writes to it", directory, error)
             return
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": sys.argv}
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime(), "command": masked(sys.argv)}
         with contextlib.suppress(OSError):  # a full disk; only the name of the holder is lost
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(note).encode(), 0)

@@ -118,8 +118,8 @@ def _check(done: Commit) -> None:
     prefix = os.path.basename(done.path)
     if type(done.step) is not int or prefix != f"ckpt-{done.step}":
         raise ValueError(f"its step is {done.step!r:.50}")
-    if type(done.time) not in (int, float) or not isinstance(done.versions, dict):
-        raise ValueError("its time or its versions are of another type")
+    if type(done.time) not in (int, float) or not 0 <= done.time < 1e11 or not isinstance(done.versions, dict):
+        raise ValueError("its time or its versions cannot be right")
     own, positions = files_of(prefix), positions_of(prefix)
     for name, file in done.files.items():
         if not own.fullmatch(name) and not positions.fullmatch(name):

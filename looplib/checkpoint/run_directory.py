@@ -33,17 +33,15 @@ _FILES = (
 
 
 def resolve(model_dir: str | os.PathLike[str]) -> str:
-    """Returns the one name of a run directory: absolute, so that a later `chdir` does not split the run.
+    """Returns the one name of a run directory, see `files.resolve`.
 
     Args:
-      model_dir: the directory; "file://" before it is left out.
+      model_dir: the directory.
 
     Raises:
-      UsageError: for a name that TensorFlow would interpret as a pattern.
+      UsageError: for a name that cannot be used, or that TensorFlow would interpret as a pattern.
     """
-    path = os.fspath(model_dir)
-    path = path.removeprefix("file://") if path.startswith("file:///") else path
-    path = path if files.is_remote(path) else os.path.abspath(path)
+    path = files.resolve(model_dir, "model_dir")
     if found := sorted(_PATTERN & set(path)):
         raise UsageError(
             f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow interprets as a file "
@@ -271,7 +269,7 @@ class RunDirectory:
                     if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
                         logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
                         damaged = done
-                except commits.CannotReadError as error:  # it may be readable at the next attempt
+                except files.CannotReadError as error:  # it may be readable at the next attempt
                     logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
             waited = time.monotonic() - started
             if timeout is not None and waited >= timeout:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from looplib.errors import UsageError
+from looplib.files import parse_json
 
 PORT = 2222  # where an environment names hosts only; LOOPLIB_PORT changes it
 
@@ -145,7 +146,7 @@ def _tf_config(environ: Mapping[str, str]) -> Cluster | None:
     if not text:
         return None
     try:
-        config = json.loads(text)
+        config = parse_json(text)
     except ValueError as error:
         raise UsageError(f"TF_CONFIG is not JSON ({error}); expected {_EXAMPLE}") from error
     if not isinstance(config, dict):

@@ -1,6 +1,5 @@
 """Which record a `dataset` function cannot process, once a run has failed at its batch."""
 
-import bisect
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -10,8 +9,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.errors import gist
-from looplib.records.damage import Tolerant
-from looplib.records.sources import Chain, Source, Subset, named
+from looplib.records.damage import given
+from looplib.records.sources import Subset, named
 from looplib.task.input_context import InputContext
 
 _STEPS = 64  # whose batches are tried: many may be read at once
@@ -45,7 +44,7 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
         source, (number,) = alone.sources[0], next(alone.ids.skip(found).as_numpy_iterator())
         if isinstance(source, Subset):
             number = np.flatnonzero(source.ids == number)[0]
-        return named(source, _given(source, int(number), context) if context.tolerates else int(number))
+        return named(source, given(alone.tolerated, int(number)) if context.tolerates else int(number))
     except Exception as error:  # the run has failed anyway, and its own error is the one to show
         logging.debug("which record the run failed at cannot be found out: %s", gist(error))
         return None
@@ -65,11 +64,3 @@ def _first_bad(records: Iterator, count: int) -> int | None:
         if time.monotonic() - start > _SECONDS:
             return None
     return bad if any_good else None
-
-
-def _given(source: Source, number: int, context: InputContext) -> int:
-    """Returns the number of the record that comes for a number where damaged ones are left out."""
-    if isinstance(source, Chain):
-        part = bisect.bisect_right(source.firsts, number) - 1
-        return source.firsts[part] + _given(source.sources[part], number - source.firsts[part], context)
-    return Tolerant(source, context.bad_records, replace=context.training).given(number)[0]

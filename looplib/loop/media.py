@@ -41,6 +41,7 @@ def _text(name: str, media: Media, value: Any) -> str:
     text = media.decode(value) if media.decode else value.decode(errors="replace")
     if not isinstance(text, str):
         raise UsageError(f"decode of the text {name!r} returned a {type(text).__name__}; expected a str")
+    text = text.encode(errors="backslashreplace").decode()  # lone surrogates
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

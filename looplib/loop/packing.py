@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import _keras
-from looplib.errors import UsageError
+from looplib.errors import UsageError, is_utf8
 from looplib.task.media import Media
 from looplib.task.plain import as_array, as_number
 from looplib.task.reductions import Reduction, total, weighted_sum
@@ -250,7 +250,7 @@ def _joined(parts: list[tf.Tensor]) -> tf.Tensor:
 
 def check_metric_name(who: str, name: object) -> None:
     """Raises `UsageError` for a name that is no string, or that a record of `metrics.jsonl` needs itself."""
-    if not isinstance(name, str) or not name or name in ("step", "split"):
+    if not isinstance(name, str) or not name or name in ("step", "split") or not is_utf8(name):
         raise UsageError(f"{who} has a metric named {name!r}; expected a string other than '', 'step' and 'split'")
 
 

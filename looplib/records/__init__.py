@@ -1,7 +1,7 @@
 """Records in files by number: sources, the index of their offsets, keyed orders, reading ahead.
 
 Names that other rooms may use, by file:
-    damage: LeftOut, Tolerant, tolerant
+    damage: LeftOut, given, tolerant
     files: none
     fingerprint: changes, fingerprint
     formats: none

@@ -1,18 +1,22 @@
 """Damaged records, left out up to a number of them in all of a run."""
 
+import bisect
+import os
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
+from looplib import files, folders
 from looplib.errors import UsageError, told, whole_number
 from looplib.records.indexed import BadRecordError
 from looplib.records.sources import Chain, Source, items
 
-_NOTE = ".txt"
+_NOTE = re.compile(r"(.+-\d+(?:-[0-9a-f]{12})?)\.txt")  # after what `BadRecordError.name` says
 
 
 class LeftOut:
@@ -69,17 +73,17 @@ class LeftOut:
             found = tf.io.gfile.listdir(self._folder) if self._folder and tf.io.gfile.isdir(self._folder) else []
         except (OSError, tf.errors.OpError):  # what is noted next says so
             found = []
-        return {name.removesuffix(_NOTE) for name in found if name.endswith(_NOTE)}
+        return {match[1] for name in found if (match := _NOTE.fullmatch(name))}
 
     def _share(self, folder: str, error: BadRecordError) -> None:
-        note = f"{folder}/{error.name}{_NOTE}"
+        note = f"{error.name}.txt"
         try:
-            tf.io.gfile.makedirs(folder)
-            files.write_whole(note, f"{error}\n")
+            folders.make_folder(*os.path.split(folder))
+            files.write_whole(folders.inside(folder, note), f"{error}\n")
             self._names |= self._noted()
             count = len(self._names)
             if count > self.most:  # another process noted one at the same time
-                tf.io.gfile.remove(note)
+                folders.remove(folder, note)
         except (OSError, tf.errors.OpError) as problem:
             self._folder = None
             logging.warning(
@@ -91,14 +95,23 @@ class LeftOut:
             raise self._too_many(error, count)
 
 
-def tolerant(source: Source, left_out: LeftOut, replace: bool) -> Source:
-    """Returns a source without its damaged records; for the arguments see `Tolerant`.
+def tolerant(source: Source, left_out: LeftOut, replace: bool, kept: Sequence[np.ndarray | None]) -> Source:
+    """Returns a source without its damaged records; for the arguments see `Tolerant`, `kept` is of each source.
 
     Of several sources, each has its own records in place of damaged ones.
     """
     if isinstance(source, Chain):
-        return Chain([Tolerant(part, left_out, replace) for part in source.sources], source.names)
-    return Tolerant(source, left_out, replace)
+        parts = [Tolerant(part, left_out, replace, own) for part, own in zip(source.sources, kept)]
+        return Chain(parts, source.names)
+    return Tolerant(source, left_out, replace, kept[0])
+
+
+def given(source: Source, number: int) -> int:
+    """Returns the number of the record that comes for a number of what `tolerant` has returned."""
+    if isinstance(source, Chain):
+        part = bisect.bisect_right(source.firsts, number) - 1
+        return source.firsts[part] + given(source.sources[part], number - source.firsts[part])
+    return source.given(number)[0]
 
 
 class Tolerant:
@@ -110,10 +123,18 @@ class Tolerant:
       source: the records.
       left_out: those of the run so far, and how many there may be.
       replace: whether the next good record, by number, comes in place of each, so that batches stay full; else None.
+      kept: the numbers of the records that may come, as a filter keeps others out; None for all.
+
+    Raises:
+      UsageError: if none of those that are kept is good, or more are damaged than may be.
     """
 
-    def __init__(self, source: Source, left_out: LeftOut, replace: bool) -> None:
-        self._source, self._left_out, self._replace = source, left_out, replace
+    def __init__(self, source: Source, left_out: LeftOut, replace: bool, kept: np.ndarray | None = None) -> None:
+        self._source, self._left_out, self._replace = source, left_out, True
+        self._kept = None if kept is None else np.unique(kept)
+        if self._kept is not None:
+            self.given(int(self._kept[0]))  # one of these has to be good
+        self._replace = replace
 
     def __len__(self) -> int:
         return len(self._source)
@@ -134,11 +155,14 @@ class Tolerant:
         Raises:
           UsageError: if more records are damaged than may be.
         """
-        for candidate in range(number, number + len(self)):
+        kept = range(len(self)) if self._kept is None else self._kept
+        place = bisect.bisect_left(kept, number)
+        for at in range(place, place + len(kept)):
+            candidate = int(kept[at % len(kept)])
             try:
-                return candidate % len(self), items(self._source, [candidate % len(self)])[0]
+                return candidate, items(self._source, [candidate])[0]
             except BadRecordError as error:
                 self._left_out.add(error)
                 if not self._replace:
                     return number, None
-        raise UsageError(f"each of {len(self)} records is damaged; restore the files from a copy")
+        raise UsageError(f"each of {len(kept)} records is damaged; restore the files from a copy")

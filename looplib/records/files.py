@@ -4,6 +4,8 @@ import concurrent.futures
 import functools
 import math
 import os
+import re
+import stat
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import BinaryIO
 
 import tensorflow as tf
+from absl import logging
 
 from looplib.errors import UsageError, join_names, told
 from looplib.files import is_remote
@@ -21,6 +24,7 @@ THREADS = 16  # that wait for files
 # If the first ones of many spans take longer than from memory, the disk gets all others at once, to read in an order of
 # its own: a number of spans, and seconds of each.
 _PROBE, _IN_MEMORY = 16, 2e-5
+_COMPRESSED = re.compile(rb"\x1f\x8b|\x78[\x01\x9c\xda]|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd")  # first bytes
 _SECONDS = 1.0  # after which it is looked again whether a file was changed
 
 
@@ -37,7 +41,7 @@ class Files:
       threads: how many should run Python on what they read; more only pay if they wait for a network.
 
     Raises:
-      UsageError: if one cannot be found.
+      UsageError: if one cannot be found, or is a directory, a FIFO, a socket or a device.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -51,6 +55,8 @@ class Files:
         found = list(self._pool.map(_size_and_time, self.paths))
         self.sizes = [size for size, _ in found]
         self.times = [time for _, time in found]
+        if empty := [path for path, size in zip(self.paths, self.sizes) if not size]:
+            logging.warning("0 bytes, and so no record, are in %s", join_names(empty))
 
     def read(self, spans: Iterable[Span], named: Callable[[int, int], str] | None = None) -> bytes:
         """Returns the bytes of spans, one after another.
@@ -125,7 +131,11 @@ class Files:
     def _file(self, index: int) -> BinaryIO:
         if (file := self._open.get(index)) is not None:
             return file
-        file = open(self.paths[index], "rb", buffering=0)
+        descriptor = os.open(self.paths[index], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a FIFO by now
+        file = open(descriptor, "rb", buffering=0)
+        found = os.fstat(descriptor)
+        if (found.st_size, found.st_mtime_ns) != (self.sizes[index], self.times[index]):
+            raise self._changed(index, "its start")
         if sys.platform == "linux":  # else the kernel reads on after each span, which is another worker's part
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         with self._lock:
@@ -135,10 +145,23 @@ class Files:
         return file
 
 
+def refuse_compressed(path: str, start: bytes) -> None:
+    """Raises `UsageError` for a file that starts as those of gzip, zlib, bzip2, xz and zstd do."""
+    if _COMPRESSED.match(start):
+        raise UsageError(
+            f"{path} is compressed, so that no record in it can be read by itself; decompress it, or write it again "
+            "as ArrayRecord, whose records are compressed in groups"
+        )
+
+
 def _size_and_time(path: str, named: Callable[[], str] | None = None) -> tuple[int, int]:
     try:
         if not is_remote(path):
             found = os.stat(path)
+            if not stat.S_ISREG(found.st_mode):  # which has no end, and a size of 0
+                raise UsageError(
+                    f"{path} is a directory, a FIFO, a socket or a device; records are read from regular files"
+                )
             return found.st_size, found.st_mtime_ns  # TensorFlow has seconds only
         found = tf.io.gfile.stat(path)
     except (OSError, tf.errors.OpError) as error:

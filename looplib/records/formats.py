@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from looplib.errors import UsageError, gist, join_names, whole_number
-from looplib.records.files import THREADS, Files
+from looplib.records.files import THREADS, Files, refuse_compressed
 from looplib.records.index import offsets_of
-from looplib.records.indexed import IndexedFiles, Numbered, ReadElsewhere
+from looplib.records.indexed import MOST_BYTES, IndexedFiles, Numbered, ReadElsewhere
 
 _WINDOW = 1 << 22
+_END = 10  # a byte, of a line
+_MOST_ROWS = 1 << 24  # of a row group
 _GROUPS = 80  # of Parquet files that are kept: those of a batch, and the next ones
 
 
@@ -24,21 +26,32 @@ class Lines(IndexedFiles):
       paths: the files.
     """
 
+    _damage = "it is not one line, so the file or the index beside it was changed"
+
     def __init__(self, paths: Sequence[str]) -> None:
         files = Files(paths)
-        super().__init__(files, offsets_of(files, "lines", _scan_lines))
+        super().__init__(files, offsets_of(files, "lines", _scan_lines, 1))
 
-    def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
+    def _take(
+        self, raw: bytes, starts: np.ndarray, stops: np.ndarray, last: np.ndarray
+    ) -> tuple[list[bytes], int | None]:
         """See `IndexedFiles`."""
-        lines, _ = super()._take(raw, starts, stops)
-        return [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines], None
+        lines, _ = super()._take(raw, starts, stops, last)
+        ended = np.frombuffer(raw, np.uint8)[stops - 1] == _END
+        wrong = ~(ended | last)
+        if raw.count(b"\n") != np.count_nonzero(ended):
+            wrong |= np.asarray([b"\n" in line[:-1] for line in lines])
+        lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]
+        return lines, int(np.argmax(wrong)) if wrong.any() else None
 
 
 def _scan_lines(files: Files, index: int) -> np.ndarray:
     size, found = files.sizes[index], [np.zeros(1, np.int64)]
     for at in range(0, size, _WINDOW):
-        raw = np.frombuffer(files.read([(index, at, min(at + _WINDOW, size))]), np.uint8)
-        found.append(np.flatnonzero(raw == 10) + (at + 1))
+        raw = files.read([(index, at, min(at + _WINDOW, size))])
+        if at == 0:
+            refuse_compressed(files.paths[index], raw)
+        found.append(np.flatnonzero(np.frombuffer(raw, np.uint8) == _END) + (at + 1))
     offsets = np.concatenate(found)
     return offsets if offsets[-1] == size else np.append(offsets, size)  # the last line may have no end
 
@@ -99,6 +112,13 @@ class Parquet(Numbered):
             (i, group) for i, file in enumerate(self._opened) for group in range(file.metadata.num_row_groups)
         ]
         groups = [self._opened[index].metadata.row_group(group) for index, group in self._groups]
+        for (index, number), group in zip(self._groups, groups):
+            if not 0 <= group.num_rows <= _MOST_ROWS or not 0 <= group.total_byte_size <= MOST_BYTES:
+                raise UsageError(
+                    f"row group {number} of {paths[index]} has {group.num_rows:,} rows and {group.total_byte_size:,} "
+                    f"bytes; expected at most {_MOST_ROWS:,} and {MOST_BYTES:,}, as groups are read as a whole; write "
+                    "it with about a megabyte each (row_group_size)"
+                )
         super().__init__(files, [group.num_rows for group in groups])
         self.mean_bytes = sum(group.total_byte_size for group in groups) / max(1, len(self))
         self.block = max(1, *(group.num_rows for group in groups)) if groups else 1
@@ -144,6 +164,10 @@ class Parquet(Numbered):
             with self._lock:  # a file is read by one thread at a time
                 table = file.read_row_group(group, columns=self._columns)
             rows = table.to_pylist()
+            if len(rows) != self._firsts[index + 1] - self._firsts[index]:
+                raise ValueError(f"{len(rows)} rows were found")
+        except MemoryError:  # pyarrow's too
+            raise
         except Exception as error:  # pyarrow's have many types
             self.files.check(number, lambda: self._named(index), at_once=True)
             raise UsageError(

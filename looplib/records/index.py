@@ -1,4 +1,8 @@
-"""Where the records of files start: found once, kept in a file, and verified by the sizes and times of the files."""
+"""Where the records of files start: found once, kept in a file, and verified by the sizes and times of the files.
+
+An index is foreign input, as it is beside data of somebody else's or in a cache that others share: no more of it is
+read than the data files can need, and one that does not fit them is made again.
+"""
 
 import concurrent.futures
 import contextlib
@@ -6,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import google_crc32c
 import numpy as np
@@ -13,38 +18,53 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files as whole_files
+from looplib import folders
+from looplib.errors import gist
 from looplib.files import is_remote
 from looplib.records.files import Files
 
 _MAGIC = b"looplib index of records 1\n"
+_PIECE = 1 << 20  # offsets that are read at once
+_WAIT = 120.0  # seconds for another process that finds the records, and may be stopped
 
 
-def offsets_of(files: Files, kind: str, scan: Callable[[Files, int], np.ndarray]) -> list[np.ndarray]:
+def offsets_of(files: Files, kind: str, scan: Callable[[Files, int], np.ndarray], least: int) -> list[np.ndarray]:
     """Returns where the records of files start.
 
     Args:
       files: the files.
       kind: the name of the format.
       scan: finds the records of a file, given by its number.
+      least: bytes that a record has at least.
 
     Returns:
       For each file, int64 `[records + 1]`: where each record starts, and where the last one ends.
     """
     head = json.dumps([kind, [os.path.basename(path) for path in files.paths], files.sizes, files.times]).encode()
-    places, count = _places(files.paths), len(files.paths)
-    if (found := _first(places, head, count)) is not None:
+    places = _places(files.paths)
+    if (found := _first(places, head, files.sizes, least)) is not None:
         return found
     with _one_process_at_a_time(places):
-        if (found := _first(places, head, count)) is not None:
+        if (found := _first(places, head, files.sizes, least, says=True)) is not None:
             return found
         with concurrent.futures.ThreadPoolExecutor(files.threads) as pool:
-            found = list(pool.map(lambda index: scan(files, index), range(count)))
+            found = list(pool.map(lambda index: scan(files, index), range(len(files.paths))))
         _write(places, head, found)
     return found
 
 
-def _first(places: list[str], head: bytes, count: int) -> list[np.ndarray] | None:
-    return next((found for place in places if (found := _read(place, head, count)) is not None), None)
+def _first(places: list[str], head: bytes, sizes: list[int], least: int, says: bool = False) -> list[np.ndarray] | None:
+    """Returns the first index that fits, or None; says of others why they do not."""
+    for place in places:
+        try:
+            with whole_files.open_regular(place) as file:
+                return _read(file, head, sizes, least)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (OSError, ValueError, MemoryError, tf.errors.OpError) as error:
+            if says and not isinstance(error, tf.errors.NotFoundError):
+                logging.warning("the index of records %s is not used, and made again: %s", place, gist(error))
+    return None
 
 
 @contextlib.contextmanager
@@ -52,17 +72,22 @@ def _one_process_at_a_time(places: list[str]) -> Iterator[None]:
     """Keeps the other workers from finding the same records, where a lock can be had."""
     with contextlib.ExitStack() as stack:
         for lock in (place + ".lock" for place in places if not is_remote(place)):
-            with contextlib.suppress(OSError, ValueError):
-                os.makedirs(os.path.dirname(lock), exist_ok=True)
-                stack.enter_context(whole_files.appending(lock))
-                stack.callback(_remove, lock)
+            try:
+                folders.make_folder(os.path.dirname(lock))
+                stack.enter_context(whole_files.appending(lock, _WAIT))
+            except TimeoutError:
+                logging.warning("%s is held by another process, which may be stopped; not waiting for it", lock)
                 break
+            except (OSError, ValueError):
+                continue
+            stack.callback(_remove, lock)
+            break
         yield
 
 
 def _remove(path: str) -> None:
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        folders.remove(*os.path.split(path))
 
 
 def _places(paths: list[str]) -> list[str]:
@@ -70,25 +95,47 @@ def _places(paths: list[str]) -> list[str]:
     names = [path if is_remote(path) else os.path.abspath(path) for path in paths]
     key = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     beside = f"{os.path.dirname(paths[0]) or '.'}/.looplib-{key}.index"
-    return [beside, os.path.join(whole_files.cache_directory(), f"{key}.index")]
+    cache = whole_files.cache_directory()
+    return [beside, *([os.path.join(cache, f"{key}.index")] if cache else [])]
 
 
-def _read(path: str, head: bytes, count: int) -> list[np.ndarray] | None:
-    """Returns an index, or None if there is none, or one of other files, or a damaged one."""
-    try:
-        with whole_files.open_regular(path) as file:
-            content = file.read()
-    except (OSError, ValueError, tf.errors.OpError):
-        return None
-    before = len(_MAGIC) + 8
-    start = before + 8 + len(head)
-    if not content.startswith(_MAGIC) or content[before + 8 : start] != head or (len(content) - start) % 8:
-        return None
-    if google_crc32c.value(content[before:]) != int.from_bytes(content[len(_MAGIC) : before], "little"):
-        return None
-    numbers = np.frombuffer(content[start:], np.int64)
-    counts, offsets = numbers[:count], numbers[count:]
-    return np.split(offsets, np.cumsum(counts)[:-1])
+def _read(file: BinaryIO, head: bytes, sizes: list[int], least: int) -> list[np.ndarray]:
+    """Returns the offsets of an index.
+
+    Raises:
+      ValueError: if it is of other files, or damaged, or its offsets do not fit the files.
+    """
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("it is none of this version")
+    checksum = int.from_bytes(file.read(8), "little")
+    body = file.read(8 + len(head))
+    if body != len(head).to_bytes(8, "little") + head:
+        raise ValueError("it is of other files, or they were changed")
+    crc = google_crc32c.value(body)
+
+    def numbers(count: int) -> np.ndarray:
+        nonlocal crc
+        content = file.read(8 * count)
+        crc = google_crc32c.extend(crc, content)
+        return np.frombuffer(content[: len(content) // 8 * 8], np.int64)
+
+    counts, found = numbers(len(sizes)), []
+    for size, count in zip(sizes, counts.tolist()):
+        fits = 1 <= count <= size // least + 1
+        offsets = np.empty(count if fits else 0, np.int64)
+        for at in range(0, len(offsets), _PIECE):
+            piece = numbers(min(_PIECE, count - at))
+            offsets[at : at + len(piece)] = piece
+            fits = at + len(piece) == min(at + _PIECE, count)
+            if not fits or (np.diff(offsets[max(0, at - 1) : at + len(piece)]) < least).any():
+                fits = False
+                break  # before what does not fit fills the memory
+        if not fits or offsets[0] != 0 or offsets[-1] != size:
+            raise ValueError("its offsets do not fit the files")
+        found.append(offsets)
+    if len(found) < len(sizes) or file.read(1) or crc != checksum:
+        raise ValueError("it is damaged")
+    return found
 
 
 def _write(places: list[str], head: bytes, found: list[np.ndarray]) -> None:
@@ -98,7 +145,7 @@ def _write(places: list[str], head: bytes, found: list[np.ndarray]) -> None:
     for place in places:
         with contextlib.suppress(OSError, ValueError, tf.errors.OpError):
             if not is_remote(place):
-                os.makedirs(os.path.dirname(place), exist_ok=True)
+                folders.make_folder(os.path.dirname(place))
             whole_files.write_whole(place, content, durable=False)
             return
     logging.warning(

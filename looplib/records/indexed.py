@@ -13,6 +13,8 @@ from looplib.errors import UsageError, gist
 from looplib.files import safe_name
 from looplib.records.files import Files
 
+MOST_BYTES = (1 << 31) - (1 << 12)  # of a record, or a row group: what a system call reads at most
+
 
 class BadRecordError(UsageError):
     """A record is damaged.
@@ -115,7 +117,7 @@ class ReadElsewhere(Numbered):
         try:
             found = list(self._source.__getitems__(numbers.tolist()))  # TFDS's sources take no array
         except Exception as error:  # the libraries' have many types
-            if ends_process(error):
+            if ends_process(error) or isinstance(error, MemoryError):
                 raise
             self._check(numbers, at_once=True)
             if len(numbers) > 1:
@@ -152,10 +154,22 @@ class IndexedFiles(Numbered):
 
     Attributes:
       mean_bytes: the average size of a record.
+
+    Raises:
+      UsageError: if a record is larger than a tensor can hold.
     """
 
+    _damage = "its checksum does not match its data"
+
     def __init__(self, files: Files, offsets: Sequence[np.ndarray]) -> None:
-        self._offsets = offsets
+        self._offsets, self._sizes = offsets, np.asarray(files.sizes)
+        for path, ends in zip(files.paths, offsets):
+            if ends[-1] > MOST_BYTES and (lengths := np.diff(ends)).max() > MOST_BYTES:
+                row = int(np.argmax(lengths))
+                raise UsageError(
+                    f"record {row} of {path}, at byte {ends[row]}, has {lengths[row]:,} bytes; expected at most "
+                    f"{MOST_BYTES:,}; check that the file is of this format"
+                )
         self._taking = threading.Lock()  # threads that run Python at the same time slow each other down
         super().__init__(files, [len(ends) - 1 for ends in offsets])
         self.mean_bytes = sum(files.sizes) / max(1, len(self))
@@ -176,13 +190,13 @@ class IndexedFiles(Numbered):
         raw = self.files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()), self._named)
         ends = np.cumsum(stops - starts)
         with self._taking:
-            records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends)
+            records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends, stops == self._sizes[file])
         if bad is not None:
             index = int(file[bad])
             row = int(numbers[bad] - self._firsts[index])
             at = int(self._offsets[index][row])
             self.files.check(index, lambda: self._named(index, at), at_once=True)
-            raise bad_record(self.files, index, row, "its checksum does not match its data", at)
+            raise bad_record(self.files, index, row, self._damage, at)
         return records
 
     def named(self, number: int) -> str:
@@ -195,8 +209,17 @@ class IndexedFiles(Numbered):
         row = int(np.searchsorted(self._offsets[index], byte, side="right")) - 1
         return f"record {row} (byte {self._offsets[index][row]})"
 
-    def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
-        """Returns the data of records that follow one another, and the index of the first damaged one, or None."""
+    def _take(
+        self, raw: bytes, starts: np.ndarray, stops: np.ndarray, last: np.ndarray
+    ) -> tuple[list[bytes], int | None]:
+        """Returns the data of records that follow one another, and the index of the first damaged one, or None.
+
+        Args:
+          raw: their bytes.
+          starts: where each starts in them.
+          stops: where each ends.
+          last: bool, whether it is the last one of its file.
+        """
         return [raw[start:stop] for start, stop in zip(starts.tolist(), stops.tolist())], None
 
     def _bounds(self, numbers: np.ndarray, file: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from looplib import source_locations
 from looplib.errors import UsageError, gist, join_names
@@ -89,7 +90,10 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
     if format not in FORMATS:
         raise UsageError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
     try:
-        return FORMATS[format](paths, **options)
+        source = FORMATS[format](paths, **options)
+        if not len(source) and any(source.files.sizes):
+            logging.warning("no record is in %s", join_names(paths))
+        return source
     except UsageError:
         raise
     except TypeError as error:
@@ -97,7 +101,7 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
             f"files cannot be opened as {format} with the options {options or 'none'} ({gist(error)}); expected "
             f"{_OPTIONS.get(format, 'no option')}"
         ) from error
-    except (OSError, RuntimeError, ValueError) as error:  # of another library
+    except (OSError, RuntimeError, ValueError, MemoryError) as error:  # of another library
         if len(paths) > 1:
             for path in paths:
                 open_records(path, format, **options)  # names the one that cannot be opened
@@ -216,6 +220,12 @@ def items(source: Source, numbers: Sequence[int]) -> list[Any]:
         return list(source.__getitems__(numbers)) if isinstance(source, ReadsMany) else [source[n] for n in numbers]
     except UsageError:
         raise
+    except MemoryError as error:
+        more = f" and {len(numbers) - 1} more" * (len(numbers) > 1)
+        raise UsageError(
+            f"{named(source, numbers[0])}{more} cannot be read: they do not fit into memory; use smaller batches and "
+            "blocks, or write smaller records"
+        ) from error
     except Exception as error:
         if not _is_installed(source) or ends_process(error):
             raise

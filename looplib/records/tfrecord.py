@@ -7,7 +7,7 @@ import google_crc32c
 import numpy as np
 
 from looplib.errors import UsageError
-from looplib.records.files import Files
+from looplib.records.files import Files, refuse_compressed
 from looplib.records.index import offsets_of
 from looplib.records.indexed import IndexedFiles
 
@@ -31,9 +31,9 @@ class TFRecords(IndexedFiles):
 
     def __init__(self, paths: Sequence[str]) -> None:
         files = Files(paths)
-        super().__init__(files, offsets_of(files, "tfrecord", scan))
+        super().__init__(files, offsets_of(files, "tfrecord", scan, _BEFORE + _AFTER))
 
-    def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray) -> tuple[list[bytes], int | None]:
+    def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray, _: np.ndarray) -> tuple[list[bytes], int | None]:
         """See `IndexedFiles`."""
         words = np.frombuffer(raw, np.uint8)
         found = [raw[start:stop] for start, stop in zip((starts + _BEFORE).tolist(), (stops - _AFTER).tolist())]
@@ -93,11 +93,8 @@ def _check_lengths(path: str, heads: np.ndarray, starts: list[int], before: int)
     if not wrong.any():
         return
     number = before + int(np.argmax(wrong))
-    if number == 0 and heads[0, :2].tobytes() in (b"\x1f\x8b", b"\x78\x9c", b"\x78\x01", b"\x78\xda"):
-        raise UsageError(
-            f"{path} is compressed, so that no record in it can be read by itself; decompress it, or write it again "
-            "as ArrayRecord, whose records are compressed in groups"
-        )
+    if number == 0:
+        refuse_compressed(path, heads[0].tobytes())
     raise UsageError(
         f"record {number} of {path}, at byte {starts[number]}, has a damaged length, so that the records after it "
         "cannot be found; expected a TFRecord file; restore it from a copy"

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import textwrap
 import time
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,9 @@ Event = tf.compat.v1.Event
 
 
 class EventFile:
-    """A new event file, which others can read up to the last event written. Its name sorts after earlier ones.
+    """A new event file, which others can read up to the last event written.
+
+    Its name sorts after those of earlier ones, in which order TensorBoard reads them, also if the clock was set back.
 
     `tf.summary` would write from a queue, and an event for each metric, so that a crash may part them.
 
@@ -33,7 +36,9 @@ class EventFile:
 
     def __init__(self, directory: str, *names: str) -> None:
         folder = folders.make_folder(directory, *names)
-        name = f"events.out.tfevents.{time.time():.6f}.{platform.node()}.{os.getpid()}.v2"
+        found = (re.match(r"events\.out\.tfevents\.(\d{10}\.\d{6})\.", name) for name in files.names_in(folder))
+        begun = max([time.time(), *(float(match[1]) + 1e-6 for match in found if match)])
+        name = f"events.out.tfevents.{begun:.6f}.{platform.node()}.{os.getpid()}.v2"
         self.path = os.path.join(folder, name)
         self._writer = tf.io.TFRecordWriter(self.path)
         self.write(Event(wall_time=time.time(), file_version="brain.Event:2"))

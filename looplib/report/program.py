@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 
+from looplib.masks import masked_text
+
 DIFF = "code.diff"  # in the run directory
 _MOST_BYTES = 1 << 20  # of a diff
 _MOST_SECONDS = 10.0  # for git
@@ -18,7 +20,7 @@ class Program:
 
     Attributes:
       arguments: those of Python before the program's own: ["-m", MODULE], or the path of a file.
-      directory: the working directory.
+      directory: the working directory; "" if it was removed.
       repository: the folder of the git repository that the program's file is in; "" for none.
       commit: its commit; "" for none.
       changes: a checksum of `git diff HEAD`; "" for no changes.
@@ -47,17 +49,21 @@ def this_program() -> Program:
     repository, commit = found if len(found) == 2 else ("", "")
     text = diff(repository, "HEAD") if repository else ""
     changes = hashlib.sha256(text.encode()).hexdigest() if text else ""
-    return Program(arguments, os.getcwd(), repository, commit, changes, text)
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        here = ""
+    return Program(arguments, here, repository, commit, changes, text)
 
 
 def diff(repository: str, commit: str) -> str:
-    """Returns how the files of a git repository differ from those of a commit; at most 1 MB of it.
+    """Returns how the files of a git repository differ from those of a commit; at most 1 MB of it, and no secrets.
 
     Args:
       repository: its folder.
       commit: the commit.
     """
-    return git(repository, "diff", "--no-color", "--no-ext-diff", "--no-textconv", commit, "--")
+    return masked_text(git(repository, "diff", "--no-color", "--no-ext-diff", "--no-textconv", commit, "--"))
 
 
 def git(folder: str, *arguments: str) -> str:

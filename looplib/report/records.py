@@ -2,15 +2,14 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, TypeVar
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from absl import logging
 
 from looplib import files
 from looplib.errors import UsageError
 
-_T = TypeVar("_T")
 Record = dict[str, Any]  # a line as JSON has it: "step", "split", and a number or None for each metric
 _MOST_BYTES = 1 << 29  # that are held at once; a million steps with ten metrics have 300 MB
 _LONGEST_LINE, _PART = 1 << 22, 1 << 20  # bytes
@@ -21,15 +20,6 @@ _MOST_WARNINGS = 10
 def key(record: Record) -> tuple[int, str]:
     """Returns the (step, split) of a record, of which a file has each once."""
     return record["step"], record["split"]
-
-
-def divided(records: Iterable[_T], condition: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:
-    """Returns (the records that meet a condition, the others)."""
-    kept: list[_T] = []
-    void: list[_T] = []
-    for record in records:
-        (kept if condition(record) else void).append(record)
-    return kept, void
 
 
 def cut_short(path: str) -> bool:
@@ -54,9 +44,7 @@ def read_jsonl(path: str) -> list[Record]:
       UsageError: if the file is too large to be held.
     """
     if files.exists(path) and files.size(path) > _MOST_BYTES:
-        raise UsageError(
-            f"{path} has more than {_MOST_BYTES:,} bytes, and is not read; move it out of the run directory"
-        )
+        raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes, which no run writes; move it away")
     return list(each_record(path))
 
 

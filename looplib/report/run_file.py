@@ -35,16 +35,8 @@ class Program(TypedDict, total=False):
     changes: str
 
 
-class Rollback(TypedDict, total=False):
-    """See `RunReport.note_rollback`."""
-
-    step: int
-    to: int
-    reason: str
-
-
 class Start(TypedDict, total=False):
-    """One start of a run; see `RunReport`. The other fields are shown, and have any values."""
+    """One start of a run; see `RunReport`. Fields that are only shown are not listed, and may have any value."""
 
     started: str
     command: list[str]
@@ -56,30 +48,19 @@ class Start(TypedDict, total=False):
     step: int
     error: str
     seconds: dict[str, float]
-    points: list[dict[str, Any]]
     changed: dict[str, tuple[Any, Any]]
-    rollbacks: list[Rollback]
 
 
-class Report(TypedDict, total=False):
-    """A run, by its newest start; see `RunReport`."""
+class Report(Start, total=False):
+    """A run: its newest start, and what is known of all of them; see `RunReport`."""
 
-    started: str
-    command: list[str]
-    program: Program | None
-    versions: dict[str, str]
-    restored_from: str | None
-    status: str
-    step: int
     final_step: int | None
     saved_step: int | None
     end: int | None
-    error: str
     strategy: str
     flags: dict[str, Any]
     config: dict[str, Any]
     metrics: dict[str, dict[str, float | None]]
-    seconds: dict[str, float]
     restarts: int
     starts: list[Start]
 

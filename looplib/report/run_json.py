@@ -18,6 +18,7 @@ from absl import logging
 from looplib import console, folders
 from looplib.errors import Preempted, UsageError, gist, shown, told
 from looplib.files import write_whole
+from looplib.masks import masked, masked_text
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
 from looplib.report.page import Page, WrittenPage
@@ -137,7 +138,7 @@ class RunReport:
             self.write("preempted")
             raise
         except BaseException as error:
-            self._traceback = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
+            self._traceback = masked_text("".join(traceback.format_exception(error)))[-_MOST_TRACEBACK:]
             self.write("failed", gist(error))
             raise
         self.write("done")
@@ -182,7 +183,7 @@ class RunReport:
             self._begin(None)
         standing = self.standing()
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
-        ends |= {"error": error} if error else {}
+        ends |= {"error": masked_text(error)} if error else {}
         ends |= {"console": console.trouble()} if console.trouble() else {}
         points = [dataclasses.asdict(point) for point in self.points.points]
         own = {**self._start, **ends, "points": points, "seconds": self.clock.seconds()}
@@ -213,7 +214,7 @@ class RunReport:
         if self.defaults is not None:
             changed = changed_settings(_strict(self.defaults), {"flags": self.flags, "config": as_dict(self.config)})
             content["not_default"] = {name: list(values) for name, values in changed.items()}
-        self._write(self.path, json.dumps(_strict(content), indent=2, allow_nan=False) + "\n")
+        self._write(self.path, json.dumps(masked(_strict(content)), indent=2, allow_nan=False) + "\n")
         if status != "running":
             self.page.update()
 
@@ -269,8 +270,13 @@ def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
       flags: settings that a binary takes as flags.
       config: see `as_dict`; its fields get "config." before their names.
     """
-    flat = {**flags, **_flat(_strict(as_dict(config)), "config.")}
-    return {name: value if isinstance(value, Setting) else str(value) for name, value in flat.items()}
+    flat = {**masked(flags), **_flat(masked(_strict(as_dict(config))), "config.")}
+    return {name: value if isinstance(value, int | float) else _utf8(str(value)) for name, value in flat.items()}
+
+
+def _utf8(text: str) -> str:
+    """Returns a text without lone surrogates, which event files and trackers do not take."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _ago(seconds: float) -> str:
@@ -288,7 +294,7 @@ def changed_settings(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> dict
     """
     found = {}
     for kind, prefix in (("flags", ""), ("config", "config.")):
-        before, after = _flat(earlier.get(kind), prefix), _flat(_strict(now[kind]), prefix)
+        before, after = _flat(masked(earlier.get(kind)), prefix), _flat(masked(_strict(now.get(kind))), prefix)
         for name in before.keys() & after.keys():
             if before[name] != after[name] and name != "model_dir":  # a directory may be moved
                 found[name] = before[name], after[name]

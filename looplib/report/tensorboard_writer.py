@@ -22,7 +22,6 @@ from looplib.report.event_files import (
 )
 from looplib.report.hparams import event_of_settings, has_settings
 from looplib.report.ownership import event_files
-from looplib.report.records import divided
 from looplib.report.shown import Shown
 from looplib.report.writer import Setting, Writer
 
@@ -127,7 +126,8 @@ class TensorBoardWriter(Writer):
         known: set[tuple[int, str]] = set()
         for path in self._paths(split):
             events, whole = read_events(path)
-            kept, void = divided(events, condition)
+            kept = [event for event in events if condition(event)]
+            void = [event for event in events if not condition(event)]
             ours = split == "train" or f".{platform.node()}." in os.path.basename(path)
             if len(kept) < len(events) or (ours and not whole):
                 if split in self._files and self._files[split].path == path:

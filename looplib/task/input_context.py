@@ -110,6 +110,7 @@ class InputContext:
         self.epoch: Epoch | None = None
         self.sources: list[sources.Source] = []
         self.reads: list[reading.Reads] = []
+        self.tolerated: sources.Source | None = None  # what `records` reads where damaged records are left out
         self.positions: tf.data.Dataset | None = None
         self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
 
@@ -347,7 +348,8 @@ class InputContext:
         self.reads.append(reads)
         batch = self.per_replica_batch_size
         most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
-        source = tolerant(source, self.bad_records, replace=self.training) if self.tolerates else source
+        if self.tolerates:
+            source = self.tolerated = tolerant(source, self.bad_records, self.training, plan.kept)
         picked = self._positions(plan, asked, most).map(picks, **_PARALLEL)
         self.ids = picked.map(_ids).unbatch()
         if isinstance(plan.source, sources.Subset):

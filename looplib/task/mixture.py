@@ -15,6 +15,7 @@ from looplib.errors import UsageError, join_names, whole_number
 from looplib.records.sources import Chain, Source, opened
 from looplib.task.plans import Locate, Plan, Run, epochs_of
 
+_MOST_EXAMPLES = 1 << 48  # of a source, so that their sum is an int64
 _MOST_PARTS = 1 << 16  # of an example that a share is a whole number of
 
 
@@ -75,6 +76,7 @@ class Mixture(Plan):
                 "sources of one mixture"
             )
         self.source = Chain(records, self.names) if records else None
+        self.kept = [kept for plan in self._plans for kept in plan.kept]
         phases = {0: weights, **(schedule or {})}
         if schedule and 0 in schedule:
             raise UsageError("the schedule of a mixture has step 0; pass the first weights as `weights`")
@@ -135,7 +137,8 @@ def _plan(name: str, source: int | str | os.PathLike[str] | Source | Plan) -> Pl
     if isinstance(source, Plan):
         return source
     records = opened(source) if isinstance(source, (str, os.PathLike, Source)) else None
-    return _All(whole_number(f"source {name!r} of a mixture", source if records is None else len(records)), records)
+    size = source if records is None else len(records)
+    return _All(whole_number(f"source {name!r} of a mixture", size, most=_MOST_EXAMPLES), records)
 
 
 class _Places:

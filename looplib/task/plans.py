@@ -8,7 +8,7 @@ integer.
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,12 @@ class Plan(abc.ABC):
       of_batches: whether the examples of a global batch are chosen together.
       width: numbers that describe one example; blocks of wide ones are smaller.
       source: the records that its ids are numbers of, for `InputContext.records`; None where ids are all there is.
+      kept: the ids, of each source, that may come in place of damaged records; None for all.
     """
 
     size: int
     source: Source | None = None
+    kept: Sequence[np.ndarray | None] = (None,)
     comes_in_epochs = True
     of_batches = False
     width = 1
@@ -140,7 +142,7 @@ class Kept(Plan):
     def __init__(self, chosen: np.ndarray, source: Source | str | None = None) -> None:
         self.source = of_examples(source, len(chosen) if np.asarray(chosen).dtype == bool else None)
         self.ids = chosen_ids(chosen, None if self.source is None else len(self.source))
-        self.size = len(self.ids)
+        self.size, self.kept = len(self.ids), (self.ids,)
 
     def endless(self, run: Run) -> Locate:
         """See `Plan`; examples are int64 ids `[b]`."""

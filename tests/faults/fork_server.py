@@ -9,6 +9,7 @@ that goes away takes its process with it.
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -22,6 +23,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import types
 
@@ -169,8 +171,10 @@ def become(order, streams, own_paths):
     Args:
       order: dict: `arguments`, what follows `python` on the command line, `folder`, its working directory, and
         `environment`, all of its variables; maybe `ignored`, signals that it ignores, `namespace`, of a network,
-        `console`, a file to print to (of `streams`, 1 and 2), `closed`, to have no standard output, `encoding`, of what it
-        prints, `most_bytes`, of a file, and `user`, a number.
+        `console`, a file to print to (of `streams`, 1 and 2), `closed`, to have no standard output, `no_input`, to have no
+        standard input, `encoding`, of what it prints, `limits`, a dict from the name of a `resource`, such as "FSIZE", to
+        its bound, `umask`, `user`, a number, `temporary`, the folder of temporary files, and `gone`, to remove the working
+        directory.
       streams: file descriptors of standard input, output and error.
       own_paths: where Python looks for modules, without what the environment adds.
     """
@@ -199,8 +203,17 @@ def become(order, streams, own_paths):
         with open(f"/run/netns/{order['namespace']}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
-    if "most_bytes" in order:  # of a file
-        resource.setrlimit(resource.RLIMIT_FSIZE, (order["most_bytes"],) * 2)
+    for name, most in order.get("limits", {}).items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+    if "umask" in order:
+        os.umask(order["umask"])
+    if order.get("no_input"):
+        os.close(0)
+        sys.stdin = None
+    if "temporary" in order:
+        tempfile.tempdir = order["temporary"]
+    if order.get("gone"):
+        os.rmdir(order["folder"])
     if "user" in order:
         os.setgroups([])
         os.setresgid(*[order["user"]] * 3)
@@ -247,7 +260,8 @@ def run(arguments):
     first, *rest = arguments
     if first == "-m":
         sys.argv[1:] = rest[1:]
-        sys.path.insert(0, os.getcwd())
+        with contextlib.suppress(FileNotFoundError):  # as Python does
+            sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.argv[:] = ["-c", *rest[1:]]

@@ -39,8 +39,8 @@ def _contents(folder: pathlib.Path) -> dict[str, bytes | None]:
 
 
 def _other_pieces(one: pathlib.Path, other: pathlib.Path) -> list[str]:
-    """What differs between two folders of predictions, bit by bit, apart from the lock."""
-    ours, theirs = ({name: content for name, content in _contents(folder).items() if name != "_lock"}
+    """What differs between two folders of predictions, bit by bit, apart from the lock and what was moved aside."""
+    ours, theirs = ({name: content for name, content in _contents(folder).items() if name != "_lock" and ".aside" not in name}
                     for folder in (one, other))  # fmt: skip
     return [f"{name} differs" for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
 

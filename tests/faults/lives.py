@@ -138,8 +138,8 @@ class Life:
     Args:
       nursery: the `Nursery` that forks it.
       arguments: its command line.
-      order: dict: `binary`, its module, and maybe `environment`, a dict of variables, `namespace`, of a network, `log`,
-        `console`, a file to print to in place of the log, `closed`, to have none, and `encoding`, of what it prints.
+      order: dict: `binary`, its module, and maybe `environment`, a dict of variables, of which None removes one,
+        `directory`, `log`, and what `fork_server.become` takes.
 
     Attributes:
       pid: its process id.
@@ -160,6 +160,7 @@ class Life:
             self._notes = open(notes, "rb", buffering=0)
             arguments = [*arguments, f"--config.notes={notes}"]
         environment = {**nursery.environment, **order.pop("environment", {})}
+        environment = {name: value for name, value in environment.items() if value is not None}
         with open(os.devnull) as nothing, open(self.log, "ab") as log:
             self._answers = fork_client.connect(
                 nursery.address, [nothing.fileno(), log.fileno(), log.fileno()],

@@ -1,12 +1,14 @@
 """What befalls a run while it goes: its console, its name, signals, errors, its directory, other processes, disks."""
 
 import contextlib
+import os
 import select
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from typing import Any
 
 import lives
 from fault import Fault, nothing
@@ -51,6 +53,32 @@ CONSOLES = [
 ]  # fmt: skip
 
 
+# What surrounds the process.
+
+
+def _ordered(**order: Any) -> Callable[[Sandbox], None]:
+    return lambda place: place.order.update(order)
+
+
+def _without_home(place: Sandbox) -> None:
+    place.order["environment"] |= dict.fromkeys(("HOME", "LOOPLIB_CACHE", "XDG_CACHE_HOME"))
+
+
+def _dated(place: Sandbox) -> None:
+    date = place.chance.choice([1.0, 4102444800.0])  # of 1970 or 2100
+    for path in place.run.rglob("*"):
+        os.utime(path, (date, date), follow_symlinks=False)
+
+
+SURROUNDINGS = [
+    *(Fault(f"umask {umask:03o}", "surroundings", prepare=_ordered(umask=umask)) for umask in (0o000, 0o077)),
+    Fault("48 open files at most", "surroundings", prepare=_ordered(limits={"NOFILE": 48})),
+    Fault("no standard input", "surroundings", prepare=_ordered(no_input=True)),
+    Fault("no home directory", "surroundings", prepare=_without_home),
+    Fault("all files are of 1970 or 2100", "surroundings", prepare=_dated, stopped=True),
+]
+
+
 # How the run directory is named.
 
 
@@ -66,11 +94,17 @@ def _by_link(place: Sandbox) -> None:
     place.model_dir = str(place.scratch / "link")
 
 
+def _at_home(place: Sandbox) -> None:
+    place.order["environment"]["HOME"] = str(place.scratch)
+    place.model_dir = "~/../run/"
+
+
 PATTERN = "in its name, which TensorFlow interprets as a file pattern; use a directory name without it"
 NAMES = [
     Fault("file://", "name", prepare=_named("file://{run}")),
     Fault("relative model_dir", "name", prepare=_named("../run")),
     Fault("model_dir is a link", "name", prepare=_by_link),
+    Fault("~/../run/", "name", prepare=_at_home),
     *(Fault(f"{letter} in model_dir", "name", (1,), PATTERN, _named(f"{{run}}{letter}a")) for letter in "[]\\"),
 ]
 
@@ -157,7 +191,7 @@ def _flag(flag: str) -> Callable[[Sandbox], None]:
 
 
 def _small_files(place: Sandbox) -> None:
-    place.order["most_bytes"] = place.chance.choice([100_000, 1_000_000])
+    place.order["limits"] = {"FSIZE": place.chance.choice([100_000, 1_000_000])}
 
 
 def _small_disk(place: Sandbox) -> None:
@@ -193,4 +227,4 @@ MOMENTS = [
     Fault("files may not grow (RLIMIT_FSIZE)", "moment", (0, 1), FULL, _small_files),
 ]  # fmt: skip
 DISK = Fault("a disk that gets full", "moment", (1,), FULL, _small_disk, stopped=False)
-FAULTS = [*CONSOLES, *NAMES, *MOMENTS]
+FAULTS = [*CONSOLES, *SURROUNDINGS, *NAMES, *MOMENTS]

@@ -127,19 +127,28 @@ def test_two_damaged_pieces_and_the_first_and_the_last_are_predicted_again(copy,
     assert contents(folder) == contents(whole["jsonl"])
 
 
-@pytest.mark.parametrize("name", ["piece-00099.jsonl", "piece-00001.parquet", "piece-\udcff", "piece-00002.jsonl"])
+@pytest.mark.parametrize("name", ["piece-00099.jsonl", "piece-00001.parquet", "piece-\udcff"])
 def test_what_is_no_piece_but_looks_like_one_is_named_and_left_where_it_is(name, copy, whole):
     folder = copy()
-    (folder / name).unlink(missing_ok=True)
     (folder / name).mkdir()
     (folder / name / "mine").write_text("kept")
-    with pytest.raises(looplib.UsageError, match="; move away what (has that name|is not a piece)") as raised:
+    with pytest.raises(looplib.UsageError, match="; move away what is not a piece, and run") as raised:
         again(folder.parent)
     assert ascii(name)[1:-1] in str(raised.value)
     assert (folder / name / "mine").read_text() == "kept"
     (folder / name).rename(folder.parent / "aside")  # as it advises
     again(folder.parent)
     assert contents(folder) == contents(whole["jsonl"])
+
+
+def test_a_directory_in_the_place_of_a_piece_is_moved_aside(copy, whole):
+    folder = copy()
+    (folder / "piece-00002.jsonl").unlink()
+    (folder / "piece-00002.jsonl").mkdir()
+    (folder / "piece-00002.jsonl" / "mine").write_text("kept")
+    again(folder.parent)
+    assert contents(folder) == contents(whole["jsonl"])
+    assert (folder / "_piece-00002.jsonl.aside" / "mine").read_text() == "kept"
 
 
 OLD = {"version": 1, "source": {}, "finished": {"pieces": 8, "records": 37}}
@@ -149,6 +158,7 @@ FORGED = {
     "steps as text": lambda index: index["pieces"][0]["end"].update(step="0"),
     "a step that is negative": lambda index: index["pieces"][0]["end"].update(step=-1),
     "a step that is huge": lambda index: index["pieces"][7]["end"].update(step=2**62),
+    "a step beyond the data": lambda index: index["pieces"][7]["end"].update(step=2**39),
     "a number of 400 digits": lambda index: index["pieces"][7].update(bytes=10**400),
     "records that do not add up": lambda index: index["pieces"][3]["end"].update(records=21),
     "a size of a whole disk": lambda index: index["pieces"][3].update(bytes=2**62),

@@ -40,7 +40,7 @@ COMMON = [
 ]  # fmt: skip
 LIMIT = 90.0  # seconds that a start may take
 # Each part is drawn as often as it stands here; a job goes alone.
-PARTS = ("console", "directory", "directory", "name", "moment", "moment")
+PARTS = ("console", "directory", "directory", "name", "moment", "moment", "surroundings")
 JOBS = (*job_faults.JOBS, *[""] * 6)  # "" for the training
 
 

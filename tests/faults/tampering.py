@@ -65,7 +65,7 @@ def rewrite_run_state(marker: pathlib.Path, change: Callable[[Tree], None]) -> N
     rewrite_tensors(marker, rewrite)
 
 
-def mutate_fields(fields: Tree, chance: random.Random) -> None:
+def mutate_fields(fields: Tree, chance: random.Random, values: list[Any] = VALUES) -> None:
     """Puts values of other kinds into a tree of dicts and lists, at one to three places."""
     for _ in range(chance.randrange(1, 4)):
         holder: Any = fields
@@ -74,9 +74,9 @@ def mutate_fields(fields: Tree, chance: random.Random) -> None:
             holder = holder[key]
             key = chance.choice(list(holder)) if isinstance(holder, dict) else chance.randrange(len(holder))
         if isinstance(holder, dict) and chance.random() < 0.3:
-            holder[str(chance.choice(VALUES))] = copy.deepcopy(chance.choice(VALUES))
+            holder[str(chance.choice(values))] = copy.deepcopy(chance.choice(values))
         else:
-            holder[key] = copy.deepcopy(chance.choice(VALUES))
+            holder[key] = copy.deepcopy(chance.choice(values))
 
 
 def mutated(content: bytes, chance: random.Random) -> bytes:

@@ -107,6 +107,7 @@ BAD = {
     "unknown experiment": (["--experiment=resnet_imagnet"], "--experiment is 'resnet_imagnet'; name one of Model Garden's: bert/pretraining, "),
     "unknown field": (["--experiment=mock", "--params_override=trainer.train_stps=3"], "the configuration of mock cannot be read"),
     "missing file": (["--experiment=mock", "--config_file=/no/such.yaml"], "the configuration of mock cannot be read"),
+    "not a file": (["--experiment=mock", "--config_file=/dev/zero"], "the configuration of mock cannot be read (zero is a directory or a device"),
     "no steps": (["--experiment=mock"], "trainer.train_steps is 0; expected a whole number of at least 1"),
     "unknown strategy": (["--experiment=mock", "--params_override=runtime.distribution_strategy=mirroed"], "distribution_strategy is 'mirroed'"),
 }  # fmt: skip

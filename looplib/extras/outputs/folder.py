@@ -167,13 +167,7 @@ class PredictionFolder:
         """Returns the finished pieces up to the first damaged one."""
         for number, piece in enumerate(index.pieces):
             path = folders.inside(self.path, _name(number, index.source.format))
-            try:
-                reason = _damage(path, piece)
-            except (OSError, tf.errors.OpError, ValueError) as error:
-                if not files.proves_damage(error):
-                    raise UsageError(f"{path} cannot be read: {told(error, 'name another --predictions')}") from error
-                reason = gist(error)
-            if reason:
+            if reason := files.difference(path, piece.bytes, piece.sha256):
                 logging.warning("%s is damaged (%s); it and the pieces after it are predicted again", path, reason)
                 return index.pieces[:number]
         return index.pieces
@@ -260,8 +254,13 @@ class PredictionFolder:
 
     def _write(self, name: str, content: str | bytes) -> None:
         self._check()
+        path = os.path.join(self.path, name)
         try:
-            files.write_whole(os.path.join(self.path, name), content)
+            if files.is_directory(path):  # of somebody else's, which no file can replace
+                place = files.free_name(os.path.join(self.path, f"_{name}.aside"))
+                folders.move(self.path, name, self.path, os.path.basename(place))
+                logging.warning("%s is a directory; moved to %s", path, place)
+            files.write_whole(path, content)
         except (OSError, tf.errors.OpError) as error:
             self._check()  # the folder may have been moved just now
             raise unwritable(self.path, error) from error
@@ -275,14 +274,3 @@ def unwritable(path: str, error: Exception) -> UsageError:
     """Returns the error of a folder of predictions that cannot be written."""
     what = told(error, "name another --predictions")
     return UsageError(f"the predictions cannot be written to {path}: {what}; then run the same command again")
-
-
-def _damage(path: str, piece: Piece) -> str:
-    """Returns what is wrong with a piece on disk; "" for nothing."""
-    digest = hashlib.sha256()
-    with files.open_regular(path) as file:
-        if (size := files.size(path)) != piece.bytes:
-            return f"it has {size} bytes, and {piece.bytes} were written"
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return "" if digest.hexdigest() == piece.sha256 else "its checksum is another"

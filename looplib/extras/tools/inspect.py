@@ -38,7 +38,7 @@ def inspect(directory: str, verify: bool = False) -> int:
         scores = "  ".join(
             f"{name} {'not finite' if value is None else f'{value:.4g}'}" for name, value in sorted(done.scores.items())
         )
-        rows.append((str(step), _size(done.bytes), format_seconds(time.time() - done.time), verdict, scores))
+        rows.append((str(step), _size(done.bytes), format_seconds(max(0.0, time.time() - done.time)), verdict, scores))
     if len(rows) == 1:
         print(printable(f"there is no checkpoint in {folder}"))
     else:

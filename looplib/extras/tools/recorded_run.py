@@ -13,11 +13,14 @@ from looplib.checkpoint.marker import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.extras.page import values
 from looplib.extras.page.run_status import read_status
+from looplib.masks import MASK
 from looplib.report import run_file
 from looplib.report.records import read_newest
 
 
-def check_replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str = "") -> None:
+def check_replay(
+    directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str | None = None
+) -> None:
     """Refuses what cannot be replayed; see `replay.replay`.
 
     Raises:
@@ -74,8 +77,10 @@ def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[
         arguments, folder, flags = started["arguments"], started["directory"], start["command"][1:]
     except LookupError as error:
         raise untold(directory, error) from error
-    if not arguments:
-        raise UsageError("the run was not started from a file or module; repeat it by hand")
+    if any(MASK in str(flag) for flag in flags):
+        raise UsageError(f"the command of the run in {directory} has a secret, which run.json masks; repeat it by hand")
+    if not (arguments and folder):
+        raise UsageError("the run was not started from a file or module, or its folder was removed; repeat it by hand")
     return arguments, flags, folder
 
 

@@ -32,7 +32,7 @@ _TICK = 0.1
 _SIZE = "global_batch_size"  # in a report
 
 
-def replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str = "") -> int:
+def replay(directory: str, step: int, *, eager: bool = False, debug: bool = False, save: str | None = None) -> int:
     """Trains a run again from the newest checkpoint before a step, and shows what the step does.
 
     Args:
@@ -40,7 +40,7 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
       step: the global step to look at.
       eager: whether to run it only op by op, once, and to show what it prints.
       debug: whether to stop in it, in Python's debugger; needs `eager`.
-      save: a file for its batch, `.npz`; "" for none.
+      save: a file for its batch, `.npz`; default none.
 
     Returns:
       The exit code: `EXIT_DONE` if all that the run reported on the way was found again, else `EXIT_DIFFERENT`.

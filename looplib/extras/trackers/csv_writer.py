@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 
 import tensorflow as tf
@@ -13,8 +14,8 @@ from looplib.errors import UsageError
 from looplib.report.records import cut_short
 from looplib.report.writer import Writer
 
+_MOST_BYTES = 1 << 29  # of a table
 _Row = Mapping[str, str | float]
-_MOST_BYTES = 1 << 30  # of a table that is read
 
 
 class CsvWriter(Writer):
@@ -74,14 +75,17 @@ def _read(path: str) -> list[_Row]:
     """Returns the rows of a table, without a last one that a crash has cut short; [] if there is no table."""
     if not tf.io.gfile.exists(path):
         return []
-    if files.size(path) > _MOST_BYTES:
+    try:
+        with files.open_regular(path) as file:
+            text = file.read(_MOST_BYTES + 1).decode(errors="replace")
+        rows = list(csv.DictReader(io.StringIO(text)))
+    except (files.NotRegularError, csv.Error) as error:
+        raise UsageError(f"{path} is not a table of looplib's ({error}); move it away") from error
+    if len(text) > _MOST_BYTES:
         raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes; move it away")
-    with files.open_regular(path) as file:
-        text = file.read().decode(errors="replace")
-    rows = list(csv.DictReader(io.StringIO(text)))
     rows = rows[:-1] if cut_short(path) else rows
     rows = [{name: value for name, value in row.items() if name is not None and value is not None} for row in rows]
-    return [row for row in rows if row.get("step", "").isdecimal()]
+    return [row for row in rows if re.fullmatch("[0-9]{1,18}", row.get("step", ""))]
 
 
 def _text(headers: list[list[str]], columns: list[str], rows: Iterable[_Row]) -> str:

@@ -1,0 +1,65 @@
+"""Passwords, tokens and keys: masked in all that a run writes about how it was started, whatever the run itself uses.
+
+What is one is told by the name of the setting, and by the form of a URL: `scheme://user:secret@host`, `?token=secret`.
+"""
+
+import re
+from typing import Any
+
+MASK = "<masked>"
+_LEAST_KNOWN = 6  # characters of a secret that is also looked for in other texts, where a short one may be a word
+_NAME = (
+    r"(?:[A-Za-z0-9_.-]{0,80}(?:[_.-]|(?<=[a-z])(?=[A-Z])))?(?i:pass(?:words?|wd|phrase)?|secrets?|credentials?|cookie|"
+    r"authorization|api[_-]?keys?|(?:access|secret|private|account|signing|encryption)[_-]?keys?|"
+    r"(?:access|api|auth|bearer|refresh|session)[_-]?tokens?|"
+    r"(?<!pad.)(?<!eos.)(?<!bos.)(?<!unk.)(?<!cls.)(?<!sep.)(?<!mask.)(?<!start.)(?<!end.)(?<!special.)token)"
+)
+_IS_SECRET = re.compile(_NAME)
+_IS_FLAG = re.compile(f"--?{_NAME}")
+_IN_TEXT = re.compile(
+    r"(?P<url>(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]{0,30}://[^/\s:@'\"]{0,200}:)[^/\s@'\"]+(?=@)"
+    rf"|(?P<query>[?&](?:{_NAME}|(?i:[a-z-]*signature|sig))=)[^&\s'\"#]+"
+    rf"|(?P<flag>(?<![^\s'\"])--?{_NAME}=)[^\s'\"]+"
+    rf"|(?P<literal>(?<![A-Za-z0-9_.-]){_NAME}['\"]?\s*(?::\s*\w+\s*)?[:=]\s*(?P<quote>['\"]))(?:(?!(?P=quote)).)+"
+)
+_known: set[str] = set()  # secrets that this process has masked
+
+
+def masked(value: Any, secret: bool = False) -> Any:
+    """Returns a tree of dicts, lists and values with the secrets masked.
+
+    Args:
+      value: settings, or the arguments of a command line.
+      secret: whether all text in it is secret.
+    """
+    if isinstance(value, dict):
+        return {name: masked(item, secret or is_secret(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        flags = [isinstance(item, str) and _IS_FLAG.fullmatch(item) is not None for item in ("", *value)]
+        return [masked(item, secret or flag) for item, flag in zip(value, flags)]
+    if not isinstance(value, str) or not value:
+        return value
+    if not secret:
+        is_flag = value.startswith("-") and "=" in value and _IS_FLAG.fullmatch(value.partition("=")[0])
+        return f"{value.partition('=')[0]}={masked(value.partition('=')[2], True)}" if is_flag else _in_text(value)
+    if len(value) >= _LEAST_KNOWN and value != MASK:
+        _known.add(value)
+    return MASK
+
+
+def is_secret(name: object) -> bool:
+    """Returns whether the text of a setting of a name is a secret."""
+    return isinstance(name, str) and _IS_SECRET.fullmatch(name) is not None
+
+
+def masked_text(text: str) -> str:
+    """Returns a text, such as an error's, with the secrets masked that have a form or that settings have shown."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, MASK)
+    return _in_text(text)
+
+
+def _in_text(text: str) -> str:
+    return _IN_TEXT.sub(
+        lambda match: f"{next(filter(None, match.group('url', 'query', 'flag', 'literal')))}{MASK}", text
+    )
