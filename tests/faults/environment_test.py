@@ -115,7 +115,7 @@ def test_no_home_directory_is_no_cache_and_no_folder_named_tilde(nursery, monkey
     for name in environment:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "")
-    assert files.cache_directory() is None
+    assert files.cache_directory() == os.devnull
     monkeypatch.setenv("LOOPLIB_CACHE", "relative/")
     assert files.cache_directory() == os.path.abspath("relative")
 
@@ -128,6 +128,8 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
             start({"model": tf.Module()}, "~/ckpt-1")
     with pytest.raises(UsageError, match=f"model_dir {tmp_path}/r\\?un has"):
         looplib.Controller(model_dir="~/r?un", global_batch_size=1)
+    with pytest.raises(UsageError, match=f"{tmp_path}/run is not a directory"):
+        looplib.checkpoints("~/run")
     assert files.resolve("gs://bucket/run//", "x") == "gs://bucket/run"
     assert files.resolve("a://b/", "x") == "a://b" and files.resolve("/a://b", "x") == "/a:/b"
     assert files.resolve("./~x", "x") == f"{tmp_path}/~x"
