@@ -15,7 +15,7 @@ from kill_test import saved_step
 
 import looplib
 from looplib import files, masks
-from looplib.checkpoint import commits, warm_start
+from looplib.checkpoint import commits, run_directory, warm_start
 from looplib.errors import UsageError
 from looplib.extras.tools.compare import compare
 
@@ -127,7 +127,7 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
         with pytest.raises(UsageError, match=f"{tmp_path}/ckpt-1"):
             start({"model": tf.Module()}, "~/ckpt-1")
     with pytest.raises(UsageError, match=f"model_dir {tmp_path}/r\\?un has"):
-        looplib.Controller(model_dir="~/r?un", global_batch_size=1)
+        run_directory.resolve(pathlib.Path("~/r?un"))
     with pytest.raises(UsageError, match=f"{tmp_path}/run is not a directory"):
         looplib.checkpoints("~/run")
     assert files.resolve("gs://bucket/run//", "x") == "gs://bucket/run"
@@ -371,7 +371,7 @@ def test_a_clock_that_jumps_by_years_while_a_run_trains_changes_no_duration_and_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     seconds = json.loads((tmp_path / "run" / "run.json").read_text())["seconds"]
-    assert 0.5 <= seconds["train"] < 60 and seconds["wall"] < 300
+    assert 0 < seconds["train"] < 60 and seconds["wall"] < 300
     assert not compare(str(trained), str(tmp_path / "run")).differences
 
 
