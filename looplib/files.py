@@ -427,13 +427,16 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
 
 
-def cache_directory() -> str | None:
-    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's, if any."""
+def cache_directory() -> str:
+    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's.
+
+    Without one it is `os.devnull`, in which no file can be made.
+    """
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return resolve(os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib"), "the cache directory")
     except UsageError:  # such as without a home directory
-        return None
+        return os.devnull
 
 
 def free_name(path: str) -> str:
