@@ -55,11 +55,12 @@ def _telling(player: Player, order: Order) -> Iterator[None]:
     ended = threading.Event()
 
     def tell() -> None:
+        furthest = 0  # as the last step is run several times, each from the state before it
         while not ended.wait(_NEWS_SECONDS):
-            stream = player.loop.stream
+            stream, furthest = player.loop.stream, max(furthest, player.step)
             skips = 0 < stream.passed < stream.skipped
             batches = f", reading its data again: {stream.passed:,} of {stream.skipped:,} batches" * skips
-            files.write_whole(order.news, f"at step {player.step:,} of {order.step:,}{batches}")
+            files.write_whole(order.news, f"at step {furthest:,} of {order.step:,}{batches}")
 
     thread = threading.Thread(target=tell, name="looplib-replay-news", daemon=True)
     thread.start()
