@@ -13,6 +13,8 @@ import time
 import pytest
 from conftest import make_strategy, more, repetitions
 from disk_test import disk  # noqa: F401
+from kill_test import saved_step
+from lock_test import EVALUATION, LONG, last_line, wait_for_step
 from predictions_test import Predicts, pieces, predict
 from tampering import MAKE, make_directory, make_fifo, mutate_fields, mutated
 
@@ -299,10 +301,6 @@ def undisturbed(nursery, trained, tmp_path_factory):
     return found
 
 
-def last_line(life):
-    return life.output().strip().splitlines()[-1]
-
-
 def wait_for_a_piece(life, folder):
     until = time.monotonic() + 60
     while not (folder / "piece-00000.jsonl").exists():
@@ -382,6 +380,43 @@ def test_two_predictions_started_at_once_are_one_that_writes_and_one_that_is_ref
     assert contents(tmp_path / "eval") == undisturbed["jsonl"]
 
 
+def test_a_prediction_beside_a_training_and_an_evaluation_beside_a_prediction_disturb_nobody(nursery, tmp_path):
+    run = tmp_path / "run"
+    training = nursery.life(run, *LONG, "--config.state_mb=0.01")
+    wait_for_step(training, run, 4)
+    prediction = nursery.life(run, *SLOW)
+    wait_for_a_piece(prediction, run / "predictions" / "eval")
+    evaluation = nursery.life(run, *EVALUATION, "--config.state_mb=0.01")
+    assert evaluation.code() == 0, evaluation.output()
+    assert prediction.code() == 0, prediction.output()
+    wait_for_step(training, run, saved_step(run) + 4)
+    training.kill()
+    training.code()
+    assert len(contents(run / "predictions" / "eval")) == 32
+
+
+def test_two_workers_mend_a_piece_and_a_refusal_of_the_chief_ends_both(nursery, trained, undisturbed, tmp_path):
+    place = [f"--predictions={tmp_path}"]
+    first = nursery.life(trained, *PREDICT, *place)
+    assert first.code() == 0, first.output()
+    (tmp_path / "eval" / "piece-00020.jsonl").unlink()
+    workers = nursery.workers(2, trained, *SLOW, *place)
+    until = time.monotonic() + 60
+    while not (tmp_path / "eval" / "piece-00020.jsonl").exists():
+        assert time.monotonic() < until and not workers[0].ended(0.005), workers[0].output()
+    refused = nursery.workers(2, trained, *PREDICT, *place)
+    assert [life.code() for life in refused] == [1, 1]
+    assert f"is in use by process {workers[0].pid} on " in last_line(refused[0])
+    assert [life.code() for life in workers] == [0, 0], workers[0].output()
+    labels = [
+        json.loads(line)["label"] for piece in contents(tmp_path / "eval").values() for line in piece.splitlines()
+    ]
+    assert labels == [
+        json.loads(line)["label"] for piece in undisturbed["jsonl"].values() for line in piece.splitlines()
+    ]
+    assert len(contents(tmp_path / "eval")) == 32
+
+
 def test_a_folder_that_is_moved_away_ends_a_prediction_with_a_sentence(nursery, trained, undisturbed, tmp_path):
     life = nursery.life(trained, *SLOW, f"--predictions={tmp_path}")
     wait_for_a_piece(life, tmp_path / "eval")
@@ -449,7 +484,7 @@ def test_a_place_that_cannot_be_written_is_a_sentence_with_the_cure(nursery, tra
             ]
         ]
         for life, words in started:
-            check_sentence(life, "the predictions cannot be written to ", words)
+            check_sentence(life, words)
     finally:
         subprocess.run(["umount", str(view)], check=True)
 
@@ -459,7 +494,10 @@ def test_a_directory_of_another_user_is_a_sentence_with_the_cure(nursery, traine
     for place in (trained, tmp_path):
         for parent in (place, *place.parents):
             parent.chmod(parent.stat().st_mode | 0o005)
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp").chmod(0o1777)
+    environment = {"HOME": "/nonexistent", "TMPDIR": str(tmp_path / "tmp")}
     life = nursery.life(
-        trained, *PREDICT, f"--predictions={tmp_path}", user=65534, directory="/", environment={"HOME": "/nonexistent"}
+        trained, *PREDICT, f"--predictions={tmp_path}", user=65534, directory="/", environment=environment
     )
     check_sentence(life, f"Permission denied: '{tmp_path}/eval'", "; fix the permissions, or use another directory")
