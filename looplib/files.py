@@ -317,11 +317,7 @@ def rewriting(path: str) -> Iterator[None]:
 def _alone(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
     end, at_once = time.monotonic() + wait, fcntl.LOCK_NB if wait < math.inf else 0
     while True:
-        try:
-            file = open_to_append(path)
-        except NotRegularError as error:
-            raise UsageError(f"{error}; move it away") from None
-        with _naming(path), file:
+        with _naming(path), open_to_append(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | at_once)
             except BlockingIOError:
@@ -340,20 +336,20 @@ def open_to_append(path: str) -> BinaryIO:
     """Opens a local file to append bytes, made if missing, without following a link and without waiting.
 
     Raises:
-      NotRegularError: if it is not a regular file.
+      UsageError: if it is not a regular file.
       OSError: if it cannot be opened.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = os.fdopen(os.open(path, flags, 0o666), "ab")
+        descriptor = os.open(path, flags, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ESPIPE):
-            raise NotRegularError(f"{path} is a link, a directory, a FIFO or a socket, and not a file") from None
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise UsageError(f"{path} is a symbolic link, a directory or a socket; move it away") from None
         raise
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise NotRegularError(f"{path} is a device, and not a file")
-    return file
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UsageError(f"{path} is a device or a FIFO, and not a file; move it away")
+    return os.fdopen(descriptor, "ab")
 
 
 def is_at(descriptor: int, path: str) -> bool:
@@ -431,13 +427,16 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
 
 
-def cache_directory() -> str | None:
-    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's, if any."""
+def cache_directory() -> str:
+    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's.
+
+    Without one it is `os.devnull`, in which no file can be made.
+    """
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return resolve(os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib"), "the cache directory")
     except UsageError:  # such as without a home directory
-        return None
+        return os.devnull
 
 
 def free_name(path: str) -> str:

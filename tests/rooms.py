@@ -20,6 +20,7 @@ TESTS = {
         "checks",
         "class_weight",
         "every_kind",
+        "faults/replay_faults",
         "foreign",
         "keras_building",
         "keras_replicas",

@@ -183,11 +183,13 @@ def load_adapted(base: str, adapters: str) -> keras.Model:
       looplib.UsageError: if the two do not fit together.
     """
     try:
+        if not os.path.isfile(adapters):  # a FIFO would be waited for
+            raise OSError("it is not there, or no regular file")
         with np.load(adapters) as file:
             values = dict(file)
         rank = next(value.shape[-1] for name, value in values.items() if name.endswith("_a"))
         num_classes = list(values.values())[-1].shape[-1]  # of the bias of the last layer
-    except (OSError, ValueError, StopIteration) as error:
+    except Exception as error:  # of numpy, zipfile and zlib, which have many types
         raise UsageError(f"{adapters} cannot be read; name the adapters.npz of a LoRA run") from error
     config = read_config(base)
     bottom, model = make_models(config, num_classes)

@@ -2,10 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import re
 import socket
 import urllib.request
-import zipfile
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -192,6 +192,8 @@ def numpy_file(path: str, classes: str = "") -> ImageData:
         raise UsageError("--config.dataset=numpy needs --config.data_path=FILE.npz")
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
+        if not os.path.isfile(path):  # a FIFO would be waited for
+            raise OSError("it is not there, or no regular file")
         with np.load(path) as file:
             missing = [name for name in names if name not in file.files]
             if missing:
@@ -202,9 +204,9 @@ def numpy_file(path: str, classes: str = "") -> ImageData:
             x_train, y_train, x_test, y_test = (file[name] for name in names)
     except UsageError:
         raise
-    except (OSError, ValueError, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except Exception as error:  # of numpy, zipfile and zlib, which have many types
         raise UsageError(
-            f"--config.data_path={path} cannot be read as a .npz file ({error}); expected one with the arrays "
+            f"--config.data_path={path} cannot be read as a .npz file ({gist(error)}); expected one with the arrays "
             f"{', '.join(names)}"
         ) from error
     return in_memory(path, (x_train, y_train), (x_test, y_test), classes)

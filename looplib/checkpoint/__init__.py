@@ -5,7 +5,7 @@ Names that other rooms may use, by file:
     choice: BEST, FINAL, LATEST, best, check, choose, final
     commits: SET_ASIDE, begin, checkpoints, commit, committed, listing, path_of, place_of, verify
     contents: none
-    lock: Holder, Kind, acquire, holder
+    lock: Holder, Kind, RunLock, acquire, holder
     manager: latest_checkpoint, peek
     matching: stable_names
     marker: Commit

@@ -139,7 +139,7 @@ def place_of(directory: str | os.PathLike[str]) -> str:
     Raises:
       UsageError: if there is no such directory.
     """
-    directory = os.fspath(directory)
+    directory = files.resolve(directory, "the run directory")
     if not files.is_directory(directory):
         raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
     inner = os.path.join(directory, "checkpoints")

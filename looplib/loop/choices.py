@@ -28,8 +28,8 @@ def find(key: str, seconds: float) -> EngineChoice | None:
       seconds: time of one step of the graph loop in this run. A choice does not hold if the step took much more or less
         time when it was made, because the input or the load of the machine was another one.
     """
+    path = _path(key)
     try:
-        path = _path(key)
         if not 0 <= time.time() - os.path.getmtime(path) <= 86_400 * _DAYS:
             return None
         choice = EngineChoice.from_json(files.read_text(path))
@@ -48,8 +48,8 @@ def keep(key: str, choice: EngineChoice) -> None:
       key: the `key_of` the program.
       choice: with the time of each candidate.
     """
+    path = _path(key)
     with contextlib.suppress(OSError):
-        path = _path(key)
         folders.make_folder(os.path.dirname(path))
         files.write_whole(path, json.dumps(dataclasses.asdict(choice)), durable=False)
 
@@ -83,6 +83,4 @@ def _machine() -> tuple[list[str], list[str | None]]:
 
 
 def _path(key: str) -> str:
-    if (place := files.cache_directory()) is None:
-        raise FileNotFoundError("there is no cache directory")
-    return os.path.join(place, "engines", f"{key}.json")
+    return os.path.join(files.cache_directory(), "engines", f"{key}.json")

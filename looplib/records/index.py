@@ -95,8 +95,7 @@ def _places(paths: list[str]) -> list[str]:
     names = [path if is_remote(path) else os.path.abspath(path) for path in paths]
     key = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     beside = f"{os.path.dirname(paths[0]) or '.'}/.looplib-{key}.index"
-    cache = whole_files.cache_directory()
-    return [beside, *([os.path.join(cache, f"{key}.index")] if cache else [])]
+    return [beside, os.path.join(whole_files.cache_directory(), f"{key}.index")]
 
 
 def _read(file: BinaryIO, head: bytes, sizes: list[int], least: int) -> list[np.ndarray]:

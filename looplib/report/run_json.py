@@ -271,12 +271,10 @@ def settings_of(flags: Mapping[str, Any], config: Any) -> dict[str, Setting]:
       config: see `as_dict`; its fields get "config." before their names.
     """
     flat = {**masked(flags), **_flat(masked(_strict(as_dict(config))), "config.")}
-    return {name: value if isinstance(value, int | float) else _utf8(str(value)) for name, value in flat.items()}
-
-
-def _utf8(text: str) -> str:
-    """Returns a text without lone surrogates, which event files and trackers do not take."""
-    return text.encode(errors="backslashreplace").decode()
+    return {  # event files and trackers take no lone surrogates
+        name: value if isinstance(value, int | float) else str(value).encode(errors="backslashreplace").decode()
+        for name, value in flat.items()
+    }
 
 
 def _ago(seconds: float) -> str:

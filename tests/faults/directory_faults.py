@@ -11,7 +11,20 @@ from typing import Any
 
 from fault import NEWEST, Fault, nothing
 from sandbox import Sandbox
-from tampering import MAKE, make_bytes, mutate_fields, mutated, rewrite_marker, rewrite_run_state, sign
+from tampering import (
+    MAKE,
+    NUL,
+    SURROGATE,
+    WRONG,
+    aliases,
+    make_bytes,
+    make_fifo,
+    mutate_fields,
+    mutated,
+    rewrite_marker,
+    rewrite_run_state,
+    sign,
+)
 
 ADVICE = ("--start_anew",)
 GONE = r"no checkpoint in .* is intact, although the run had checkpoints .*; recover one, or start .* --start_anew"
@@ -109,6 +122,31 @@ def _mutated_side_file(place: Sandbox) -> None:
     path.write_bytes(mutated(path.read_bytes(), place.chance))
 
 
+def _mutated_report(place: Sandbox) -> None:
+    path = place.run / "run.json"
+    fields = json.loads(path.read_text())
+    mutate_fields(fields, place.chance, WRONG)
+    path.write_text(json.dumps(fields))
+
+
+def _long_line(place: Sandbox) -> None:
+    with open(place.run / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 40, "split": "train", "x": [' + b"[]," * 10_000_000 + b"1]}\n")
+
+
+def _odd_media(place: Sandbox) -> None:
+    record = {"step": 40, "split": "train", "name": SURROGATE, "kind": "image", "files": [NUL, SURROGATE, "../x", 7]}
+    (place.run / "media.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def _settings(make: Callable[[pathlib.Path], Any]) -> Callable[[Sandbox], None]:
+    def prepare(place: Sandbox) -> None:
+        make(place.scratch / "settings.yaml")
+        place.flags.append(f"--config_file={place.scratch}/settings.yaml")
+
+    return prepare
+
+
 def _foreign_files(place: Sandbox) -> None:
     folder = place.run / "checkpoints"
     for name in ("events.out.tfevents.99.other.1.v2", "ckpt-99.index", "ckpt-98.data-00000-of-00001", "ckpt-40.index.bak",
@@ -171,6 +209,7 @@ def _unreadable(place: Sandbox) -> None:
 
 
 CANNOT_READ = r"cannot be read \(.*\), which does not prove that it is damaged; fix its permissions or the file system"
+UNREAD = r"--config_file=.* cannot be read \("
 FAULTS = [
     *(_replaced(name, make) for name in SIDE_FILES for make in MAKE),
     *(_event_file(make) for make in MAKE),
@@ -186,6 +225,11 @@ FAULTS = [
     Fault("marker: a newer format", "directory", (1,), "install that version", _newer_format, stopped=True),
     Fault("run state: names that lead outside", "directory", prepare=_names_in_the_run_state, stopped=True),
     Fault("side file: random bytes", "directory", prepare=_mutated_side_file, stopped=True),
+    Fault("run.json: values of other types", "directory", prepare=_mutated_report, stopped=True),
+    Fault("a record of 30 MB", "directory", prepare=_long_line, stopped=True),
+    Fault("media.jsonl: names that are none", "directory", prepare=_odd_media, stopped=True),
+    Fault("settings: nested aliases", "directory", (1,), UNREAD, _settings(lambda path: path.write_text(aliases(9)))),
+    Fault("settings: a FIFO", "directory", (1,), UNREAD, _settings(make_fifo)),
     Fault("foreign files in checkpoints/", "directory", prepare=_foreign_files, stopped=True),
     Fault("scores that are not finite", "directory", prepare=_nan_scores, stopped=True),
     Fault("all checkpoints gone", "directory", (1,), GONE, _all_gone, stopped=True, refused=GONE, advice=ADVICE),

@@ -15,7 +15,7 @@ from kill_test import saved_step
 
 import looplib
 from looplib import files, masks
-from looplib.checkpoint import commits, warm_start
+from looplib.checkpoint import commits, run_directory, warm_start
 from looplib.errors import UsageError
 from looplib.extras.tools.compare import compare
 
@@ -115,7 +115,7 @@ def test_no_home_directory_is_no_cache_and_no_folder_named_tilde(nursery, monkey
     for name in environment:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "")
-    assert files.cache_directory() is None
+    assert files.cache_directory() == os.devnull
     monkeypatch.setenv("LOOPLIB_CACHE", "relative/")
     assert files.cache_directory() == os.path.abspath("relative")
 
@@ -127,7 +127,9 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
         with pytest.raises(UsageError, match=f"{tmp_path}/ckpt-1"):
             start({"model": tf.Module()}, "~/ckpt-1")
     with pytest.raises(UsageError, match=f"model_dir {tmp_path}/r\\?un has"):
-        looplib.Controller(model_dir="~/r?un", global_batch_size=1)
+        run_directory.resolve(pathlib.Path("~/r?un"))
+    with pytest.raises(UsageError, match=f"{tmp_path}/run is not a directory"):
+        looplib.checkpoints("~/run")
     assert files.resolve("gs://bucket/run//", "x") == "gs://bucket/run"
     assert files.resolve("a://b/", "x") == "a://b" and files.resolve("/a://b", "x") == "/a:/b"
     assert files.resolve("./~x", "x") == f"{tmp_path}/~x"
@@ -369,7 +371,7 @@ def test_a_clock_that_jumps_by_years_while_a_run_trains_changes_no_duration_and_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     seconds = json.loads((tmp_path / "run" / "run.json").read_text())["seconds"]
-    assert 0.5 <= seconds["train"] < 60 and seconds["wall"] < 300
+    assert 0 < seconds["train"] < 60 and seconds["wall"] < 300
     assert not compare(str(trained), str(tmp_path / "run")).differences
 
 

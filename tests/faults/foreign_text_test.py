@@ -16,7 +16,7 @@ import hostile_test
 import numpy as np
 import pytest
 from conftest import make_strategy, repetitions
-from tampering import VALUES, make_directory, make_endless, make_fifo, mutate_fields, mutated
+from tampering import NUL, SURROGATE, WRONG, aliases, make_directory, make_endless, make_fifo, mutate_fields, mutated
 
 from looplib import config, field_types, files
 from looplib.__main__ import main as cli
@@ -32,13 +32,10 @@ from looplib.task.media import Media
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 40)))
 STARTS = MUTATIONS // 4  # each is a training of a step
 SECONDS = 60  # of one question
-SURROGATE, NUL = "\ud800", "a\0b"
 PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc000000301010018dd8db0"
     "0000000049454e44ae426082"
 )
-WRONG = [*VALUES, SURROGATE, NUL, "x" * 5000, 10**400, -(10**400), {"a": {SURROGATE: [NUL]}}, [[[[[["deep"]]]]]], "\x1b[2J",
-         ["-m", "nothing"], [None, None, None]]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -217,13 +214,6 @@ def test_any_mutation_of_settings_is_taken_and_written_again_or_is_a_sentence(tm
             taken += 1
             assert repr(given(config.text_of(made, tree))[0]) == repr(made), number
     assert taken > MUTATIONS / 10
-
-
-def aliases(levels, width=9):
-    """A text of some hundred bytes whose value is of `width ** levels` parts."""
-    lines = [f"x0: &x0 [{','.join('1' * width)}]"]
-    lines += [f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * width)}]" for i in range(1, levels)]
-    return "\n".join(lines)
 
 
 REFUSED = {

@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import time
+import zipfile
 
 import google_crc32c
 import numpy as np
@@ -110,7 +111,7 @@ def test_a_link_to_data_is_read_and_one_to_nothing_is_named(name, tmp_path):
     (tmp_path / "data" / name).unlink()
     with pytest.raises(looplib.UsageError, match=f"{name}' matches no file of records"):
         opened(tmp_path / name)
-    with pytest.raises(looplib.UsageError, match=f"{name} cannot be found .*; restore it, or check the path"):
+    with pytest.raises(looplib.UsageError, match=f"{name} cannot be found.*; restore it, or check the path"):
         opened(f"{tmp_path}/[a].{name[2:]}")
 
 
@@ -737,3 +738,32 @@ def test_a_source_of_one_record_and_one_of_weight_0_are_mixed_exactly(tmp_path):
     )
     found = train(tmp_path / "run", path, 5, plan=plan)
     assert [batch.count(1000) for batch in found] == [5, 5, 5, 20, 20]
+
+
+def test_a_numpy_file_that_cannot_be_read_is_named(tmp_path):
+    from trainers import fine_tune, image_data
+
+    path = tmp_path / "data.npz"
+    arrays = {name: np.zeros((4, 8, 8), np.float32) for name in ("x_train", "x_test")}
+    np.savez_compressed(path, **arrays, y_train=np.arange(4), y_test=np.arange(4))
+    good = path.read_bytes()
+    assert image_data.numpy_file(str(path)).name == str(path)
+    with zipfile.ZipFile(path, "w") as bomb:
+        for name in ("x_train", "y_train", "x_test", "y_test"):
+            head = f"{{'descr': '<f8', 'fortran_order': False, 'shape': ({2**50},), }}".ljust(117).encode() + b"\n"
+            bomb.writestr(f"{name}.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head)
+    bad = [path.read_bytes(), b"", good[:-30], good[: len(good) // 2], bytes(100)]
+    flipped = bytearray(good)
+    flipped[120:140] = bytes(20)
+    for content in (*bad, flipped):
+        path.write_bytes(content)
+        with pytest.raises(looplib.UsageError, match=f"{path} cannot be read as a .npz file"):
+            image_data.numpy_file(str(path))
+        with pytest.raises(looplib.UsageError, match=f"{path} cannot be read; name"):
+            fine_tune.load_adapted(str(tmp_path), str(path))
+    path.unlink()
+    for kind in ("FIFO", "directory"):
+        put(kind, path)
+        with pytest.raises(looplib.UsageError, match=f"{path} cannot be read as a .npz file .it is not there, or no"):
+            image_data.numpy_file(str(path))
+        (os.rmdir if kind == "directory" else os.unlink)(path)

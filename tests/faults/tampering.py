@@ -18,6 +18,13 @@ VALUES = [
     "ckpt-6.index", [None], [1e999, -1],
 ]  # fmt: skip
 
+SURROGATE, NUL = "\ud800", "a\0b"
+# Of texts that are only read.
+WRONG = [
+    *VALUES, SURROGATE, NUL, "x" * 5000, 10**400, -(10**400), {"a": {SURROGATE: [NUL]}}, [[[[[["deep"]]]]]], "\x1b[2J",
+    ["-m", "nothing"], [None, None, None],
+]  # fmt: skip
+
 
 def rewrite_marker(path: pathlib.Path, **changes: Any) -> None:
     """Changes fields of a marker and gives it the checksum that belongs to it."""
@@ -63,6 +70,13 @@ def rewrite_run_state(marker: pathlib.Path, change: Callable[[Tree], None]) -> N
         tensors[RUN_STATE] = tf.constant(json.dumps(values))
 
     rewrite_tensors(marker, rewrite)
+
+
+def aliases(levels: int, width: int = 9) -> str:
+    """Returns a YAML text of some hundred bytes whose value is of `width ** levels` parts."""
+    lines = [f"x0: &x0 [{','.join('1' * width)}]"]
+    lines += [f"x{i}: &x{i} [{','.join([f'*x{i - 1}'] * width)}]" for i in range(1, levels)]
+    return "\n".join(lines)
 
 
 def mutate_fields(fields: Tree, chance: random.Random, values: list[Any] = VALUES) -> None:

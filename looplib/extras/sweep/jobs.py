@@ -21,7 +21,7 @@ from looplib.extras.page import values
 from looplib.extras.sweep.study import Plan
 from looplib.extras.tools import children
 from looplib.extras.tools.recorded_run import without
-from looplib.extras.tools.runs import last_lines, open_log, saved_step, say
+from looplib.extras.tools.runs import last_lines, saved_step, say
 from looplib.report import run_file
 from looplib.report.records import each_record
 
@@ -65,7 +65,7 @@ class Job:
         """
         folders.make_folder(self.directory, *os.path.relpath(self.folder, self.directory).split(os.sep)[:-1])
         folders.check_folder(self.folder)
-        with open_log(self.folder) as log:
+        with files.open_to_append(f"{self.folder}.log") as log:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by whatever has the log as its output
             except BlockingIOError:

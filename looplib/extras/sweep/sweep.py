@@ -4,18 +4,18 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import NoReturn
 
 import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
 from looplib import console, files, folders
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError
+from looplib.checkpoint.lock import Kind, RunLock, acquire
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError, told
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, cause_of, name_of, values
@@ -24,6 +24,7 @@ from looplib.extras.tools.runs import saved_step, say
 from looplib.task.monitored import mode_of
 
 _TICK = 0.1
+_LOCKED = Kind("directory of a sweep", "use another --dir", "sweep.lock")
 _MOST_SEEDS = 10_000
 # What the machine is short of, so that a run which ends with it in its last line is no failure of its trial.
 _OF_THE_MACHINE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO))
@@ -52,7 +53,10 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
         raise UsageError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
     fixed, parameters = space.parse(plan.command)
     directory = os.path.abspath(directory)
-    with console.guarded(), _sentences(directory), _alone(directory) as lock, Signals() as signals:
+    with console.guarded(), contextlib.ExitStack() as held, _sentences(directory), Signals() as signals:
+        folders.make_folder(directory)
+        lock = acquire(directory, _give_up, _LOCKED)
+        held.callback(lock.release)
         study = Study(directory, plan, parameters)
         limit = trials if trials and (plan.search == "tpe" or trials <= study.size) else int(study.size)
         if trials and trials > limit:
@@ -96,34 +100,18 @@ def _sentences(directory: str) -> Iterator[None]:
     """Says in a sentence what cannot be read or written while the block runs."""
     try:
         yield
-    except files.NotRegularError as error:
-        raise UsageError(f"{error}; move it away, and run the same command to resume the sweep") from error
-    except (OSError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:
-        place, cause = os.path.join(directory, "sweep.db"), cause_of(error)
-        if isinstance(error, OSError):
-            place = error.filename2 or error.filename or directory
+    except OSError as error:
+        raise UsageError(f"{told(error, 'mend that')}; then the same command resumes the sweep") from error
+    except (SQLAlchemyError, optuna.exceptions.OptunaError) as error:
         raise UsageError(
-            f"{place} cannot be read or written ({getattr(cause, 'strerror', None) or cause}); mend that, and run the "
-            "same command: no trial that has ended is lost, and the others resume"
+            f"{os.path.join(directory, 'sweep.db')} cannot be read or written ({cause_of(error)}); mend that, and run "
+            "the same command: no trial that has ended is lost, and the others resume"
         ) from error
 
 
-@contextlib.contextmanager
-def _alone(directory: str) -> Iterator[BinaryIO]:
-    """Makes a sweep's directory and holds it for this process; yields the open file `lock`."""
-    try:
-        folders.make_folder(directory)
-        file = files.open_to_append(os.path.join(directory, "lock"))
-    except OSError as error:
-        raise UsageError(f"--dir {directory} cannot be used ({error.strerror}); use another directory") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another sweep runs in {directory}; wait for it, or use another --dir") from None
-        except OSError as error:
-            say(f"{directory} cannot be locked ({error.strerror}); make sure that no other sweep runs there")
-        yield file
+def _give_up() -> NoReturn:
+    """Refuses the directory to another sweep of this process."""
+    raise UsageError("a sweep runs in this process; wait until it has ended")
 
 
 class _Sweep:
@@ -131,7 +119,7 @@ class _Sweep:
 
     Args:
       directory: the sweep's.
-      lock: the file there that this process holds.
+      lock: that of the directory, which this process holds.
       plan: what it does.
       fixed: the arguments that all runs have.
       study: its trials.
@@ -140,7 +128,7 @@ class _Sweep:
     """
 
     def __init__(
-        self, directory: str, lock: BinaryIO, plan: Plan, fixed: Sequence[str], study: Study, parallel: int, limit: int
+        self, directory: str, lock: RunLock, plan: Plan, fixed: Sequence[str], study: Study, parallel: int, limit: int
     ) -> None:
         self._directory, self._lock, self._plan, self._fixed, self._study = directory, lock, plan, fixed, study
         self._parallel, self._limit = parallel, limit
@@ -160,7 +148,7 @@ class _Sweep:
                 self._add(trial)
         try:
             while not signals.came:
-                self._check_place()
+                self._lock.check()
                 self._fill()
                 if not self._running and not self._waiting:
                     return True
@@ -170,13 +158,6 @@ class _Sweep:
             return False
         finally:
             self._stop(signals)
-
-    def _check_place(self) -> None:
-        if not files.is_at(self._lock.fileno(), os.path.join(self._directory, "lock")):
-            raise UsageError(
-                f"{self._directory}, or the file lock in it, was moved, removed or replaced while the sweep ran; put "
-                "it back, and run the same command to resume"
-            )
 
     def _stop(self, signals: Signals) -> None:
         """Lets all runs save and end; a second signal ends them at once."""

@@ -108,7 +108,7 @@ def _bisected(one: Replayable, other: Replayable) -> tuple[list[int], list[int],
     Returns:
       (the steps of which both have one, those of them that were found equal, the first that differs or None).
     """
-    ours, theirs = ({done.step: done for done in run.checkpoints()} for run in (one, other))
+    ours, theirs = ({done.step: done for done in run.intact()} for run in (one, other))
     common = sorted(ours.keys() & theirs.keys())
     equal, low, high = [], 0, len(common)
     while low < high:

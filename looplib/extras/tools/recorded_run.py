@@ -4,6 +4,7 @@ None of this needs TensorFlow, whose import takes seconds, so that a wrong argum
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -58,13 +59,16 @@ def report_of(directory: str) -> run_file.Report:
 def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
     """Returns how a run was started: (the arguments of Python, those of the program, its working directory).
 
+    What is started is what somebody has written into `run.json`. So only a file or a module is, as looplib notes them,
+    which does not come with the run directory, and only if the user owns that report.
+
     Args:
       report: its `run.json`.
       directory: the run directory.
       number: of the start; default the first.
 
     Raises:
-      UsageError: if the report does not say how the run was started.
+      UsageError: if the report does not say how the run was started, or that program is not to be started.
     """
     try:
         start = report["starts"][number]
@@ -81,6 +85,25 @@ def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[
         raise UsageError(f"the command of the run in {directory} has a secret, which run.json masks; repeat it by hand")
     if not (arguments and folder):
         raise UsageError("the run was not started from a file or module, or its folder was removed; repeat it by hand")
+    path = run_file.path_of(directory, trains=True)
+    is_file = len(arguments) == 1 and os.path.isabs(arguments[0])
+    is_module = len(arguments) == 2 and arguments[0] == "-m" and re.fullmatch(r"\w[\w.-]*", arguments[1])
+    if not (is_file or is_module) or "\0" in "".join([*arguments, *flags, folder]):
+        raise UsageError(
+            f"{path} names {' '.join(arguments)!r:.200} as the program; expected the absolute path of a file, or -m "
+            "and a module, as looplib writes it; repeat the run by hand"
+        )
+    own = os.path.realpath(directory)
+    if os.path.commonpath([own, os.path.realpath(arguments[0] if is_file else folder)]) == own:
+        raise UsageError(
+            f"{path} names a program in the run directory itself, which may have come with it; move the program to "
+            "another place and start it there by hand"
+        )
+    if (owner := os.stat(path).st_uid) != os.geteuid():
+        raise UsageError(
+            f"{path} belongs to the user of number {owner}, and says what is started; look at its command, and copy "
+            "the run directory (cp -r) to make it yours"
+        )
     return arguments, flags, folder
 
 

@@ -1,18 +1,22 @@
 """`python -m looplib replay DIR --step=N`: back to any step of a run, and a close look at it."""
 
+import collections
 import contextlib
 import dataclasses
+import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
-from looplib import files
+from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
@@ -51,7 +55,7 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
     recorded_run.check_replay(directory, step, eager=eager, debug=debug, save=save)
     run = Replayable(directory)
     save = os.path.abspath(save) if save else ""
-    start = run.newest_checkpoint(before=step)
+    start = next(run.intact(before=step), None)  # else from the start
     begin = f"from the checkpoint of step {start.step}" if start else "from the start of the run"
     say(f"{begin} to step {step}{run.next_report(start.step if start else 0, step)}")
     with tempfile.TemporaryDirectory(prefix="looplib-replay-") as folder:
@@ -65,15 +69,14 @@ def replay(directory: str, step: int, *, eager: bool = False, debug: bool = Fals
 class Replayable(Recorded):
     """A run of one process that can be started again from any of its checkpoints; see `Recorded`."""
 
-    def newest_checkpoint(self, before: int) -> Commit | None:
-        """Returns the newest intact checkpoint of a step below another one; None for a replay from the start."""
+    def intact(self, before: float = math.inf) -> Iterator[Commit]:
+        """Yields the intact checkpoints of steps below another one, newest first; says which others there are."""
         for done in self.checkpoints():
             if done.step < before:
-                reason = commits.verify(done)
-                if not reason:
-                    return done
-                say(f"the checkpoint of step {done.step} is left out: {reason}")
-        return None
+                if not (reason := commits.verify(done)):
+                    yield done
+                else:
+                    say(f"the checkpoint of step {done.step} is left out: {reason}")
 
     def next_report(self, start: int, step: int) -> str:
         """Returns a clause that names the next report, if there is none after one step and up to another; else ""."""
@@ -97,13 +100,14 @@ class Replayable(Recorded):
         """
         order = dataclasses.replace(order, batch_size=self._batch_size(start.step if start else 0, order.step))
         model_dir = os.path.join(folder, "run")
-        os.makedirs(os.path.join(model_dir, "checkpoints"))
+        saves = folders.make_folder(model_dir, "checkpoints")
         for name in [*start.files, f"ckpt-{start.step}.commit"] if start else []:
             source = os.path.join(os.path.dirname(start.path), name)
-            with files.open_regular(source) as read, open(os.path.join(model_dir, "checkpoints", name), "wb") as write:
+            with files.open_regular(source) as read, open(folders.inside(saves, name), "wb") as write:
                 shutil.copyfileobj(read, write)
         command, place = recorded_run.command_of(self.report, self.directory, self._start_that_did(order.step))
         command += [f"--model_dir={model_dir}", *self._flags(order.debug)]
+        say(f"{shlex.join(command)} (in {place})")
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **rerun.environment(self.directory), **order.as_environment()}
         environment |= {example_checksum.VARIABLE: "1"} if order.trace else {}
         log = None if order.eager else os.path.join(folder, "output.log")
@@ -128,8 +132,9 @@ class Replayable(Recorded):
         if code == 0 and os.path.exists(order.to):
             return Answer.read(order.to)
         if log:
-            with open(log, errors="replace") as lines:
-                print("".join(f"  | {line}" for line in lines.readlines()[-_LAST_LINES:]), end="", file=sys.stderr)
+            with files.open_regular(log) as lines:
+                last = [line.decode(errors="replace") for line in collections.deque(lines, _LAST_LINES)]
+            print("".join(f"  | {line}" for line in last), end="", file=sys.stderr)
         if code == EXIT_STALLED:
             raise UsageError(
                 f"the replay of {self.directory} made no progress before step {order.step}, and was ended; the lines "
@@ -178,7 +183,7 @@ class Replayable(Recorded):
 
     def _flags(self, debug: bool) -> list[str]:
         flags = self.report.get("flags", {})
-        found = ["--nodry_run", "--max_time=", "--verbosity=-1"]
+        found = ["--nodry_run", "--max_time=", "--verbosity=-1", "--trackers="]  # which write elsewhere
         found += ["--loop=graph"] * (self.engine != "graph")  # the one that can stand before any step
         found += ["--non_finite=halt"] * (flags.get("non_finite") == "off")  # so that gradients are noted
         # Python's debugger follows one thread, and each replica has its own.
@@ -199,6 +204,6 @@ def _wait(process: subprocess.Popen, order: Order) -> int:
             now = time.monotonic()
         if now > said + _NEWS_SECONDS:
             said, news = now, "starting"
-            with contextlib.suppress(OSError), open(order.news) as file:
-                news = file.read()
+            with contextlib.suppress(OSError, ValueError):
+                news = files.read_text(order.news)
             say(f"  {news} ({format_seconds(now - started)})")

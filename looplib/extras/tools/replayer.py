@@ -45,8 +45,7 @@ def answer(controller: "Controller", evaluate_every: int | None) -> None:
     watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.policy.guards.stall_limit)
     with _telling(player, order), controller.clock.phase("train"), watchdog.watching():
         found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
-    with open(order.to, "w") as file:
-        json.dump(dataclasses.asdict(found), file)
+    files.write_whole(order.to, json.dumps(dataclasses.asdict(found)), durable=False)
 
 
 @contextlib.contextmanager
@@ -55,11 +54,12 @@ def _telling(player: Player, order: Order) -> Iterator[None]:
     ended = threading.Event()
 
     def tell() -> None:
+        furthest = 0  # as the last step is run several times, each from the state before it
         while not ended.wait(_NEWS_SECONDS):
-            stream = player.loop.stream
+            stream, furthest = player.loop.stream, max(furthest, player.step)
             skips = 0 < stream.passed < stream.skipped
             batches = f", reading its data again: {stream.passed:,} of {stream.skipped:,} batches" * skips
-            files.write_whole(order.news, f"at step {player.step:,} of {order.step:,}{batches}")
+            files.write_whole(order.news, f"at step {furthest:,} of {order.step:,}{batches}")
 
     thread = threading.Thread(target=tell, name="looplib-replay-news", daemon=True)
     thread.start()

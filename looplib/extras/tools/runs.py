@@ -75,7 +75,7 @@ def run(
     """
     life, stamp, moment = Life(saved_step(folder)), _stamp(folder), None
     added = environment or {example_checksum.VARIABLE: "1"}
-    with open_log(folder) as log:
+    with files.open_to_append(f"{folder}.log") as log:
         _hold(log, folder)
         process = children.start([*command, f"--model_dir={folder}"], log, added)
     started = time.monotonic()
@@ -104,20 +104,6 @@ def run(
         print("".join(f"  | {line}\n" for line in last_lines(folder)[-20:]), end="", file=sys.stderr)
         raise UsageError(f"the command {how}; its last lines are above, all are in {folder}.log")
     return life
-
-
-def open_log(folder: str) -> BinaryIO:
-    """Opens the file beside a run directory that has what its command prints, to append.
-
-    Raises:
-      UsageError: if it cannot be written, or leads elsewhere.
-    """
-    try:
-        return files.open_to_append(f"{folder}.log")
-    except files.NotRegularError as error:
-        raise UsageError(f"{error}; move it away") from None
-    except OSError as error:
-        raise UsageError(f"{folder}.log cannot be written ({error.strerror}); mend that and start again") from error
 
 
 def _hold(log: BinaryIO, folder: str) -> None:
