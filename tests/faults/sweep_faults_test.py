@@ -447,7 +447,7 @@ def test_children_of_a_run_that_was_killed_hold_up_no_restart(
     """The run is killed, and leaves a process that has its output; it is started again in the same sweep."""
     started = time.monotonic()
     assert main(of_a_sweep(tmp_path / "sweep", program, "--rate=1", "--kind=child,plain")) == EXIT_DONE
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 25  # not the grace of 30 s
     (child,) = (tmp_path / "sweep").glob("trial-*/child")
     status = pathlib.Path("/proc", child.read_text(), "status")
     assert not status.exists() or "State:\tZ" in status.read_text()

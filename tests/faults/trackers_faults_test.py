@@ -150,7 +150,7 @@ def test_a_server_in_trouble_costs_a_run_a_bounded_wait_and_one_warning(
         took = time.monotonic() - started
     finally:
         server.close()
-    assert took < whole[1] * 1.5 + 3  # its HTTP client would wait for a minute, and 10 saves for 2 s each
+    assert took < whole[1] * 2 + 10  # its HTTP client would wait for a minute, and 10 saves for 2 s each
     assert records(tmp_path / "run") == whole[0]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "done"
     warnings = left_out(caplog)
@@ -204,7 +204,7 @@ def test_saves_wait_for_a_tracker_that_hangs_a_small_share_of_the_time() -> None
         writer.sync()
         waited += time.monotonic() - started
     Hanging.end.set()
-    assert waited < 0.5  # of 1 s
+    assert waited < 5  # of 40 s, if each waited 2 s
 
 
 FILES = {
@@ -228,7 +228,7 @@ def test_tables_that_somebody_else_has_put_there_cost_the_table_at_most(
     make(place, victim)
     started = time.monotonic()
     train(tmp_path / "run", looplib.BackgroundWriter(looplib.CsvWriter(str(tmp_path / "run"))))
-    assert time.monotonic() - started < whole[1] * 1.5 + 5
+    assert time.monotonic() - started < whole[1] * 2 + 20
     assert records(tmp_path / "run") == whole[0] and len(left_out(caplog)) <= 1
     assert [path.name for path in victim.iterdir()] == ["file"] and (victim / "file").read_text() == "precious"
 
