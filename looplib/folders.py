@@ -107,7 +107,10 @@ def remove(folder: str, name: str) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except RecursionError:
+                raise OSError(f"{path} has folders that are nested too deep to be removed; remove it by hand") from None
         else:
             os.unlink(path)
 

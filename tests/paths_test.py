@@ -27,7 +27,6 @@ ALLOWED = {
     ("looplib/extras/tools/status.py", "os.open"): "/dev/null",
     ("looplib/loop/choices.py", "open, to read"): "/proc/cpuinfo",
     ("looplib/records/files.py", "open, to read"): "the user's data",
-    ("looplib/records/files.py", "os.open"): "the user's data, without waiting",
     ("looplib/records/files.py", "gfile.GFile, to read"): "the user's data",
     ("looplib/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
