@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from absl import flags
@@ -15,8 +15,9 @@ from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
-from looplib.task.actions import Action
-from looplib.task.profiling import Profile
+
+if TYPE_CHECKING:
+    from looplib.extras.actions.profiling import Profile
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
 PREDICTIONS = ("jsonl", "tfrecord", "parquet")  # kinds of files
@@ -118,7 +119,7 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     )
 
 
-def actions(values: dict[str, Any]) -> list[Action]:
+def actions(values: dict[str, Any]) -> "list[Profile]":
     """Returns the actions that the flags ask for.
 
     Args:
@@ -133,6 +134,8 @@ def actions(values: dict[str, Any]) -> list[Action]:
         raise UsageError(
             f"--profile is {values['profile']!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
         )
+    from looplib.extras.actions.profiling import Profile  # here, because few runs need it
+
     return [Profile(int(found[1]), int(found[2]))]
 
 
@@ -176,11 +179,11 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
             f"--checkpoint={values['checkpoint']} is for jobs that evaluate, predict or export a checkpoint, and "
             f"--mode={values['mode']} {takes}; leave it out"
         )
-    if actions(values) and values["mode"] not in TRAINING_MODES:
+    profiles = actions(values)
+    if profiles and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
-    for action in actions(values):
-        if isinstance(action, Profile):
-            action.check_end(values["train_steps"])
+    for profile in profiles:
+        profile.check_end(values["train_steps"])
     for name in ("eval_interval", "checkpoint_interval", "steps_per_loop", "num_virtual_devices", "global_batch_size",
                  "predictions_piece"):  # fmt: skip
         if values[name] < 1:

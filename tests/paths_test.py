@@ -32,7 +32,7 @@ ALLOWED = {
     ("looplib/report/event_files.py", "io.TFRecordWriter"): "a new name, below a folder that was checked",
     ("looplib/report/ownership.py", "open, to read"): "/proc/PID/stat",
     ("looplib/report/points.py", "open, to read"): "/proc/self/statm",
-    ("looplib/task/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
+    ("looplib/extras/actions/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
 }
 
 

@@ -13,8 +13,8 @@ from conftest import make_strategy
 import looplib
 from looplib import command_line
 from looplib.errors import UsageError
+from looplib.extras.actions import op_times
 from looplib.loop.schedule import Schedule
-from looplib.task import op_times
 
 
 class Counting(looplib.Action):

@@ -32,7 +32,7 @@ LEVELS = [
     {"launch"},
 ]
 # These load a part of `extras` inside of a function, when a user asks for it.
-LOADS_EXTRAS = {"__init__", "__main__", "controller", "launch", "report", "runtime"}
+LOADS_EXTRAS = {"__init__", "__main__", "command_line", "controller", "launch", "report", "runtime"}
 
 
 def room_of(module: str) -> str:

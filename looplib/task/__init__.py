@@ -13,14 +13,13 @@ Names that other rooms may use, by file:
     gradient_trainer: GradientTrainer
     gradients: none
     input_context: InputContext, per_replica_batch_size
-    learning_rates: LearningRates, learning_rate
+    learning_rates: LearningRates, constant_rate, learning_rate, updating
     loss_scale: none
     media: Media, histogram, image, text
     micro_batches: none
     mixture: Mixture
     model_table: note, variables
     monitored: mode_of
-    op_times: none
     own_loop: OwnLoop
     own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in
     packed: Packed, PackedRows
@@ -28,9 +27,7 @@ Names that other rooms may use, by file:
     perturbation: VARIABLE, nudge, requested
     plain: as_array, as_bytes, as_json, as_number, is_number
     plans: Kept
-    plateau: EarlyStopping, ExportBest, ReduceOnPlateau
     positions: none
-    profiling: Profile
     record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     shares: KINDS, Share, in_use, of_means, weighed

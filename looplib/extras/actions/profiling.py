@@ -8,7 +8,7 @@ from absl import logging
 
 from looplib import folders
 from looplib.errors import UsageError, gist, whole_number
-from looplib.task import op_times
+from looplib.extras.actions import op_times
 from looplib.task.actions import Action
 
 _LOGGED = 10  # ops
