@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from looplib import UsageError
 from looplib.files import resolve
-from looplib.report.records import read_metrics
+from looplib.report.records import read_jsonl
 
 
 def write_points(path: str, features: np.ndarray, labels: np.ndarray) -> None:
@@ -50,7 +50,7 @@ def write_curves(path: str, run_dirs: Sequence[str], metric: str) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for run_dir in run_dirs:
-        records = read_metrics(os.path.join(run_dir, "metrics.jsonl"))
+        records = read_jsonl(os.path.join(run_dir, "metrics.jsonl"))
         if not records:
             raise UsageError(f"{run_dir} has no metrics.jsonl with records; expected a run directory")
         points = [(record["step"], record[name]) for record in records if record["split"] == split and name in record]
@@ -71,7 +71,7 @@ def write_evaluations(model_dir: str, metric: str, mark: str) -> None:
       metric: the name of the metric.
       mark: the name of another metric of the evaluations, the last value of which becomes a dashed line.
     """
-    records = read_metrics(os.path.join(model_dir, "metrics.jsonl"))
+    records = read_jsonl(os.path.join(model_dir, "metrics.jsonl"))
     steps, minutes = [0], [0.0]
     for record in records:
         if record["split"] == "train":

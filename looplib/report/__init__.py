@@ -14,7 +14,7 @@ Names that other rooms may use, by file:
     points: none
     progress: Pace, headline
     record_file: none
-    records: Record, cut_short, each_record, key, read_metrics, read_newest
+    records: Record, cut_short, each_record, key, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
     run_file: Report, Start, path_of, read
     run_json: RunReport, Standing, as_dict, changed_settings, settings_of

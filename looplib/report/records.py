@@ -1,7 +1,6 @@
 """The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -46,19 +45,6 @@ def read_jsonl(path: str) -> list[Record]:
     if files.exists(path) and files.size(path) > _MOST_BYTES:
         raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes, which no run writes; move it away")
     return list(each_record(path))
-
-
-def read_metrics(path: str) -> list[Record]:
-    """Returns the records as `read_jsonl` does, with numbers alone, and None for those that are not finite."""
-    return [
-        {name: value if name in ("step", "split") else _finite(value) for name, value in record.items()
-         if name in ("step", "split") or value is None or isinstance(value, int | float)}
-        for record in read_jsonl(path)
-    ]  # fmt: skip
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and abs(value) <= sys.float_info.max else None
 
 
 def each_record(path: str) -> Iterator[Record]:

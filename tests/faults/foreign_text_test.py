@@ -21,11 +21,12 @@ from tampering import NUL, SURROGATE, WRONG, aliases, make_directory, make_endle
 from looplib import config, field_types, files
 from looplib.__main__ import main as cli
 from looplib.errors import UsageError, duration, shown, whole_number
+from looplib.extras.page import values
 from looplib.extras.trackers.csv_writer import CsvWriter
 from looplib.loop.media import as_shown
 from looplib.report import run_file
 from looplib.report.media_writer import MediaWriter
-from looplib.report.records import read_jsonl, read_metrics
+from looplib.report.records import read_jsonl
 from looplib.report.tensorboard_writer import TensorBoardWriter
 from looplib.task.media import Media
 
@@ -429,7 +430,7 @@ def test_metrics_are_numbers_whatever_the_file_has(tmp_path, caplog):
              '{"step": 2, "split": "train", "a": ' + "9" * 400 + "}", '{"step": ' + "9" * 400 + ', "split": "train"}',
              '{"step": 3, "split": 3}', '{"step": true, "split": "train"}', "[]", "{", '{"step": ' + "9" * 5000 + "}"]  # fmt: skip
     path.write_text("\n".join([*lines, *["bad"] * 1000]))
-    assert read_metrics(str(path)) == [
+    assert values.metrics(str(path)) == [
         {"step": 1, "split": "train", "a": 1, "d": None, "e": None, "f": None},
         {"step": 2, "split": "train", "a": None},
     ]

@@ -4,6 +4,8 @@ import json
 import math
 from typing import Any
 
+from looplib.report.records import Record, read_jsonl
+
 _LONGEST_TEXT = 4000  # characters
 _MOST_ITEMS = 2000  # of a list or an object
 _LARGEST_INT = 2**53  # a browser has doubles
@@ -61,3 +63,12 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         if len(found) > _MOST_ITEMS:
             break
     return found
+
+
+def metrics(path: str) -> list[Record]:
+    """Returns the records of a `metrics.jsonl` with their numbers alone, and None for those that are not finite."""
+    return [
+        {name: value if name in ("step", "split") else number(value) for name, value in record.items()
+         if name in ("step", "split") or value is None or type(value) in (int, float)}
+        for record in read_jsonl(path)
+    ]  # fmt: skip

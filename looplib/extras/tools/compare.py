@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from looplib.checkpoint.manager import latest_checkpoint, peek
 from looplib.errors import UsageError
+from looplib.extras.page import values
 from looplib.loop import example_checksum
 from looplib.report import run_file
-from looplib.report.records import read_metrics
 
 # Not compared bit by bit.
 _NOT_COMPARED = (
@@ -200,7 +200,7 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
     batch = _report(folder).get("flags", {}).get("global_batch_size")
     batch = batch if type(batch) is int else 1
     found, before = collections.defaultdict(list), collections.Counter()
-    for record in read_metrics(os.path.join(folder, "metrics.jsonl")):
+    for record in values.metrics(os.path.join(folder, "metrics.jsonl")):
         step, split = record["step"], record["split"]
         examples = record.get("examples", batch * (step - before[split]))
         before[split] = step
@@ -221,7 +221,7 @@ def _report(folder: str | os.PathLike[str]) -> run_file.Report:
 def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tuple[str, str], Any]:
     """Returns all numbers of a run but times, by (split, where); those that explain others come first."""
     numbers, counts = {}, collections.Counter()
-    records = read_metrics(os.path.join(folder, "metrics.jsonl"))
+    records = values.metrics(os.path.join(folder, "metrics.jsonl"))
     for record in sorted(records, key=lambda r: (r["step"], r["split"] != "train", r["split"])):
         step, split = record.pop("step"), record.pop("split")
         counts[split, step] += 1

@@ -6,13 +6,14 @@ from typing import Any
 
 from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names, shown
+from looplib.extras.page import values
 from looplib.extras.tools.compare import compare_tensors, is_speed
 from looplib.extras.tools.player import CHECKSUM, Order, Trace
 from looplib.extras.tools.replay import Replayable
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 from looplib.report import run_file, run_json
-from looplib.report.records import Record, key, read_metrics
+from looplib.report.records import Record, key
 
 _SHOWN = 6
 _FEW_STEPS = 10  # that take no longer than to start the commands once more
@@ -87,7 +88,7 @@ def _of_the_reports(one: run_file.Report, other: run_file.Report) -> list[str]:
 
 
 def _curve(run: Replayable) -> dict[tuple[int, str], Record]:
-    return {key(record): record for record in read_metrics(os.path.join(run.directory, "metrics.jsonl"))}
+    return {key(record): record for record in values.metrics(os.path.join(run.directory, "metrics.jsonl"))}
 
 
 def _first_different_record(

@@ -20,6 +20,7 @@ from looplib import files, folders
 from looplib.checkpoint import commits
 from looplib.checkpoint.marker import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
+from looplib.extras.page import values
 from looplib.extras.tools import recorded_run, rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
@@ -28,7 +29,6 @@ from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
 from looplib.report import run_file
 from looplib.report.formats import format_seconds
-from looplib.report.records import read_metrics
 
 _LAST_LINES = 20  # of a process that failed
 _NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
@@ -80,7 +80,7 @@ class Replayable(Recorded):
 
     def next_report(self, start: int, step: int) -> str:
         """Returns a clause that names the next report, if there is none after one step and up to another; else ""."""
-        records = read_metrics(os.path.join(self.directory, "metrics.jsonl"))
+        records = values.metrics(os.path.join(self.directory, "metrics.jsonl"))
         steps = [record["step"] for record in records if record["split"] == "train"]
         later = [one for one in steps if one > step]
         if not later or any(start < one <= step for one in steps):

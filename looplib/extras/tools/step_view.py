@@ -11,10 +11,11 @@ import tensorflow as tf
 
 from looplib import _keras, _tf, source_locations
 from looplib.errors import gist
+from looplib.extras.page import values
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
 from looplib.report.formats import format_number
-from looplib.report.records import Record, read_metrics
+from looplib.report.records import Record
 from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number
@@ -62,7 +63,7 @@ def look(player: Player, order: Order) -> Answer:
 
 def _trained(path: str) -> dict[int, Record]:
     """Returns the records of the training in a file, by step."""
-    return {record["step"]: record for record in read_metrics(path) if record["split"] == "train"}
+    return {record["step"]: record for record in values.metrics(path) if record["split"] == "train"}
 
 
 def _table(metrics: Mapping[str, int | float]) -> list[str]:
