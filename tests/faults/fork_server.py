@@ -218,6 +218,8 @@ def become(order, streams, own_paths):
         os.setgroups([])
         os.setresgid(*[order["user"]] * 3)
         os.setresuid(*[order["user"]] * 3)
+        if not os.access(tempfile.gettempdir(), os.W_OK):
+            tempfile.tempdir = None  # which is found again, as this user
     sys.path[:] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path] + own_paths
     random.seed()
     if "numpy" in sys.modules:
