@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 from absl import flags
@@ -15,9 +15,7 @@ from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards
 from looplib.loop.engines import ENGINES
-
-if TYPE_CHECKING:
-    from looplib.extras.actions.profiling import Profile
+from looplib.task.actions import Action
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
 PREDICTIONS = ("jsonl", "tfrecord", "parquet")  # kinds of files
@@ -119,7 +117,7 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     )
 
 
-def actions(values: dict[str, Any]) -> "list[Profile]":
+def actions(values: dict[str, Any]) -> list[Action]:
     """Returns the actions that the flags ask for.
 
     Args:
@@ -179,7 +177,7 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
             f"--checkpoint={values['checkpoint']} is for jobs that evaluate, predict or export a checkpoint, and "
             f"--mode={values['mode']} {takes}; leave it out"
         )
-    profiles = actions(values)
+    profiles: list[Any] = actions(values)
     if profiles and values["mode"] not in TRAINING_MODES:
         raise UsageError(f"--profile records training steps, and --mode={values['mode']} does not train; leave it out")
     for profile in profiles:
