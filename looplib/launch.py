@@ -194,7 +194,9 @@ class _Session:
     def advice(self) -> str:
         """How to resume the run, as the end of a sentence."""
         kept = self.controller and self.controller.latest_checkpoint
-        return f"run the same command to resume from {kept}" if kept else "no checkpoint was saved"
+        if kept:
+            return f"run the same command to resume from {kept}"
+        return "no checkpoint was saved" if self.controller else "then run the same command again"
 
     @property
     def page(self) -> str:

@@ -15,9 +15,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import console, folders
+from looplib import console, files, folders
 from looplib.errors import Preempted, UsageError, gist, shown, told
-from looplib.files import write_whole
 from looplib.masks import masked, masked_text
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
@@ -145,6 +144,8 @@ class RunReport:
 
     def _begin(self, restored_from: str | None) -> None:
         self._earlier = read(self.path) if self.path else {}
+        if self.path and not self._earlier and files.exists(self.path):
+            self._keep_aside(self.path)
         changed = changed_settings(self._earlier, {"flags": self.flags, "config": as_dict(self.config)})
         self._start = {
             "started": _ago(self.clock.seconds()["wall"]),
@@ -218,6 +219,13 @@ class RunReport:
         if status != "running":
             self.page.update()
 
+    def _keep_aside(self, path: str) -> None:
+        """Keeps a report that cannot be read, in place of losing what it says of earlier starts."""
+        place = files.free_name(f"{path}.aside")
+        with contextlib.suppress(OSError, tf.errors.OpError):  # it is written nevertheless, or a warning
+            folders.move(*os.path.split(path), os.path.dirname(place), os.path.basename(place))
+            logging.warning("%s cannot be read, so that this start is its first one; moved to %s", path, place)
+
     def _write_diff(self, path: str, diff: str) -> None:
         if diff:
             self._write(path, diff)
@@ -229,7 +237,7 @@ class RunReport:
     def _write(self, path: str, text: str) -> None:
         try:
             self.check()
-            write_whole(path, text)
+            files.write_whole(path, text)
         except (UsageError, OSError, tf.errors.OpError) as reason:
             logging.warning("%s cannot be written: %s", path, told(reason))
 

@@ -234,6 +234,15 @@ def test_side_files_never_block_a_start(names, make, folder):
     assert json.loads((folder / "run.json").read_text())["status"] == "done"
 
 
+def test_a_report_that_cannot_be_read_is_kept_aside(folder, caplog):
+    (folder / "run.json").write_text('{"starts": [')
+    train(folder, 7)
+    assert (folder / "run.json.aside").read_text() == '{"starts": [' and "run.json cannot be read" in caplog.text
+    assert json.loads((folder / "run.json").read_text())["restarts"] == 0
+    train(folder, 8)
+    assert json.loads((folder / "run.json").read_text())["restarts"] == 1 and not (folder / "run.json.aside.1").exists()
+
+
 def test_a_fifo_blocks_no_start_of_a_directory_that_is_given_as_a_url(nursery, tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "run.json")
