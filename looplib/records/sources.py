@@ -257,7 +257,7 @@ def mean_bytes(source: Source) -> float:
 def _matching(files: Paths) -> list[str]:
     """Returns the files that patterns match, each pattern's in the order of their names."""
     paths = []
-    for pattern in map(os.fspath, [files] if isinstance(files, (str, os.PathLike)) else files):
+    for pattern in map(os.path.expanduser, [files] if isinstance(files, (str, os.PathLike)) else files):
         try:
             found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
             is_folder = found == [pattern] and tf.io.gfile.isdir(pattern)

@@ -193,7 +193,7 @@ class ExportBest(_Patient):
         name: str = "",
     ) -> None:
         super().__init__(metric, 1, min_change, mode, name)
-        self._directory = os.path.abspath(directory) if directory and not files.is_remote(directory) else directory
+        self._directory = files.resolve(directory, "ExportBest.directory") if directory else None
         self._number = whole_number("ExportBest.number", number)
         self._averages, self._tflite = averages, tflite
         self._kept: list[str] = []  # names in the directory
