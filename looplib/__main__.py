@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from looplib import files
-from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError, cure_of, told
+from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError, cure_of, with_cure
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _CHECK = """\
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from looplib.console import printable
 
-        text = str(error) if isinstance(error, UsageError) else told(error)
+        text = str(error) if isinstance(error, UsageError) else with_cure(error)
         print(f"looplib: error: {printable(text)}", file=sys.stderr)
         return EXIT_UNKNOWN
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import files
-from looplib.errors import UsageError, is_utf8, shown, told
+from looplib.errors import UsageError, is_utf8, shown, with_cure
 from looplib.field_types import (
     At,
     check,
@@ -323,7 +323,7 @@ def read(path: str) -> Mapping[str, Any]:
     try:
         values = load(text_in(path))
     except (OSError, ValueError, tf.errors.OpError) as error:
-        raise UsageError(f"--config_file={path} cannot be read: {told(error)}") from error
+        raise UsageError(f"--config_file={path} cannot be read: {with_cure(error)}") from error
     if values is not None and not isinstance(values, dict):
         raise UsageError(f"--config_file={path} holds a {type(values).__name__}; expected settings, as name: value")
     return values or {}
@@ -340,4 +340,4 @@ def write(directory: str, text: str) -> None:
     try:
         files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
-        logging.warning("%s cannot be written: %s", path, told(error))
+        logging.warning("%s cannot be written: %s", path, with_cure(error))

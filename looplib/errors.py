@@ -216,7 +216,7 @@ def cure_of(error: BaseException) -> str:
     return _CURES.get(number, "")
 
 
-def told(error: BaseException, otherwise: str = "") -> str:
+def with_cure(error: BaseException, otherwise: str = "") -> str:
     """Returns an error of reading or writing as the end of a sentence: its message, and what to do.
 
     Args:

@@ -25,7 +25,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from looplib.errors import UsageError, gist, told
+from looplib.errors import UsageError, gist, with_cure
 
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
 _BLOCK = 1 << 22
@@ -68,7 +68,7 @@ def resolve(path: str | os.PathLike[str], what: str) -> str:
     try:
         return _resolved(os.fspath(path))
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{what} is {path!r:.200}, which cannot be used: {told(error)}") from error
+        raise UsageError(f"{what} is {path!r:.200}, which cannot be used: {with_cure(error)}") from error
 
 
 def _resolved(path: str) -> str:
@@ -402,7 +402,7 @@ def check_writable(directory: str) -> None:
             os.makedirs(os.path.realpath(directory), exist_ok=True)  # it may be a link to one that is not there yet
             tempfile.TemporaryFile(dir=directory).close()
     except failures(directory) as error:
-        sentence = f"model_dir {directory} cannot be written to: {told(error, 'use another directory')}"
+        sentence = f"model_dir {directory} cannot be written to: {with_cure(error, 'use another directory')}"
         raise UsageError(sentence) from error
 
 

@@ -195,7 +195,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(python, tmp_path):
 BAD = {
     "metric": (["--dry_run", "--keep_best=eval/f1"], "needs a metric that the evaluation returns"),
     "workers": (["--dry_run", "--strategy=multi_worker"], "--dry_run tries the program in one process"),
-    "time": (["--model_dir={}", "--max_time=soon"], "--max_time is 'soon'; expected seconds above 0, or a duration"),
+    "time": (["--model_dir={}", "--max_time=soon"], "--max_time is 'soon'; expected seconds above 0"),
     "mode": (["--model_dir={}", "--max_time=1h", "--mode=eval"], "--max_time limits a training, and --mode=eval does"),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from typing import TextIO
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError, told
+from looplib.errors import UsageError, with_cure
 from looplib.masks import masked
 
 _held: weakref.WeakValueDictionary[str, "RunLock"] = weakref.WeakValueDictionary()
@@ -68,7 +68,7 @@ class RunLock:
         try:
             descriptor = os.open(self._path, flags, 0o666)
         except OSError as error:
-            raise UsageError(f"the {kind.what} cannot be locked: {told(error, kind.other)}") from error
+            raise UsageError(f"the {kind.what} cannot be locked: {with_cure(error, kind.other)}") from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise UsageError(f"the {kind.what} cannot be locked: {self._path} is not a file; move it away")

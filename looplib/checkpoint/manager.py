@@ -22,7 +22,7 @@ from looplib.checkpoint.snapshot import Snapshots, host_device, objects_of
 from looplib.checkpoint.warm_start import describe_differences, take_what_fits
 from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
-from looplib.errors import UsageError, gist, told
+from looplib.errors import UsageError, gist, with_cure
 from looplib.task.plain import as_bytes
 from looplib.task.record import Contents, RunRecord, VariableNames
 
@@ -192,8 +192,8 @@ class Checkpoints:
         if isinstance(error, UsageError) or (self._workers.count > 1 and isinstance(error, OF_OTHERS)):
             return error
         return _tf.lost_server(error) or UsageError(
-            f"the checkpoint {path} could not be saved: {told(error, 'free space or fix the permissions')}; then run "
-            "the same command again"
+            f"the checkpoint {path} could not be saved: {with_cure(error, 'free space or fix the permissions')}; then "
+            "run the same command again"
         )
 
     @property

@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import UsageError, told, whole_number
+from looplib.errors import UsageError, whole_number, with_cure
 from looplib.records.indexed import BadRecordError
 from looplib.records.sources import Chain, Source, items
 
@@ -87,7 +87,9 @@ class LeftOut:
         except (OSError, tf.errors.OpError) as problem:
             self._folder = None
             logging.warning(
-                "damaged records cannot be noted in %s, so this process counts its own alone: %s", folder, told(problem)
+                "damaged records cannot be noted in %s, so this process counts its own alone: %s",
+                folder,
+                with_cure(problem),
             )
             return
         if count > self.most:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import tensorflow as tf
 from absl import logging
 
-from looplib.errors import UsageError, join_names, told
+from looplib.errors import UsageError, join_names, with_cure
 from looplib.files import is_remote
 
 _MOST_OPEN = 256  # files at once
@@ -77,7 +77,7 @@ class Files:
             parts = list(self._pool.map(self._remote_part, spans)) if self._remote else self._local_parts(spans, firsts)
         except (OSError, tf.errors.OpError) as error:
             names = join_names([f"{named(index, firsts[index])} of {self.paths[index]}" for index in sorted(firsts)])
-            raise UsageError(f"{names} cannot be read: {told(error, 'check the disk')}") from error
+            raise UsageError(f"{names} cannot be read: {with_cure(error, 'check the disk')}") from error
         for (index, start, stop), part in zip(spans, parts):
             if len(part) < stop - start:
                 raise self._changed(index, named(index, start + len(part)))
@@ -146,7 +146,7 @@ class Files:
 
 
 def refuse_compressed(path: str, start: bytes) -> None:
-    """Raises `UsageError` for a file that starts as those of gzip, zlib, bzip2, xz and zstd do."""
+    """Raises `UsageError` for a file that starts like one of gzip, zlib, bzip2, xz or zstd."""
     if _COMPRESSED.match(start):
         raise UsageError(
             f"{path} is compressed, so that no record in it can be read by itself; decompress it, or write it again "
@@ -167,6 +167,6 @@ def _size_and_time(path: str, named: Callable[[], str] | None = None) -> tuple[i
     except (OSError, tf.errors.OpError) as error:
         what = f", of which {named()} is read," if named else ""
         raise UsageError(
-            f"the file of records {path}{what} cannot be found: {told(error, 'restore it, or check the path')}"
+            f"the file of records {path}{what} cannot be found: {with_cure(error, 'restore it, or check the path')}"
         ) from error
     return found.length, found.mtime_nsec

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError, told
+from looplib.errors import UsageError, with_cure
 from looplib.records import reading
 from looplib.records.order import Picks
 from looplib.records.sources import Source, opened
@@ -60,7 +60,7 @@ def measure(source: Source | str, function: Callable[[Any], tf.Tensor], *, cache
         try:
             files.write_whole(cache, content.getvalue(), durable=False)
         except (OSError, tf.errors.OpError) as error:
-            logging.warning("the numbers of records cannot be kept in %s: %s", cache, told(error))
+            logging.warning("the numbers of records cannot be kept in %s: %s", cache, with_cure(error))
     return found
 
 

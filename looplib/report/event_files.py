@@ -22,7 +22,7 @@ Event = tf.compat.v1.Event
 class EventFile:
     """A new event file, which others can read up to the last event written.
 
-    Its name sorts after those of earlier ones, in which order TensorBoard reads them, also if the clock was set back.
+    Its name sorts after earlier names, also if the clock was set back: TensorBoard reads files in the order of names.
 
     `tf.summary` would write from a queue, and an event for each metric, so that a crash may part them.
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import told
+from looplib.errors import with_cure
 from looplib.report.record_file import RecordFile
 from looplib.report.records import Record
 from looplib.report.shown import Histogram, Images, Shown
@@ -45,7 +45,7 @@ class MediaWriter(Writer):
                 self._file.write({"step": step, "split": split, "name": name, **self._fields(step, split, name, each)})
             except (OSError, ValueError, tf.errors.OpError) as error:
                 if not self._failed:
-                    logging.warning("media cannot be written to %s: %s", self._folder, told(error))
+                    logging.warning("media cannot be written to %s: %s", self._folder, with_cure(error))
                 self._failed = True
 
     def resume(self, step: int, reported: dict[str, int]) -> None:

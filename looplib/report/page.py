@@ -8,7 +8,7 @@ from collections.abc import Callable
 from absl import logging
 
 from looplib import files
-from looplib.errors import UsageError, told
+from looplib.errors import UsageError, with_cure
 
 _SHARE = 0.01  # of the time of a run that calls `train` many times
 
@@ -84,7 +84,7 @@ class Page:
             self._check()
             self.path = write_of_run(self._directory)
         except Exception as error:  # what is only shown never ends a run
-            logging.warning("report.html cannot be written: %s", told(error))
+            logging.warning("report.html cannot be written: %s", with_cure(error))
             self._directory = None
         self._stale = False
         self._written = time.monotonic()

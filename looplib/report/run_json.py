@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import console, files, folders
-from looplib.errors import Preempted, UsageError, gist, shown, told
+from looplib.errors import Preempted, UsageError, gist, shown, with_cure
 from looplib.masks import masked, masked_text
 from looplib.report.clock import Clock
 from looplib.report.ownership import this_process
@@ -239,7 +239,7 @@ class RunReport:
             self.check()
             files.write_whole(path, text)
         except (UsageError, OSError, tf.errors.OpError) as reason:
-            logging.warning("%s cannot be written: %s", path, told(reason))
+            logging.warning("%s cannot be written: %s", path, with_cure(reason))
 
     def note_rollback(self, step: int, to: int, reason: str) -> None:
         """Writes that the run goes back from a step to that of a checkpoint.

@@ -10,7 +10,7 @@ import tensorflow as tf
 from disk_test import disk  # noqa: F401
 
 from looplib import files
-from looplib.errors import UsageError, cure_of, told
+from looplib.errors import UsageError, cure_of, with_cure
 
 
 def raised(do):
@@ -21,8 +21,8 @@ def raised(do):
 
 def check(error, path, cure):
     """That an error names a path, and that its cure is known."""
-    assert str(path) in told(error) and told(error).endswith(f"; {cure}"), (error, told(error))
-    assert ".new" not in told(error)  # a name that the user has not seen
+    assert str(path) in with_cure(error) and with_cure(error).endswith(f"; {cure}"), (error, with_cure(error))
+    assert ".new" not in with_cure(error)  # a name that the user has not seen
 
 
 def fill(disk):  # noqa: F811
@@ -98,7 +98,7 @@ TRY = """
 try:
     {}
 except OSError as error:
-    os.write(1, told(error).encode())
+    os.write(1, with_cure(error).encode())
 """
 
 
@@ -131,7 +131,7 @@ def test_a_disk_that_cannot_be_read():
         with open("/proc/self/mem", "rb", 0) as file:
             file.read(1)
 
-    assert told(raised(read)).endswith("Input/output error; check the disk, or the connection to it")
+    assert with_cure(raised(read)).endswith("Input/output error; check the disk, or the connection to it")
 
 
 def test_a_program_that_runs(tmp_path):
@@ -141,7 +141,7 @@ def test_a_program_that_runs(tmp_path):
     process = subprocess.Popen([path, "60"])
     try:
         time.sleep(0.2)
-        assert told(raised(lambda: open(path, "ab"))).endswith(f"'{path}'; end the program that uses it")
+        assert with_cure(raised(lambda: open(path, "ab"))).endswith(f"'{path}'; end the program that uses it")
     finally:
         process.kill()
         process.wait()
@@ -158,7 +158,7 @@ def test_a_program_that_runs(tmp_path):
     ],
 )
 def test_what_is_no_error_of_a_file_system_has_no_cure(error):
-    assert cure_of(error) == "" and told(error, "do this").endswith("; do this")
+    assert cure_of(error) == "" and with_cure(error, "do this").endswith("; do this")
 
 
 def test_a_tool_whose_output_cannot_be_written_ends_with_a_sentence(python, tmp_path):

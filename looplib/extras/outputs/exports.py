@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import _keras, files, folders
-from looplib.errors import UsageError, gist, told
+from looplib.errors import UsageError, gist, with_cure
 from looplib.run import Run
 from looplib.task.exported import Exported
 
@@ -71,7 +71,7 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
                 _appear(place, directory)
                 run.say(_sentence(record, directory))
     except (OSError, tf.errors.OpError) as error:
-        raise UsageError(f"{directory} cannot be written: {told(error, 'name another directory')}") from error
+        raise UsageError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
     return directory
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.errors import UsageError, gist, join_names, told
+from looplib.errors import UsageError, gist, join_names, with_cure
 from looplib.extras.outputs.pieces import KINDS, Record, encode
 
 _VERSION = 2
@@ -159,7 +159,7 @@ class PredictionFolder:
             ) from error
 
     def _others(self) -> list[str]:
-        """Returns the names that begin like those of pieces, but are not of finished ones."""
+        """Returns the names of files that look like pieces and are not finished ones."""
         known = {_name(number, self._source.format) for number in range(len(self._pieces))} if self._source else ()
         return sorted(name for name in files.names_in(self.path) if name.startswith("piece-") and name not in known)
 
@@ -272,5 +272,5 @@ def _name(number: int, kind: str) -> str:
 
 def unwritable(path: str, error: Exception) -> UsageError:
     """Returns the error of a folder of predictions that cannot be written."""
-    what = told(error, "name another --predictions")
+    what = with_cure(error, "name another --predictions")
     return UsageError(f"the predictions cannot be written to {path}: {what}; then run the same command again")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from looplib import files
 from looplib.console import printable
-from looplib.errors import EXIT_DONE, UsageError, told
+from looplib.errors import EXIT_DONE, UsageError, with_cure
 from looplib.extras.page.html import FILE, page
 from looplib.extras.page.read import read
 
@@ -39,7 +39,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     try:
         files.write_whole(path, text)
     except files.failures(path) as error:
-        raise UsageError(f"{path} cannot be written: {told(error, 'name another file with --output')}") from error
+        raise UsageError(f"{path} cannot be written: {with_cure(error, 'name another file with --output')}") from error
     left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
     print(printable(f"{path}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}"))
     return EXIT_DONE

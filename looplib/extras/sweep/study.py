@@ -119,7 +119,7 @@ class Study:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Says in a sentence what is wrong with the database, of which any part may be wrong while the block runs."""
+        """Says in a sentence what is wrong with the database, whichever part of it the block finds damaged."""
         try:
             yield
         except (UsageError, SQLAlchemyError, optuna.exceptions.OptunaError) as error:

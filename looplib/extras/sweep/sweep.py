@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from looplib import console, files, folders
 from looplib.checkpoint.lock import Kind, RunLock, acquire
-from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError, told
+from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError, with_cure
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, cause_of, name_of, values
@@ -101,7 +101,7 @@ def _sentences(directory: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{told(error, 'mend that')}; then the same command resumes the sweep") from error
+        raise UsageError(f"{with_cure(error, 'mend that')}; then the same command resumes the sweep") from error
     except (SQLAlchemyError, optuna.exceptions.OptunaError) as error:
         raise UsageError(
             f"{os.path.join(directory, 'sweep.db')} cannot be read or written ({cause_of(error)}); mend that, and run "

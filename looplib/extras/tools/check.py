@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib import files, folders
-from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, told
+from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, with_cure
 from looplib.extras.tools import preflight
 from looplib.extras.tools.children import temporary_folder
 from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
@@ -295,7 +295,7 @@ def _prepare(directory: str | None) -> str:
         if os.listdir(directory):
             raise UsageError(f"--dir {directory} is not empty; use an empty directory")
     except OSError as error:
-        raise UsageError(f"--dir {directory} cannot be made: {told(error, 'use another directory')}") from error
+        raise UsageError(f"--dir {directory} cannot be made: {with_cure(error, 'use another directory')}") from error
     return os.path.abspath(directory)
 
 

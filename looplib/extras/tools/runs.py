@@ -29,7 +29,7 @@ _KILLS = ("after a save", "while it started", "while it ran")
 
 
 def say(line: str) -> None:
-    """Prints lines at once, so that they come in order with those of the command."""
+    """Prints lines at once, so that they stand in order between the lines of the command."""
     print("\n".join(map(printable, line.expandtabs().split("\n"))), flush=True)
 
 
