@@ -1,6 +1,7 @@
 """Passwords, tokens and keys: masked in all that a run writes about how it was started, whatever the run itself uses.
 
-A secret is recognized by the name of its setting, and by the form of a URL: `scheme://user:secret@host`, `?token=secret`.
+A secret is recognized by the name of its setting, and by the form of a URL: `scheme://user:secret@host` or
+`?token=secret`.
 """
 
 import re

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from absl import logging
 
-from looplib import files, folders
+from looplib import files
 from looplib.report.event_files import (
     Event,
     EventFile,
@@ -49,8 +49,7 @@ class TensorBoardWriter(Writer):
         self.close()
         named = os.path.join(self._directory, "eval")
         names = [name.rstrip("/") for name in names_in(named)]
-        splits = {name for name in (*reported, *names) if folders.is_name(name)}  # a saved state may hold others
-        for split in {"train", "eval", *splits}:
+        for split in {"train", "eval", *reported, *names}:
             if os.path.islink(self._folder(split)):
                 continue
             self._keep(split, lambda event, last=reported.get(split, step): event.step <= last)

@@ -17,6 +17,7 @@ import tensorflow as tf
 from looplib import files
 from looplib._tf import python_state_key
 from looplib.errors import UsageError
+from looplib.folders import is_name
 from looplib.task.batches import Batches, Span
 
 FORMAT = 2
@@ -150,6 +151,9 @@ class RunRecord:
     names: VariableNames | None = None
     contents: dict[str, Contents] = dataclasses.field(default_factory=dict)
     unknown: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reported = {split: step for split, step in self.reported.items() if is_name(split)}  # else no writer's
 
     @property
     def saved_batches(self) -> Batches:

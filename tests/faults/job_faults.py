@@ -13,7 +13,7 @@ from collections.abc import Callable
 import lives
 from fault import Fault
 from sandbox import Sandbox
-from tampering import MAKE, make_directory, mutated
+from tampering import MAKE, mutated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +122,6 @@ def _damage(place: Sandbox, path: pathlib.Path) -> None:
         path.write_bytes(content)
 
 
-def _move_away(place: Sandbox) -> None:
-    for path in (place.run / "predictions" / "eval").glob("piece-*"):
-        if path.is_dir():
-            path.rename(place.scratch / path.name)
-
-
 def _mutated_index(place: Sandbox) -> None:
     path = place.run / "predictions" / "eval" / "_index.json"
     path.write_bytes(mutated(path.read_bytes(), place.chance))
@@ -158,7 +152,6 @@ def _more_names(folder: str) -> Callable[[Sandbox], None]:
 
 LINKED = r"is a symbolic link, and looplib writes and deletes nothing outside of|holds something else than an export"
 FULL = r"(No space left|File too large|cannot be written)"
-IN_THE_WAY = r"piece-\d+.*move away what has that name"
 BUSY = r"(is in use by|another job)"
 ENDED = r"ended by SIG\w+ .*run the same command (to resume from it|again)"
 
@@ -187,10 +180,7 @@ FAULTS = [
             Fault(f"{kind}: a piece cut short or changed", kind, prepare=_piece(_damage), stopped=True),
             Fault(f"{kind}: a piece removed", kind, prepare=_piece(lambda place, path: path.unlink()), stopped=True),
             *(Fault(f"{kind}: a piece by {make.__name__}", kind, stopped=True,
-                    prepare=_piece(lambda place, path, make=make: (path.unlink(), make(path))))
-              for make in MAKE if make is not make_directory),
-            Fault(f"{kind}: a piece by make_directory", kind, (1,), IN_THE_WAY, stopped=True, refused=IN_THE_WAY,
-                  prepare=_piece(lambda place, path: (path.unlink(), make_directory(path))), mend=_move_away),
+                    prepare=_piece(lambda place, path, make=make: (path.unlink(), make(path)))) for make in MAKE),
             Fault(f"{kind}: a mutated index", kind, (0, 1), "remove .*predictions/eval", _mutated_index, stopped=True,
                   refused="remove .*predictions/eval",
                   mend=lambda place: shutil.rmtree(place.run / "predictions" / "eval")),
