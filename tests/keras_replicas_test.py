@@ -250,6 +250,20 @@ def test_a_loss_that_replicas_cannot_divide_is_refused(make, keras):
     assert build(make, keras, per_replica=True)
 
 
+def test_a_sum_is_refused_with_the_random_numbers_that_binaries_have():
+    import tf_keras
+
+    tf_keras.backend.experimental.enable_tf_random_generator()
+    try:
+        with pytest.raises(UsageError, match="no mean over examples"):
+            build(drawn_sum, tf_keras)
+        with pytest.raises(UsageError, match="no mean over examples"):
+            build(noisy_contrastive, tf_keras)
+        assert build(lambda keras: drawn("mean", keras), tf_keras)
+    finally:
+        tf_keras.backend.experimental.disable_tf_random_generator()
+
+
 def queue(keras):
     """A `train_step` that keeps the newest examples, as contrastive methods do."""
 

@@ -33,7 +33,7 @@ class Lending:
             for variable in no_weights(training.task, state_of(training.task))
         ]
         every = [part for _, parts in state for part in parts]
-        (trained, trains), (evaluated, evaluates) = (_uses(loop, every) for loop in (training, evaluation))
+        (trained, trains), (evaluated, evaluates) = (_uses(strategy, loop, every) for loop in (training, evaluation))
         several = strategy.num_replicas_in_sync > 1
         self._differing = [
             (variable, parts)
@@ -64,8 +64,9 @@ class Lending:
                 part.assign(value)
 
 
-def _uses(loop: Loop, every: Iterable[tf.Variable]) -> tuple[_Variables, _Variables]:
+def _uses(strategy: tf.distribute.Strategy, loop: Loop, every: Iterable[tf.Variable]) -> tuple[_Variables, _Variables]:
     """Returns the variables that the step of a loop uses, and those of them that it may update."""
-    used = {_tf.identity_of(part): part for part in (loop.traced.variables if loop.traced else every)}
+    variables = loop.traced.variables if loop.traced else every
+    used = {_tf.identity_of(part): part for one in variables for part in strategy.experimental_local_results(one)}
     updated = _tf.updated_by(loop.traced.function) if loop.traced else used.keys()
     return used, {key: part for key, part in used.items() if key in updated}

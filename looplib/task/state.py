@@ -242,8 +242,9 @@ def unheld(
       own: variables that are left out too.
     """
     held = [*(variable for _, variable in variables_of(objects)), *own]
-    known = {_tf.identity_of(part) for variable in held for part in strategy.experimental_local_results(variable)}
-    return [variable.name for variable in variables if _tf.identity_of(variable) not in known]
+    parts_of = strategy.experimental_local_results  # also of a variable that is traced: a generator of tf_keras has one
+    known = {_tf.identity_of(part) for variable in held for part in parts_of(variable)}
+    return [one.name for one in variables if known.isdisjoint(map(_tf.identity_of, parts_of(one)))]
 
 
 def tables_of(objects: Mapping[str, Any]) -> list[Any]:

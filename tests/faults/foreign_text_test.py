@@ -414,7 +414,7 @@ def test_a_start_takes_the_times_and_the_restarts_from_a_record_whose_old_starts
 def test_a_commit_that_git_would_take_for_an_option_is_none(folder, tmp_path, capsys, monkeypatch):
     report, made = json.loads((folder / "run.json").read_text()), tmp_path / "made"
     program = report["starts"][0]["program"] | {"repository": str(hostile_test.pathlib.Path(__file__).parents[2]),
-                                                "commit": f"--output={made}", "changes": "x"}  # fmt: skip
+                                                "arguments": [__file__], "commit": f"--output={made}", "changes": "x"}  # fmt: skip
     report["program"] = report["starts"][0]["program"] = program
     (folder / "run.json").write_text(json.dumps(report))
     assert cli(["rerun", str(folder), f"--to={tmp_path}/again"]) == 2  # the command of the test does nothing

@@ -210,8 +210,9 @@ class _Runs:
         specs = [tf.TensorSpec([], tf.bool), *map(rows.spec, leaves)]
         self._traced = function.get_concrete_function(*specs)
         updated = _tf.updated_by(self._traced)
-        variables = [each for each in self._traced.variables if _tf.identity_of(each) in updated]
-        self._before = [(each, tf.identity(each)) for each in variables]
+        # Generators of tf_keras are traced as they are; of other variables, each replica's part is.
+        parts = itertools.chain.from_iterable(map(self._strategy.experimental_local_results, self._traced.variables))
+        self._before = [(part, tf.identity(part)) for part in parts if _tf.identity_of(part) in updated]
         refuse_others(self._strategy, unheld(self._strategy, self._traced.variables, state_of_model(self._model)))
 
     def _on_replica(self, batch: tuple, mixed: tf.Tensor, leaves: list[Any]) -> tuple[tf.Tensor, tf.Tensor]:
