@@ -295,7 +295,7 @@ class Controller:
         """
         from looplib.extras.outputs.predictions import predict
 
-        directory = files.resolve(directory, "the directory of the predictions") if directory else None
+        directory = files.resolve(directory, "the directory of the predictions") if directory is not None else None
         return predict(self._run, directory, format, piece)
 
     def export(
@@ -320,7 +320,7 @@ class Controller:
         """
         from looplib.extras.outputs.exports import export
 
-        directory = files.resolve(directory, "the directory of the export") if directory else None
+        directory = files.resolve(directory, "the directory of the export") if directory is not None else None
         return export(self._run, directory, averages, tflite)
 
     def save_checkpoint(self) -> str:

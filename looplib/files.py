@@ -30,6 +30,7 @@ from looplib.errors import UsageError, gist, with_cure
 _MOST_BYTES = 1 << 24  # of a file that is read into memory as a whole
 _BLOCK = 1 << 22
 _TICK = 0.1  # seconds between two looks at a lock
+_PATTERN = frozenset("[]\\*?\n")
 _DEEPEST = 100  # levels of JSON
 _REMOTE = re.compile("[A-Za-z][A-Za-z0-9.+-]*://")
 LONGEST_NAME = 255  # bytes, of most file systems
@@ -98,6 +99,15 @@ def _resolved(path: str) -> str:
         if stat.S_ISDIR(os.stat(path).st_mode) and not os.access(path, os.R_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "this user may not read the directory; fix its permissions")
     return path
+
+
+def refuse_patterns(what: str, path: str) -> None:
+    """Raises `UsageError` for a path that TensorFlow does not take, or takes for a pattern, as that of a checkpoint."""
+    if found := sorted(_PATTERN & set(path)):
+        raise UsageError(
+            f"{what} {path!r} has {' and '.join(map(ascii, found))} in its name, which TensorFlow interprets as a file "
+            "pattern; use a directory name without it"
+        )
 
 
 def proves_damage(error: Exception) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from looplib import files
 from looplib.errors import UsageError
 
+_MARK = "looplib"  # a file in a temporary directory, whose name somebody else's may have too
 _UNFINISHED = 3600.0  # seconds after which nobody writes a small file any more
 _SEPARATORS = frozenset("/\\\0")
 
@@ -147,7 +148,12 @@ def new_folder(path: str) -> Iterator[str]:
     place, name = os.path.split(path)
     os.makedirs(place, exist_ok=True)
     for other in os.listdir(place):
-        if files.is_new_name(other, name) and (held := _hold(os.path.join(place, other))) is not None:
+        left = os.path.join(place, other)
+        if not (files.is_new_name(other, name) and os.path.isdir(left)):
+            continue
+        found = os.listdir(left)
+        ours = _MARK in found or all(files.is_new_name(part, _MARK) for part in found)
+        if ours and (held := _hold(left)) is not None:
             remove(place, other)
             os.close(held)
     held = None
@@ -156,7 +162,8 @@ def new_folder(path: str) -> Iterator[str]:
         os.mkdir(new)
         held = _hold(new)
     try:
-        yield new
+        files.write_whole(os.path.join(new, _MARK), "")
+        yield make_folder(new, "content")
     finally:
         remove(place, os.path.basename(new))
         os.close(held)

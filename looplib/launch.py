@@ -262,6 +262,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         replayer.answer(controller, values["eval_interval"] if values["mode"] == "train_and_eval" else None)
         sys.exit(EXIT_DONE)
     if values["dry_run"]:
+        dry_run.keep_inside(binary.actions)
         session.tried = dry_run.try_out(controller)
     elif values["mode"] in binary.modes:
         _refuse_untrained(controller)

@@ -20,8 +20,6 @@ from looplib.task.record import RunRecord
 
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
 
-# TensorFlow takes these in the name of a checkpoint for a pattern.
-_PATTERN = set("[]\\*?")
 _FOLDERS = (
     "checkpoints", os.path.join("checkpoints", "set_aside"), "train", "eval", "media", "csv", "wandb",
     "predictions", "export", "bad_records",
@@ -42,11 +40,7 @@ def resolve(model_dir: str | os.PathLike[str]) -> str:
       UsageError: for a name that cannot be used, or that TensorFlow would interpret as a pattern.
     """
     path = files.resolve(model_dir, "model_dir")
-    if found := sorted(_PATTERN & set(path)):
-        raise UsageError(
-            f"model_dir {path} has {' and '.join(found)} in its name, which TensorFlow interprets as a file "
-            "pattern; use a directory name without it"
-        )
+    files.refuse_patterns("model_dir", path)
     return path
 
 

@@ -14,6 +14,7 @@ from tampering import rewrite_run_state
 
 import looplib
 from looplib.errors import UsageError
+from looplib.extras.tools import dry_run
 
 __all__ = ["disk"]
 SMALL = ("--config.state_mb=0.01", "--loop=eager")
@@ -38,7 +39,7 @@ def export(nursery, run, out):
 
 
 def test_an_export_touches_nothing_beside_it(nursery, trained, tmp_path):
-    for name in ("out.old", "out.new", "out.0123.new", "other.0123456789abcdef.new"):
+    for name in ("out.old", "out.new", "out.0123.new", "out.0123456789abcdef.new", "other.0123456789abcdef.new"):
         (tmp_path / name).mkdir()
         for file in ("export.json", "saved_model"):  # as if they were exports
             (tmp_path / name / file).write_text(f"{file} of {name}")
@@ -49,6 +50,29 @@ def test_an_export_touches_nothing_beside_it(nursery, trained, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == PARTS
     shutil.rmtree(tmp_path / "out")
     assert contents(tmp_path) == before
+
+
+def test_an_export_into_a_directory_that_cannot_be_replaced_is_whole_and_replaced(nursery, trained, disk):
+    """One that is mounted."""
+    for _ in range(2):
+        life = export(nursery, trained, disk)
+        assert life.code() == 0, life.output()
+        assert sorted(os.listdir(disk)) == PARTS
+    (disk / "thesis.tex").write_text("mine")
+    life = export(nursery, trained, disk)
+    assert life.code() == 1 and "holds something else than an export" in life.output()
+
+
+def test_places_that_an_export_cannot_have_are_a_sentence(nursery, trained, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    for name, words in (("link", "is a symbolic link, which an export would replace; name the directory itself"),
+                        ("a[1]", "has '[' and ']' in its name"), ("a\nb", "in its name, which TensorFlow interprets")):  # fmt: skip
+        life = export(nursery, trained, tmp_path / name)
+        assert life.code() == 1 and words in life.output().strip().splitlines()[-1], life.output()
+    life = nursery.life(trained, *SMALL, "--mode=export", "--export=")
+    assert life.code() == 1 and "the directory of the export is ''" in life.output()
+    assert sorted(os.listdir(tmp_path)) == ["link", "there"]
 
 
 def test_two_exports_at_once_both_end_and_leave_a_whole_one(nursery, trained, tmp_path):
@@ -119,8 +143,39 @@ def test_what_is_no_export_is_not_removed_although_the_saved_state_names_it(tmp_
 
     rewrite_run_state(run / "checkpoints" / "ckpt-2.commit", change)
     best(run, 4, out)
-    assert sorted(os.listdir(out)) == ["step-1", "step-4"]  # the link itself is gone, and what it led to is there
+    assert sorted(os.listdir(out)) == [
+        "_run",
+        "step-1",
+        "step-4",
+    ]  # the link itself is gone, and what it led to is there
     assert (out / "step-1" / "thesis.tex").read_text() == (tmp_path / "thesis" / "export.json").read_text() == "mine"
+
+
+def test_a_directory_for_the_best_is_for_one_run(tmp_path):
+    out = tmp_path / "out"
+    best(tmp_path / "run", 4, out)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    before = contents(out)
+    for name in ("copy", "another"):
+        with pytest.raises(UsageError, match="out has exports of another run, .*give it another directory"):
+            best(tmp_path / name, 6, out)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "step-1").mkdir()
+    with pytest.raises(UsageError, match="moved has exports of another run"):
+        best(tmp_path / "run", 6, tmp_path / "moved")
+    assert contents(out) == before
+    best(tmp_path / "run", 6, out)
+    assert "step-6" in os.listdir(out)
+
+
+def test_a_dry_run_exports_into_its_own_directory(tmp_path):
+    action = looplib.ExportBest("eval/accuracy", tmp_path / "out")
+    dry_run.keep_inside([print, action])
+    trainer = toy.Regression()
+    settings = dict(model_dir=tmp_path / "run", writers=None, actions=[action], loop="eager")
+    with toy.controller(make_strategy("default"), trainer, Rising(trainer.model), **settings) as controller:
+        controller.train_and_evaluate(2, 2)
+    assert sorted(os.listdir(tmp_path)) == ["run"] and os.listdir(tmp_path / "run" / "export") == ["step-2"]
 
 
 @pytest.mark.parametrize("name", ["step-4", ""])
@@ -132,7 +187,7 @@ def test_exports_of_a_run_never_follow_a_link(name, tmp_path):
     place = run / "export" / name
     shutil.rmtree(place, ignore_errors=True)
     place.symlink_to(outside)
-    with pytest.raises(UsageError, match="holds something else than an export|export is a symbolic link"):
+    with pytest.raises(UsageError, match="is a symbolic link"):
         best(run, 4)
     assert contents(outside) == {"notes": b"mine"}
 
@@ -149,6 +204,6 @@ def test_a_full_disk_ends_a_training_at_the_export_and_it_resumes(disk, tmp_path
     assert contents(out) == before
     filler.unlink()
     best(run, 6, out)
-    assert sorted(os.listdir(out)) == os.listdir(whole) == ["step-6"]
+    assert sorted(os.listdir(out)) == [".looplib-run", *os.listdir(whole)] == [".looplib-run", "step-6"]
     one, other = (keras3.models.load_model(folder / "step-6" / "model.keras").get_weights() for folder in (out, whole))
     assert all(map(np.array_equal, one, other)) and len(one) == len(other) > 0

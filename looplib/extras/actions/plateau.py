@@ -1,5 +1,6 @@
 """Actions that watch a metric: early stopping, exports of the best, and a lower rate where it no longer improves."""
 
+import hashlib
 import math
 import numbers
 import os
@@ -14,6 +15,7 @@ from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
 from looplib.task.monitored import mode_of
 
+_OWNER = ".looplib-run"  # the name of a file that says which run has a directory
 _EXPORT = re.compile(r"step-\d{1,19}")  # the name of one
 
 
@@ -168,8 +170,8 @@ class ExportBest(_Patient):
 
     Args:
       metric: evaluator and metric, such as "eval/loss".
-      directory: gets an export `step-<step>` each; default `export` in the controller's `model_dir`. It is for one run:
-        a run that continues in a copy of a run directory, and is given the same one, replaces exports of the first.
+      directory: gets an export `step-<step>` each; default `export` in the controller's `model_dir`. It is for one run,
+        which a file in it names: another run, also one that continues in a copy of a run directory, is refused.
       number: how many exports to keep, the newest; those before, which this run has made, are removed.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
       mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
@@ -193,7 +195,7 @@ class ExportBest(_Patient):
         name: str = "",
     ) -> None:
         super().__init__(metric, 1, min_change, mode, name)
-        self._directory = files.resolve(directory, "ExportBest.directory") if directory else None
+        self.directory = files.resolve(directory, "ExportBest.directory") if directory is not None else None
         self._number = whole_number("ExportBest.number", number)
         self._averages, self._tflite = averages, tflite
         self._kept: list[str] = []  # names in the directory
@@ -205,17 +207,36 @@ class ExportBest(_Patient):
           UsageError: if not.
         """
         super().on_start(controller)
-        place = self._directory or controller.model_dir
+        place = self.directory or controller.model_dir
         if place is None:
             raise UsageError("ExportBest has no directory, and the controller no model_dir; give one of them")
         if files.is_remote(place):
             raise UsageError(f"ExportBest exports to a local directory, and {place} is remote; give it a local one")
+        if self.directory and controller.is_chief and "train" in controller.loops:
+            self._claim(self.directory, controller.model_dir or "")
+
+    def _claim(self, directory: str, model_dir: str) -> None:
+        """Refuses a directory with exports of another run; notes in it that it is this run's."""
+        owner = hashlib.sha256(os.path.realpath(model_dir).encode()).hexdigest() if model_dir else "no run directory"
+        path = os.path.join(folders.make_folder(directory), _OWNER)
+        try:
+            found: str | None = files.read_text(path)
+        except FileNotFoundError:
+            found = None if any(map(_EXPORT.fullmatch, os.listdir(directory))) else owner
+        except (OSError, ValueError):
+            found = None
+        if found != owner:
+            raise UsageError(
+                f"{directory} has exports of another run, or of this one before it was moved, which ExportBest would "
+                f"replace and remove; give it another directory, or write {owner!r} into {path} if they are this run's"
+            )
+        files.write_whole(path, owner)
 
     def __call__(self, event: Event) -> None:
         """See `Action`."""
         if "train" not in event.controller.loops or not self._improves(event):
             return  # a job that only evaluates has no memory of what was better
-        folder = self._directory or os.path.join(event.controller.model_dir, "export")
+        folder = self.directory or os.path.join(event.controller.model_dir, "export")
         name = f"step-{event.step}"
         event.controller.export(os.path.join(folder, name), averages=self._averages, tflite=self._tflite)
         self._kept = [*(kept for kept in self._kept if kept != name), name]

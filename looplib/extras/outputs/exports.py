@@ -17,6 +17,7 @@ from looplib.task.exported import Exported
 
 _RECORD = "export.json"
 _NAMES = {_RECORD, "saved_model", "model.keras", "model.tflite"}
+_INNER = "export"  # the name of one that is made in its own directory
 _CLOSE = 1e-3  # relative difference of two models that compute the same
 
 
@@ -53,11 +54,16 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
     directory = directory if files.is_remote(directory) else os.path.abspath(directory)
     if chief:
         _check(directory)
+    # A mounted directory has to stay where it is, as has one whose parent this user may not write.
+    stays = os.path.isdir(directory) and (
+        os.path.ismount(directory) or not os.access(os.path.dirname(directory), os.W_OK)
+    )
     task = next((loop.task for loop in run.loops.by_name.values() if loop is not run.loops.training), None)
     exported = _named((task or run.loops.training.task).export())
     averages = averages and exported.averages is not None
     # Where several workers train, all read the variables, and all but the chief drop what they write.
-    new = folders.new_folder(directory) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-")
+    named = os.path.join(directory, _INNER) if stays else directory
+    new = folders.new_folder(named) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-")
     try:
         with new as place:
             with exported.averages.in_use() if averages else contextlib.nullcontext():
@@ -68,7 +74,7 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
                 start = os.path.basename(run.restored_from) if run.restored_from else None
                 record = Written(run.step, weights, start, parts.sizes(), parts.left_out, parts.differences)
                 files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-                _appear(place, directory)
+                _appear(place, directory, stays)
                 run.say(_sentence(record, directory))
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
@@ -79,23 +85,40 @@ def _check(directory: str) -> None:
     """Refuses a directory that is not on this machine, or whose place has something else."""
     if files.is_remote(directory):
         raise UsageError(f"{directory} is not a local directory; export to one, and copy it from there")
-    found = os.listdir(directory) if os.path.isdir(directory) and not os.path.islink(directory) else None
+    files.refuse_patterns("the directory of the export", directory)
+    if os.path.islink(directory):
+        raise UsageError(f"{directory} is a symbolic link, which an export would replace; name the directory itself")
+    found = None
+    if os.path.isdir(directory):
+        found = [name for name in os.listdir(directory) if not files.is_new_name(name, _INNER)]
     known = found is not None and _NAMES.issuperset(found) and (not found or _RECORD in found)
     if os.path.lexists(directory) and not known:
         raise UsageError(f"{directory} holds something else than an export; name another directory, or remove it")
 
 
-def _appear(place: str, directory: str) -> None:
-    """Gives a finished export its name; an earlier one there is removed."""
+def _appear(place: str, directory: str, stays: bool) -> None:
+    """Gives a finished export its name; an earlier one there is removed.
+
+    Args:
+      place: where it is.
+      directory: where it is to be.
+      stays: whether the directory is there and cannot be replaced: the parts move into it, the record last.
+    """
     for folder, _, names in os.walk(place):
         for name in (*names, ""):
             files.make_durable(os.path.join(folder, name))
-    parent, name = os.path.split(directory)
-    with folders.new_folder(directory) as earlier, folders.alone(parent):  # another export may do so at this moment
+    parent, name = (directory, _INNER) if stays else os.path.split(directory)
+    with folders.new_folder(os.path.join(parent, name)) as earlier, folders.alone(parent):  # others wait
         _check(directory)
-        if os.path.lexists(directory):
-            folders.move(parent, name, earlier)
-        folders.move(parent, os.path.basename(place), parent, name)
+        if stays:
+            for part in sorted(_NAMES.intersection(os.listdir(directory))):
+                folders.move(directory, part, earlier)
+            for part in sorted(os.listdir(place), key=_RECORD.__eq__):
+                folders.move(place, part, directory)
+        else:
+            if os.path.lexists(directory):
+                folders.move(parent, name, earlier)
+            folders.move(*os.path.split(place), parent, name)
     files.make_durable(parent)
 
 

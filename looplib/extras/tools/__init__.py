@@ -5,7 +5,7 @@ Names that other rooms may use, by file:
     check: fits, replicas, resume
     children: ended_by_signals
     compare: none
-    dry_run: redirect, try_out
+    dry_run: keep_inside, redirect, try_out
     diff: diff
     export: export
     inspect: inspect
