@@ -19,6 +19,7 @@ from looplib.task.actions import Action
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
 PREDICTIONS = ("jsonl", "tfrecord", "parquet")  # kinds of files
+_MOST_DEVICES = 256  # virtual ones, which a process takes seconds to make
 TRAINING_MODES = ("train", "train_and_eval", "train_and_post_eval")
 _FROM_THE_NEWEST = {**dict.fromkeys(TRAINING_MODES), "continuous_eval": choice.LATEST}
 
@@ -186,6 +187,11 @@ def check(values: dict[str, Any], argv: Sequence[str]) -> None:
                  "predictions_piece"):  # fmt: skip
         if values[name] < 1:
             raise UsageError(f"--{name} is {values[name]}; expected at least 1")
+    if values["num_virtual_devices"] > _MOST_DEVICES:
+        raise UsageError(f"--num_virtual_devices is {values['num_virtual_devices']}; expected at most {_MOST_DEVICES}")
+    for name in ("join_limit", "eval_timeout"):
+        if values[name] is not None and not values[name] >= 0:
+            raise UsageError(f"--{name} is {values[name]}; expected seconds of at least 0")
     for name in ("train_steps", "eval_steps"):
         if values[name] < 1 and values[name] != -1:
             raise UsageError(f"--{name} is {values[name]}; expected at least 1, or -1 for all data")

@@ -144,7 +144,7 @@ def test_what_is_no_export_is_not_removed_although_the_saved_state_names_it(tmp_
     rewrite_run_state(run / "checkpoints" / "ckpt-2.commit", change)
     best(run, 4, out)
     assert sorted(os.listdir(out)) == [
-        "_run",
+        ".looplib-run",
         "step-1",
         "step-4",
     ]  # the link itself is gone, and what it led to is there
