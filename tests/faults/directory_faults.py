@@ -209,7 +209,7 @@ def _unreadable(place: Sandbox) -> None:
 
 
 CANNOT_READ = r"cannot be read \(.*\), which does not prove that it is damaged; fix its permissions or the file system"
-UNREAD = r"--config_file=.* cannot be read \("
+UNREAD = r"--config_file=.* cannot be read: "
 FAULTS = [
     *(_replaced(name, make) for name in SIDE_FILES for make in MAKE),
     *(_event_file(make) for make in MAKE),

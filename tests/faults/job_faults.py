@@ -67,13 +67,14 @@ JOBS = {
 PIECES = tuple(kind for kind in JOBS if kind != "export")
 
 
-def _moment(place: Sandbox, life: lives.Life) -> bool:
-    return place.await_moment(life, (place.chance.choice(("start", "build", "restore", "predict", "report")),))
+def _moment(place: Sandbox, life: lives.Life, *more: str) -> bool:
+    return place.await_moment(life, (place.chance.choice((*more, "build", "restore", "predict", "report")),))
 
 
 def _signal(signum: signal.Signals) -> Callable[[Sandbox, lives.Life], None]:
     def strike(place: Sandbox, life: lives.Life) -> None:
-        if _moment(place, life):
+        # Before looplib handles signals, they end a process as they do any other.
+        if _moment(place, life, *["start"] * (signum == signal.SIGKILL)):
             life.kill(signum)
 
     return strike
@@ -150,7 +151,7 @@ def _more_names(folder: str) -> Callable[[Sandbox], None]:
     return prepare
 
 
-LINKED = r"is a symbolic link, and looplib writes and deletes nothing outside of|holds something else than an export"
+LINKED = "is a symbolic link, (and looplib writes and deletes nothing outside of|which an export would replace)"
 FULL = r"(No space left|File too large|cannot be written)"
 BUSY = r"(is in use by|another job)"
 ENDED = r"ended by SIG\w+ .*run the same command (to resume from it|again)"
