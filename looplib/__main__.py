@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from looplib import files
-from looplib.errors import EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError, cure_of, with_cure
+from looplib.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_UNKNOWN, UsageError, cure_of, with_cure
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_MOST_SHOWN = 4_000  # characters of an error
 _CHECK = """\
 COMMAND is your usual command without --model_dir, for example
   python -m looplib check {name} -- python -m trainers.image_classification --train_steps=200 --checkpoint_interval=50
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_check(tools)  # each tool's parser sets `run`, a function of the options that returns the exit code
     options = parser.parse_args(argv[:split])
     options.command = argv[split + 1 :]
+    for name in ("stdin", "stdout", "stderr"):  # in this order, so that a stream that is closed gets its own number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     is_light = options.run in (_status, _launch)  # which start in a moment, and handle signals themselves
     try:
         if not is_light:
@@ -60,14 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         from looplib.extras.tools.children import ended_by_signals
 
         with contextlib.nullcontext() if is_light else ended_by_signals():
-            return options.run(options)
+            code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of standard output has ended, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        has_verdict = options.run not in (_status, _inspect, _report, _average)
+        return EXIT_UNKNOWN if has_verdict else EXIT_DONE  # 0 would say that runs are equal
     except Exception as error:
         if not isinstance(error, UsageError) and not cure_of(error):
             raise
-        from looplib.console import printable
+        from looplib.console import printable, say
 
         text = str(error) if isinstance(error, UsageError) else with_cure(error)
-        print(f"looplib: error: {printable(text)}", file=sys.stderr)
+        say(f"looplib: error: {printable(text[:_MOST_SHOWN])}")
         return EXIT_UNKNOWN
     except KeyboardInterrupt:
         print("looplib: error: interrupted", file=sys.stderr)

@@ -254,6 +254,25 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
         make_durable(os.path.dirname(path) or ".")
 
 
+def write_named(path: str, content: str | bytes) -> bool:
+    """Writes an output that a user names: through a link, and into a device, a FIFO or a file that is open here.
+
+    Args:
+      path: the file.
+      content: all of it.
+
+    Returns:
+      Whether it is now a file with this content alone, and so not, for example, standard output.
+    """
+    is_local, target = not is_remote(path), path if is_remote(path) else os.path.realpath(path)
+    if is_local and os.path.exists(path) and (not os.path.isfile(path) or is_open_here(path)):
+        with _naming(path), open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_CLOEXEC), "wb") as file:
+            file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        return False
+    write_whole(target, content)
+    return True
+
+
 def replace(new: str, path: str) -> None:
     """Gives a complete file, which a process has written under a `new_name`, its own name, in one move."""
     gfile().rename(new, path, overwrite=True) if is_remote(path) else os.rename(new, path)

@@ -293,7 +293,7 @@ REFUSED = {
     ),
     "no debugger": (["--step=5", "--pdb"], {}, "add --eager"),
     "a file there": (["--step=5", "--save={run}/batch.npz"], {}, "is in the run directory"),
-    "no program": (["--step=5"], {"starts": []}, "does not say how the run was started"),
+    "no program": (["--step=5"], {"starts": []}, "how the run was started: a start of the run is missing in it"),
     "no binary": (
         ["--step=5"],
         {"starts": [{"program": None}]},

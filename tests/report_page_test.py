@@ -1,10 +1,12 @@
 """The page of a run, `report.html`: in a real Chromium, from real runs, and from directories of somebody else."""
 
+import concurrent.futures
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
+import stat
 import time
 
 import numpy as np
@@ -537,3 +539,23 @@ def test_a_folder_without_a_run_is_a_sentence(tmp_path, capsys):
     assert "holds no run: neither it nor a folder in it has a run.json or metrics.jsonl" in capsys.readouterr().err
     assert cli(["report", str(tmp_path / "none")]) == 2
     assert "is not a directory; name a run directory" in capsys.readouterr().err
+
+
+def test_a_file_that_a_user_names_is_written_through_links_and_into_what_is_no_file(run, tmp_path, capsys):
+    link, target, fifo, page_begins = tmp_path / "link", tmp_path / "there.html", tmp_path / "fifo", "<!doctype html>"
+    link.symlink_to(target)
+    for _ in range(2):  # without and with a target
+        assert cli(["report", str(run), f"--output={link}"]) == 0
+        assert link.is_symlink() and target.read_text().startswith(page_begins)
+    os.mkfifo(fifo)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        read_from = pool.submit(fifo.read_text)
+        assert cli(["report", str(run), f"--output={fifo}"]) == 0
+        assert read_from.result(60).startswith(page_begins) and fifo.is_fifo()
+    capsys.readouterr()
+    with open(target, "w") as own:  # as standard output is
+        assert cli(["report", str(run), f"--output=/proc/self/fd/{own.fileno()}"]) == 0
+        assert os.path.samestat(os.fstat(own.fileno()), target.stat()) and target.read_text().startswith(page_begins)
+    assert "1 run" in (shown := capsys.readouterr()).err and not shown.out
+    assert cli(["report", str(run), "--output=/dev/full"]) == 2 and cli(["report", str(run), f"--output={run}"]) == 2
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode) and "Is a directory" in capsys.readouterr().err

@@ -245,3 +245,20 @@ def test_watch_redraws_a_terminal_until_ctrl_c(runs, python):
                 process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0, text
     assert text.count(b"trial-0000") >= 2 and b"Traceback" not in text
+
+
+@pytest.mark.parametrize(("tool", "code"), [("status", 0), ("inspect", 0), ("diff", 2), ("report", 0)])
+def test_a_reader_that_has_ended_is_no_traceback_and_no_verdict(tool, code, runs, python, tmp_path):
+    run = f"{runs[0]}/sweep/trial-0000/seed-0"
+    more = {"diff": [run], "report": [f"--output={tmp_path}/page.html"]}.get(tool, [])
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as stdout:
+        done = subprocess.run([python, "-m", "looplib", tool, run, *more], stdout=stdout, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_closed_streams_are_no_traceback(runs):
+    command = f"{sys.executable} -m looplib status {runs[0]}"
+    done = subprocess.run(["sh", "-c", f"{command} >&-; echo $?; {command} <&- >&- 2>&-; echo $?"], capture_output=True)
+    assert (done.stdout, done.stderr) == (b"0\n0\n", b"")

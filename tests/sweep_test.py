@@ -152,7 +152,11 @@ BAD = {
     "search": (["--search=best"], ["train"], "--search is 'best'; expected one of grid, random, tpe"),
     "value": (["--value=first"], ["train"], "--value is 'first'; expected one of last, best"),
     "goal": (["--goal=up"], ["train"], "--goal is 'up'; expected one of max, min"),
-    "no goal": (["--metric=eval/quality"], ["train"], "the name does not imply whether higher or lower is better"),
+    "no goal": (["--metric=eval/quality"], ["train"], "is better; add --goal=max or --goal=min"),
+    "secret": ([], ["train", "--a=1,2", "--api_key=hidden"], "the command has a secret in --api_key, which sweep.db"),
+    "secret values": ([], ["train", "--api_key=hidden,hidden2"], "the command has a secret in --api_key"),
+    "secret apart": ([], ["train", "--token", "-hidden", "--a=1,2"], "the command has a secret in --token"),
+    "secret in a URL": ([], ["train", "--url=http://me:hidden@host", "--a=1,2"], "the command has a secret in --url"),
     "parallel": (["--parallel=0"], ["train"], "--parallel is 0; expected at least 1"),
     "trials": (["--search=tpe"], ["train"], "--search=tpe has no end of its own; give a number of trials"),
     "prune": (["--prune=median", "--seeds=2"], ["train"], "--prune compares single runs"),
@@ -170,7 +174,9 @@ BAD = {
 def test_bad_input_is_a_sentence_and_code_2(case, tmp_path, capsys):
     options, of, sentence = BAD[case]
     assert main(["sweep", f"--dir={tmp_path}", *options, "--", *of]) == 2
-    assert sentence in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert sentence in error and "hidden" not in error
+    assert "hidden" not in str(of) or not os.listdir(tmp_path)
 
 
 def test_a_remote_directory_is_refused(capsys):

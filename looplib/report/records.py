@@ -1,6 +1,7 @@
 """The records of `metrics.jsonl`: one JSON object a line, with its step, its split and its metrics."""
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -44,7 +45,7 @@ def read_jsonl(path: str) -> list[Record]:
     """
     if files.exists(path) and files.size(path) > _MOST_BYTES:
         raise UsageError(f"{path} has more than {_MOST_BYTES:,} bytes, which no run writes; move it away")
-    return list(each_record(path))
+    return [{sys.intern(name): value for name, value in record.items()} for record in each_record(path)]
 
 
 def each_record(path: str) -> Iterator[Record]:

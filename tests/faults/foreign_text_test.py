@@ -528,6 +528,30 @@ def test_a_file_of_records_that_no_memory_holds_is_refused(folder, run, capsys):
     assert "metrics.jsonl has more than 536,870,912 bytes" in capsys.readouterr().err
 
 
+def test_records_share_the_names_of_their_metrics(run):
+    one, other = values.metrics(str(run / "metrics.jsonl"))[:2]
+    assert len(one) > 2 and {id(name) for name in one} == {id(name) for name in other}
+
+
+@pytest.mark.parametrize("field", ["command", "program", "strategy", "status"])
+def test_of_a_long_text_in_a_run_record_the_beginning_is_shown(field, folder, run, capsys):
+    report, long = json.loads((folder / "run.json").read_text()), "MultiWorker" + "x\n" * 1_500_000
+    if field == "command":
+        report["starts"][-1]["command"].append(long)
+    elif field == "program":
+        report["program"] = {**(report.get("program") or {}), "arguments": ["-m", long], "commit": long}
+        report["versions"] = {"looplib": long}
+    else:
+        report[field] = long
+    (folder / "run.json").write_text(json.dumps(report))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "split": "train", "loss": 1e9}\n')
+    for question in (["diff", folder, run], ["replay", folder, "--step=2"], ["rerun", folder], ["export", folder]):
+        cli([str(word) for word in question])
+        shown = capsys.readouterr()
+        assert len(shown.out + shown.err) < 30_000 and "Traceback" not in shown.err, question
+
+
 def test_json_has_bounds():
     for text in ("[" * 101 + "]" * 101, "[" * 10**5, "9" * 5000, b"\xff", ""):
         with pytest.raises(ValueError):

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 
 from looplib import files
@@ -37,11 +38,12 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
     text = page(runs, title if len(directories) == 1 else "Comparison")
     try:
-        files.write_whole(path, text)
+        is_file = files.write_named(path, text) if output else not files.write_whole(path, text)
     except files.failures(path) as error:
         raise UsageError(f"{path} cannot be written: {with_cure(error, 'name another file with --output')}") from error
     left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
-    print(printable(f"{path}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}"))
+    line = printable(f"{path}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
+    print(line, file=sys.stdout if is_file else sys.stderr)  # which a page in standard output would not bear
     return EXIT_DONE
 
 

@@ -67,8 +67,10 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def metrics(path: str) -> list[Record]:
     """Returns the records of a `metrics.jsonl` with their numbers alone, and None for those that are not finite."""
-    return [
-        {name: value if name in ("step", "split") else number(value) for name, value in record.items()
-         if name in ("step", "split") or value is None or type(value) in (int, float)}
-        for record in read_jsonl(path)
-    ]  # fmt: skip
+    records = read_jsonl(path)
+    for place, record in enumerate(records):  # in place, because there may be a million
+        records[place] = {
+            name: value if name in ("step", "split") else number(value) for name, value in record.items()
+            if name in ("step", "split") or value is None or type(value) in (int, float)
+        }  # fmt: skip
+    return records

@@ -23,6 +23,7 @@ from looplib.console import printable
 from looplib.errors import UsageError, gist
 from looplib.extras.page.values import number, text
 from looplib.extras.sweep.space import Parameter
+from looplib.masks import masked
 
 SEARCHES = ("grid", "random", "tpe")
 PRUNERS = {
@@ -107,7 +108,7 @@ class Study:
             before = json.loads(self._study.user_attrs[_PLAN])
             for name, new in dataclasses.asdict(plan).items():
                 if (old := before.get(name, Plan.value if name == "value" else None)) != new:
-                    old, new = (" ".join(value) if isinstance(value, list) else str(value) for value in (old, new))
+                    old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
                     raise UsageError(
                         f"{directory} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
                         "start it as it was, or use another --dir"

@@ -21,6 +21,7 @@ from looplib.extras.sweep.jobs import Job
 from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, cause_of, name_of, values
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
+from looplib.masks import masked
 from looplib.task.monitored import mode_of
 
 _TICK = 0.1
@@ -48,7 +49,13 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
       UsageError: for bad input.
     """
     _check(plan, parallel, trials)
-    plan = dataclasses.replace(plan, goal=mode_of("the sweep", plan.metric, plan.goal))
+    try:
+        plan = dataclasses.replace(plan, goal=mode_of("the sweep", plan.metric, plan.goal))
+    except UsageError:
+        raise UsageError(
+            f"--metric is {plan.metric!r}, and the name does not imply whether higher or lower is better; add "
+            "--goal=max or --goal=min"
+        ) from None
     if files.is_remote(directory):
         raise UsageError(f"--dir {directory} is remote, where a database cannot be; use a local directory")
     fixed, parameters = space.parse(plan.command)
@@ -75,6 +82,14 @@ def _check(plan: Plan, parallel: int, trials: int | None) -> None:
         raise UsageError(
             "the command is missing; write it after --, as in -- python -m trainers.my_trainer --config.a=1,2"
         )
+    for before, argument, shown in zip(["", *plan.command], plan.command, masked(plan.command)):
+        if argument != shown:
+            flag = argument if argument.startswith("-") and "=" in argument else before  # not a secret that begins so
+            named = f"in {flag.partition('=')[0]}" if flag.startswith("-") else "in an argument"
+            raise UsageError(
+                f"the command has a secret {named}, which sweep.db and the results would hold; give it to the program "
+                "in an environment variable or in a file, and leave out the flag"
+            )
     for name, options in (("search", SEARCHES), ("prune", PRUNERS), ("goal", ("max", "min", None)), ("value", VALUES)):
         if (value := getattr(plan, name)) not in options:
             raise UsageError(f"--{name} is {value!r}; expected one of {', '.join(filter(None, options))}")

@@ -16,6 +16,7 @@ from looplib.report import run_file, run_json
 from looplib.report.records import Record, key
 
 _SHOWN = 6
+_LONGEST = 500  # characters of a value of a report, such as the arguments of the program
 _FEW_STEPS = 10  # that take no longer than to start the commands once more
 
 
@@ -75,11 +76,11 @@ def _of_the_reports(one: run_file.Report, other: run_file.Report) -> list[str]:
     lines = [f"setting {name}: {shown(a)} and {shown(b)}" for name, (a, b) in sorted(settings.items())]
     versions = [report.get("versions", {}) for report in (one, other)]
     for name in sorted(versions[0].keys() | versions[1].keys()):
-        a, b = (found.get(name, "not used") for found in versions)
+        a, b = (values.text(str(found.get(name, "not used")), _LONGEST) for found in versions)
         lines += [f"version of {name}: {a} and {b}"] * (a != b)
     programs = [report.get("program") or {} for report in (one, other)]
     for name, title in (("arguments", "program"), ("commit", "git commit"), ("changes", "changes since the commit")):
-        a, b = (program.get(name) or "none" for program in programs)
+        a, b = (values.text(str(program.get(name) or "none"), _LONGEST) for program in programs)
         lines += [f"{title}: {a} and {b}"] * (a != b)
     return lines
 

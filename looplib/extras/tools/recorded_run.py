@@ -128,8 +128,10 @@ def command_of(report: run_file.Report, directory: str, number: int = 0) -> tupl
 
 def untold(directory: str, error: Exception) -> UsageError:
     """Returns the error for a report that does not say how the run was started, from the error of reading it."""
+    missing = f"{error.args[0]!r:.100} is" if isinstance(error, KeyError) else "a start of the run is"
+    wrong = f"{missing} missing in it" if isinstance(error, LookupError) else "a part of it is of another kind"
     return UsageError(
-        f"{run_file.path_of(directory, trains=True)} does not say how the run was started ({error!r}); name the "
+        f"{run_file.path_of(directory, trains=True)} does not say how the run was started: {wrong}; name the "
         "directory of a training by this version of looplib"
     )
 
@@ -156,7 +158,7 @@ def refuse_several_processes(report: run_file.Report, directory: str, cure: str)
     """
     strategy = report.get("strategy", "")
     if strategy.startswith(("MultiWorker", "ParameterServer")):
-        raise UsageError(f"the run in {directory} had several processes ({strategy}); {cure}")
+        raise UsageError(f"the run in {directory} had several processes ({strategy:.200}); {cure}")
 
 
 class Recorded:

@@ -90,8 +90,8 @@ def _changed(report: run_file.Report) -> dict[str, Any]:
 def _refuse_what_cannot_be_repeated(report: run_file.Report, directory: str) -> None:
     if report["status"] != "done":
         raise UsageError(
-            f"the run in {directory} has not ended well (it is {report['status']} at step {report['step']}); run its "
-            "own command again until it is done, and repeat it then"
+            f"the run in {directory} has not ended well (it is {report['status']:.50} at step {report['step']}); run "
+            "its own command again until it is done, and repeat it then"
         )
     for name, (before, after) in _changed(report).items():
         if name not in _HARMLESS:

@@ -22,6 +22,7 @@ from looplib.extras.tools import children
 from looplib.extras.tools.compare import final_checkpoint
 from looplib.loop import example_checksum
 
+_MOST_SHOWN = 10_000  # characters
 _LAST_BYTES = 8192  # of a log
 _LAST_SECONDS = 10.0  # in which the processes of a run that was killed end
 # What kills wait for, in turn. The first start after one then finds a checkpoint, and each part of a life is hit.
@@ -29,7 +30,12 @@ _KILLS = ("after a save", "while it started", "while it ran")
 
 
 def say(line: str) -> None:
-    """Prints lines at once, so that they stand in order between the lines of the command."""
+    """Prints lines at once, so that they stand in order between the lines of the command; of a long text the beginning.
+
+    Args:
+      line: one or several, which may have what somebody else has written, such as a command.
+    """
+    line = line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]}… ({len(line):,} characters)"
     print("\n".join(map(printable, line.expandtabs().split("\n"))), flush=True)
 
 

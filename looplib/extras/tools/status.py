@@ -4,7 +4,6 @@ It only reads: the lock, `run.json` and the end of `metrics.jsonl` of each run, 
 """
 
 import dataclasses
-import math
 import os
 import shutil
 import sys
@@ -20,7 +19,7 @@ from looplib.report.formats import format_number, format_seconds
 _MOST_FOLDERS, _MOST_ENTRIES, _MOST_SECONDS, _DEEPEST = 10_000, 100_000, 60.0, 12
 _OF_A_RUN = ("run.json", "metrics.jsonl")
 _INSIDE = ("checkpoints", "train", "eval", "predictions", "export", "plugins")  # of a run, without runs in them
-_LONGEST_NAME = 48
+_LONGEST_NAME, _LONGEST_INTERVAL = 48, 86_400
 _HEADINGS = ("run", "state", "step", "steps/s", "left", "news", "")
 
 
@@ -52,8 +51,10 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
     Raises:
       UsageError: if a folder does not exist, or the interval is not a time.
     """
-    if not 0 < interval < math.inf:
-        raise UsageError(f"--interval is {interval}; expected seconds above 0")
+    if not 0 < interval <= _LONGEST_INTERVAL:
+        raise UsageError(
+            f"--interval is {interval:g}; expected seconds above 0 and up to {_LONGEST_INTERVAL:,} (a day)"
+        )
     for directory in directories:
         if not os.path.isdir(directory):
             raise UsageError(f"{directory} is not a directory on this machine; name folders that hold runs")
@@ -76,9 +77,6 @@ def status(directories: Sequence[str], watch: bool = False, interval: float = 2.
     except KeyboardInterrupt:
         if not watch:
             raise
-        return EXIT_DONE
-    except BrokenPipeError:  # such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
 
 

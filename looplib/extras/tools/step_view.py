@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import io
 import pdb
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras, _tf, source_locations
+from looplib import _keras, _tf, files, source_locations
 from looplib.errors import gist
 from looplib.extras.page import values
 from looplib.extras.tools.player import Answer, Order, Player
@@ -41,7 +42,8 @@ def look(player: Player, order: Order) -> Answer:
     view = _View(player)
     lines = [f"batch of step {order.step}", *view.batch_lines()]
     if order.save:
-        np.savez(order.save, **view.arrays())
+        np.savez(content := io.BytesIO(), **view.arrays())
+        files.write_named(order.save, content.getvalue())
         lines.append(f"  saved in {order.save}")
     lines.append(f"step {order.step}")
     if order.eager:
