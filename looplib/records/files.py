@@ -145,6 +145,11 @@ class Files:
         return file
 
 
+def absolute(paths: Sequence[str]) -> list[str]:
+    """Returns paths with those of local files absolute."""
+    return [path if is_remote(path) else os.path.abspath(path) for path in paths]
+
+
 def refuse_compressed(path: str, start: bytes) -> None:
     """Raises `UsageError` for a file that starts like one of gzip, zlib, bzip2, xz or zstd."""
     if _COMPRESSED.match(start):

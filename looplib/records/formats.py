@@ -10,7 +10,7 @@ import numpy as np
 
 from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.records.files import THREADS, Files, refuse_compressed
-from looplib.records.index import offsets_of
+from looplib.records.index import Layout, offsets_of
 from looplib.records.indexed import MOST_BYTES, IndexedFiles, Numbered, ReadElsewhere
 
 _WINDOW = 1 << 22
@@ -26,11 +26,12 @@ class Lines(IndexedFiles):
       paths: the files.
     """
 
-    _damage = "it is not one line, so the file or the index beside it was changed"
+    _damage = "it is not one line"
 
     def __init__(self, paths: Sequence[str]) -> None:
         files = Files(paths)
-        super().__init__(files, offsets_of(files, "lines", _scan_lines, 1))
+        layout = Layout("lines", 1, _scan_lines, _fits_lines)
+        super().__init__(files, offsets_of(files, layout), layout)
 
     def _take(
         self, raw: bytes, starts: np.ndarray, stops: np.ndarray, last: np.ndarray
@@ -54,6 +55,18 @@ def _scan_lines(files: Files, index: int) -> np.ndarray:
         found.append(np.flatnonzero(np.frombuffer(raw, np.uint8) == _END) + (at + 1))
     offsets = np.concatenate(found)
     return offsets if offsets[-1] == size else np.append(offsets, size)  # the last line may have no end
+
+
+def _fits_lines(files: Files, index: int, starts: np.ndarray, stops: np.ndarray) -> bool:
+    """See `Layout`; only the first bytes of a long line are looked at."""
+    size = files.sizes[index]
+    for start, stop in zip(starts.tolist(), stops.tolist()):
+        raw = files.read([(index, max(0, start - 1), min(stop, start + _WINDOW))])
+        before, line = (raw[:1], raw[1:]) if start else (b"\n", raw)
+        is_open = stop == size or stop > start + _WINDOW
+        if before != b"\n" or b"\n" in line[:-1] or not (is_open or line.endswith(b"\n")):
+            return False
+    return True
 
 
 class FixedLength(IndexedFiles):

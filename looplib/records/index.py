@@ -6,9 +6,11 @@ read than the data files can need, and one that does not fit them is made again.
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
@@ -19,46 +21,94 @@ from absl import logging
 
 from looplib import files as whole_files
 from looplib import folders
-from looplib.errors import gist
+from looplib.errors import UsageError, gist, join_names
 from looplib.files import is_remote
-from looplib.records.files import Files
+from looplib.records.files import Files, absolute
 
 _MAGIC = b"looplib index of records 1\n"
 _PIECE = 1 << 20  # offsets that are read at once
 _WAIT = 120.0  # seconds for another process that finds the records, and may be stopped
+_TRIED, _TRIED_IN_ALL = 16, 1024  # records of a file, and of all, that are looked for where an index says
+_LOOKING = threading.Lock()
+_SOUND: set[tuple[str, int, int]] = set()  # files, with sizes and times, that have their records where an index says
 
 
-def offsets_of(files: Files, kind: str, scan: Callable[[Files, int], np.ndarray], least: int) -> list[np.ndarray]:
-    """Returns where the records of files start.
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the records of a format lie in a file.
 
-    Args:
-      files: the files.
+    Attributes:
       kind: the name of the format.
-      scan: finds the records of a file, given by its number.
       least: bytes that a record has at least.
-
-    Returns:
-      For each file, int64 `[records + 1]`: where each record starts, and where the last one ends.
+      scan: finds the records of a file, given by its number: int64 `[records + 1]`, where each record starts, and where
+        the last one ends.
+      fits: returns whether a file, given by its number, has records that start and stop at the given bytes.
     """
-    head = json.dumps([kind, [os.path.basename(path) for path in files.paths], files.sizes, files.times]).encode()
+
+    kind: str
+    least: int
+    scan: Callable[[Files, int], np.ndarray]
+    fits: Callable[[Files, int, np.ndarray, np.ndarray], bool]
+
+
+def offsets_of(files: Files, layout: Layout) -> list[np.ndarray]:
+    """Returns where the records of files start: of each file what `Layout.scan` returns."""
+    head = json.dumps([layout.kind, list(map(os.path.basename, files.paths)), files.sizes, files.times]).encode()
     places = _places(files.paths)
-    if (found := _first(places, head, files.sizes, least)) is not None:
+    if (found := _first(places, head, files, layout)) is not None:
         return found
     with _one_process_at_a_time(places):
-        if (found := _first(places, head, files.sizes, least, says=True)) is not None:
+        if (found := _first(places, head, files, layout, says=True)) is not None:
             return found
         with concurrent.futures.ThreadPoolExecutor(files.threads) as pool:
-            found = list(pool.map(lambda index: scan(files, index), range(len(files.paths))))
+            found = list(pool.map(lambda index: layout.scan(files, index), range(len(files.paths))))
         _write(places, head, found)
     return found
 
 
-def _first(places: list[str], head: bytes, sizes: list[int], least: int, says: bool = False) -> list[np.ndarray] | None:
+def refuse_misfit(files: Files, index: int, layout: Layout, offsets: np.ndarray, row: int) -> None:
+    """Finds the records of a file once more, if one of them is not where the index says.
+
+    Args:
+      files: the files.
+      index: of the file.
+      layout: of its records.
+      offsets: where they are, as the index says.
+      row: the number of the record.
+
+    Raises:
+      UsageError: if they are elsewhere, so that the index is wrong and not the record; the index is removed.
+    """
+    path = files.paths[index]
+    with _LOOKING:
+        key = (path, files.sizes[index], files.times[index])
+        if key in _SOUND or layout.fits(files, index, offsets[row : row + 1], offsets[row + 1 : row + 2]):
+            return
+        try:
+            found = layout.scan(files, index)
+        except UsageError:  # the file is damaged
+            found = offsets
+        if np.array_equal(found, offsets):
+            _SOUND.add(key)
+            return
+    places = _places(files.paths)
+    for place in places:
+        _remove(place)
+    left = join_names([place for place in places if os.path.isfile(place)])
+    raise UsageError(
+        f"the index of records does not fit {path}, as record {row} shows: one of them was changed, and the time "
+        f"of the file was not; {f'remove {left}' if left else 'the index was removed'}; run the same command again"
+    )
+
+
+def _first(places: list[str], head: bytes, files: Files, layout: Layout, says: bool = False) -> list[np.ndarray] | None:
     """Returns the first index that fits, or None; says of others why they do not."""
     for place in places:
         try:
             with whole_files.open_regular(place) as file:
-                return _read(file, head, sizes, least)
+                found = _read(file, head, files.sizes, layout.least)
+            _try(files, layout, found)
+            return found
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (OSError, ValueError, MemoryError, tf.errors.OpError) as error:
@@ -85,15 +135,27 @@ def _one_process_at_a_time(places: list[str]) -> Iterator[None]:
         yield
 
 
+def _try(files: Files, layout: Layout, found: list[np.ndarray]) -> None:
+    """Looks for a few records of local files where an index says; raises `ValueError` if one is not there.
+
+    Remote files are left out: looking takes long there, and few such file systems set a time back.
+    """
+    most = min(_TRIED, max(1, _TRIED_IN_ALL // len(found)))
+    for index in range(0, len(found), -(-len(found) // _TRIED_IN_ALL)):
+        starts, stops = found[index][:-1], found[index][1:]
+        few = slice(None, None, max(1, -(-len(starts) // most)))
+        if not is_remote(path := files.paths[index]) and not layout.fits(files, index, starts[few], stops[few]):
+            raise ValueError(f"its offsets are not those of {path}")
+
+
 def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError, tf.errors.OpError), whole_files.open_regular(path):
         folders.remove(*os.path.split(path))
 
 
 def _places(paths: list[str]) -> list[str]:
     """Returns where the index of files may be: beside the first one, and in the user's cache directory."""
-    names = [path if is_remote(path) else os.path.abspath(path) for path in paths]
-    key = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+    key = hashlib.sha256(os.fsencode("\n".join(absolute(paths)))).hexdigest()[:16]
     beside = f"{os.path.dirname(paths[0]) or '.'}/.looplib-{key}.index"
     return [beside, os.path.join(whole_files.cache_directory(), f"{key}.index")]
 

@@ -12,6 +12,7 @@ import numpy as np
 from looplib.errors import UsageError, gist
 from looplib.files import safe_name
 from looplib.records.files import Files
+from looplib.records.index import Layout, refuse_misfit
 
 MOST_BYTES = (1 << 31) - (1 << 12)  # of a record, or a row group: what a system call reads at most
 
@@ -151,6 +152,7 @@ class IndexedFiles(Numbered):
     Args:
       files: the files.
       offsets: for each file, int64 `[records + 1]`: where each record starts, and where the last one ends.
+      layout: by which these were found; None if they follow from the sizes.
 
     Attributes:
       mean_bytes: the average size of a record.
@@ -161,8 +163,8 @@ class IndexedFiles(Numbered):
 
     _damage = "its checksum does not match its data"
 
-    def __init__(self, files: Files, offsets: Sequence[np.ndarray]) -> None:
-        self._offsets, self._sizes = offsets, np.asarray(files.sizes)
+    def __init__(self, files: Files, offsets: Sequence[np.ndarray], layout: Layout | None = None) -> None:
+        self._offsets, self._sizes, self._layout = offsets, np.asarray(files.sizes), layout
         for path, ends in zip(files.paths, offsets):
             if ends[-1] > MOST_BYTES and (lengths := np.diff(ends)).max() > MOST_BYTES:
                 row = int(np.argmax(lengths))
@@ -179,7 +181,7 @@ class IndexedFiles(Numbered):
 
         Raises:
           BadRecordError: for a damaged one; names file, record and offset.
-          UsageError: if a file was changed, or cannot be read.
+          UsageError: if a file was changed, cannot be read, or has its records elsewhere than the index says.
         """
         numbers = np.asarray(numbers, np.int64)
         file = np.searchsorted(self._firsts, numbers, side="right") - 1
@@ -196,6 +198,8 @@ class IndexedFiles(Numbered):
             row = int(numbers[bad] - self._firsts[index])
             at = int(self._offsets[index][row])
             self.files.check(index, lambda: self._named(index, at), at_once=True)
+            if self._layout is not None:
+                refuse_misfit(self.files, index, self._layout, self._offsets[index], row)
             raise bad_record(self.files, index, row, self._damage, at)
         return records
 

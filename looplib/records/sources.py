@@ -1,11 +1,13 @@
 """Sources of records: files of any format that looplib knows, or any object with a length and items by number."""
 
 import bisect
+import collections
+import glob
 import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,8 +15,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import source_locations
-from looplib.errors import UsageError, gist, join_names
-from looplib.records.files import Files
+from looplib.errors import UsageError, gist, is_utf8, join_names, shown
+from looplib.files import resolve
+from looplib.records.files import Files, absolute
 from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
 from looplib.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
 from looplib.records.tfrecord import TFRecords
@@ -256,11 +259,24 @@ def mean_bytes(source: Source) -> float:
 
 def _matching(files: Paths) -> list[str]:
     """Returns the files that patterns match, each pattern's in the order of their names."""
+    listed = list(files) if isinstance(files, Iterable) and not isinstance(files, (str, bytes)) else [files]
+    if not listed:
+        raise UsageError(
+            f"the files of records are {shown(files)}; expected a path or pattern, or a list of at least one"
+        )
+    for file in listed:
+        resolve(file, "a file of records")  # refuses what is no path
     paths = []
-    for pattern in map(os.path.expanduser, [files] if isinstance(files, (str, os.PathLike)) else files):
+    for pattern in map(os.path.expanduser, listed):
         try:
             found = sorted(tf.io.gfile.glob(pattern)) or [pattern] * tf.io.gfile.exists(pattern)
             is_folder = found == [pattern] and tf.io.gfile.isdir(pattern)
+        except UnicodeDecodeError as error:
+            names = [shown(name) for name in sorted(glob.glob(pattern)) if not is_utf8(name)]
+            raise UsageError(
+                f"{pattern!r} matches files whose names are not UTF-8 ({join_names(names) or gist(error)}); rename "
+                "them, or use another pattern"
+            ) from error
         except (OSError, tf.errors.OpError) as error:
             raise UsageError(
                 f"{pattern!r} cannot be looked up ({gist(error)}); expected local files, or a file system that "
@@ -271,8 +287,9 @@ def _matching(files: Paths) -> list[str]:
         if not found:
             raise UsageError(f"{pattern!r} matches no file of records; check the path, or the pattern")
         paths += found
-    if len(set(paths)) < len(paths):
-        twice = sorted({path for path in paths if paths.count(path) > 1})
+    names = collections.Counter(absolute([path.removeprefix("file://") for path in paths]))
+    if len(names) < len(paths):
+        twice = sorted(name for name, count in names.items() if count > 1)
         raise UsageError(
             f"the files of records contain {join_names(twice)} twice; each record would come twice an epoch"
         )

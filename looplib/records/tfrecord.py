@@ -8,7 +8,7 @@ import numpy as np
 
 from looplib.errors import UsageError
 from looplib.records.files import Files, refuse_compressed
-from looplib.records.index import offsets_of
+from looplib.records.index import Layout, offsets_of
 from looplib.records.indexed import IndexedFiles
 
 # A record of a TFRecord file: its length (8 bytes), a checksum of that (4), the data, a checksum of the data (4).
@@ -31,7 +31,8 @@ class TFRecords(IndexedFiles):
 
     def __init__(self, paths: Sequence[str]) -> None:
         files = Files(paths)
-        super().__init__(files, offsets_of(files, "tfrecord", scan, _BEFORE + _AFTER))
+        layout = Layout("tfrecord", _BEFORE + _AFTER, scan, _fits)
+        super().__init__(files, offsets_of(files, layout), layout)
 
     def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray, _: np.ndarray) -> tuple[list[bytes], int | None]:
         """See `IndexedFiles`."""
@@ -85,11 +86,26 @@ def scan(files: Files, index: int) -> np.ndarray:
     return np.asarray([*starts, size], np.int64)
 
 
-def _check_lengths(path: str, heads: np.ndarray, starts: list[int], before: int) -> None:
-    """Refuses lengths whose checksums do not match: uint8 `[n, 12]`, of the records from `before` on."""
+def _fits(files: Files, index: int, starts: np.ndarray, stops: np.ndarray) -> bool:
+    """See `Layout`."""
+    raw = files.read([(index, start, start + _BEFORE) for start in starts.tolist()])
+    heads = np.frombuffer(raw, np.uint8).reshape(-1, _BEFORE)
+    lengths = heads[:, :8].copy().view("<u8")[:, 0]
+    return bool((lengths == (stops - starts - _BEFORE - _AFTER).astype(np.uint64)).all()) and not (
+        _wrong_lengths(heads).any()
+    )
+
+
+def _wrong_lengths(heads: np.ndarray) -> np.ndarray:
+    """Returns bool `[n]`, whether lengths differ from their checksums: uint8 `[n, 12]`."""
     different, at = np.unique(heads[:, :8].copy().view("<u8"), return_inverse=True)
     sums = np.asarray([google_crc32c.value(length.tobytes()) for length in different], np.uint32)
-    wrong = _masked(sums)[at.ravel()] != heads[:, 8:].copy().view("<u4")[:, 0]
+    return _masked(sums)[at.ravel()] != heads[:, 8:].copy().view("<u4")[:, 0]
+
+
+def _check_lengths(path: str, heads: np.ndarray, starts: list[int], before: int) -> None:
+    """Refuses lengths whose checksums do not match: uint8 `[n, 12]`, of the records from `before` on."""
+    wrong = _wrong_lengths(heads)
     if not wrong.any():
         return
     number = before + int(np.argmax(wrong))

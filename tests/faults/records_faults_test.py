@@ -129,6 +129,45 @@ def test_a_file_of_no_bytes_is_said_and_the_others_are_read(name, tmp_path, capl
     assert texts(opened(f"{tmp_path}/*.{name[2:]}")) == GOOD
 
 
+# Names.
+
+
+def test_what_is_no_name_of_a_file_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text\n")
+    with pytest.raises(
+        looplib.UsageError, match=r"the files of records are \[\]; expected a path or pattern, or a list"
+    ):
+        looplib.open_records([])
+    for wrong in ("\udcff.txt", None, 5, b"a.txt", ["a.txt", 5], [None], "a\0.txt", ""):
+        with pytest.raises(
+            looplib.UsageError, match="a file of records is .*, which cannot be used: .*(expected|UTF-8)"
+        ):
+            looplib.open_records(wrong)
+    open(os.fsencode(tmp_path) + b"/b\xff.txt", "w").close()
+    with pytest.raises(looplib.UsageError, match=r"'\*.txt' matches files whose names are not UTF-8 \('b.udcff.txt'\)"):
+        looplib.open_records("*.txt")
+    assert len(looplib.open_records("a*.txt")) == 1
+
+
+def test_a_folder_whose_name_is_not_utf8_has_an_index(tmp_path, monkeypatch):
+    folder = os.fsencode(tmp_path) + b"/\xff"
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    write(pathlib.Path("a.txt"))
+    for _ in range(2):
+        assert texts(opened("a.txt")) == GOOD
+    assert len(list(pathlib.Path().glob(".looplib-*.index"))) == 1
+
+
+def test_a_file_that_is_named_twice_in_other_spellings_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path / "c.txt")
+    for files in (["./c.txt", "c.txt"], [path, "c.txt"], ["*.txt", "c.txt"], [f"file://{path}", path]):
+        with pytest.raises(looplib.UsageError, match=f"the files of records contain {path} twice"):
+            looplib.open_records(files)
+
+
 # Indexes.
 
 
@@ -244,12 +283,62 @@ def test_no_mutation_of_an_index_with_a_right_checksum_changes_the_records_unsai
                 assert found == GOOD, number
                 outcomes["equal" if place.read_bytes() == bad else "made again"] += 1
             except looplib.UsageError as error:
-                assert "is damaged" in str(error), number
+                assert f"the index of records does not fit {path}" in str(error) and not place.exists(), number
                 outcomes["refused"] += 1
-        place.unlink()
+        place.unlink(missing_ok=True)
         path.unlink()
     print(outcomes)
     assert outcomes["made again"] > MUTATIONS / 3 and outcomes["refused"] > 0
+
+
+LINES = [b"x" * (1 + 37 * number % 23) + b"\n" for number in range(TOTAL)]
+
+
+def rewritten(path, lines):
+    """Writes other content of an equal size, with the time of the old one, as `rsync -t` may."""
+    before = path.stat()
+    path.write_bytes(b"".join(lines))
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_an_index_of_a_file_that_was_rewritten_with_its_time_is_made_again(indexed, caplog):
+    path, place, _ = indexed("a.txt")
+    for lines in (LINES, LINES[::-1]):
+        lines = [*lines, b"y" * (path.stat().st_size - len(b"".join(lines)) - 1) + b"\n"]
+        rewritten(path, lines)
+        source = opened(path)
+        assert [source[number] + b"\n" for number in range(len(source))] == lines
+        assert f"the index of records {place} is not used, and made again: its offsets are not those of" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize("name", ["a.tfrecord", "a.txt"])
+def test_a_few_wrong_offsets_of_an_index_are_not_counted_as_damaged_records(name, indexed, tmp_path):
+    path, place, good = indexed(name)
+    place.write_bytes(forged(good, lambda numbers: [numbers[0] - 1, *numbers[1:8], *numbers[9:]]))
+    run, sentence = tmp_path / "run", f"does not fit {path}, as record 6 shows: .*; the index was removed; run the same"
+    with pytest.raises(looplib.UsageError, match=sentence):
+        train(run, path, 15, most=5000)
+    assert not place.exists() and not (run / "bad_records").exists()
+    assert sorted(number for batch in train(run, path, 15) for number in batch) == list(range(TOTAL))
+    assert place.read_bytes() == good
+
+
+def test_a_damaged_length_is_looked_for_once_and_is_a_damaged_record(indexed, monkeypatch):
+    path, place, good = indexed("a.tfrecord")
+    content, before = bytearray(path.read_bytes()), path.stat()
+    for number in (6, 7):
+        content[number * len(content) // TOTAL] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    source = opened(path)
+    scan, scans = source._layout.scan, []
+    object.__setattr__(source._layout, "scan", lambda *args: scans.append(args) or scan(*args))
+    for number in (6, 7, 6):
+        with pytest.raises(looplib.records.indexed.BadRecordError, match=f"record {number} of {path}, at byte"):
+            source[number]
+    assert len(scans) == 1 and place.read_bytes() == good
 
 
 def test_of_a_sparse_index_of_60_gigabytes_no_more_is_read_than_fits(indexed, python):
@@ -560,7 +649,8 @@ def test_a_change_that_leaves_size_and_time_is_seen_where_records_have_checksums
         raw = path.read_bytes()
         path.write_bytes(raw[7:] + raw[:7])
         os.utime(path, ns=times)
-        with pytest.raises(looplib.UsageError, match=f"record 3 of {path}, at byte .*, is damaged: it"):
+        sentence = f"record 3 of {path}, at byte .*, is damaged: it" if name == "a.tfrecord" else "does not fit"
+        with pytest.raises(looplib.UsageError, match=sentence):
             source[3]
 
 
