@@ -62,9 +62,9 @@ def _fits_lines(files: Files, index: int, starts: np.ndarray, stops: np.ndarray)
     size = files.sizes[index]
     for start, stop in zip(starts.tolist(), stops.tolist()):
         raw = files.read([(index, max(0, start - 1), min(stop, start + _WINDOW))])
-        before, line = (raw[:1], raw[1:]) if start else (b"\n", raw)
+        raw = raw if start else b"\n" + raw
         is_open = stop == size or stop > start + _WINDOW
-        if before != b"\n" or b"\n" in line[:-1] or not (is_open or line.endswith(b"\n")):
+        if raw[:1] != b"\n" or b"\n" in raw[1:-1] or not (is_open or raw.endswith(b"\n")):
             return False
     return True
 

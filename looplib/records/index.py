@@ -85,16 +85,16 @@ def refuse_misfit(files: Files, index: int, layout: Layout, offsets: np.ndarray,
         if key in _SOUND or layout.fits(files, index, offsets[row : row + 1], offsets[row + 1 : row + 2]):
             return
         try:
-            found = layout.scan(files, index)
-        except UsageError:  # the file is damaged
-            found = offsets
-        if np.array_equal(found, offsets):
+            equal = np.array_equal(layout.scan(files, index), offsets)
+        except UsageError:
+            equal = True  # the file is damaged
+        if equal:
             _SOUND.add(key)
             return
     places = _places(files.paths)
     for place in places:
         _remove(place)
-    left = join_names([place for place in places if os.path.isfile(place)])
+    left = join_names(list(filter(os.path.isfile, places)))
     raise UsageError(
         f"the index of records does not fit {path}, as record {row} shows: one of them was changed, and the time "
         f"of the file was not; {f'remove {left}' if left else 'the index was removed'}; run the same command again"

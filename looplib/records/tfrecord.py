@@ -91,9 +91,8 @@ def _fits(files: Files, index: int, starts: np.ndarray, stops: np.ndarray) -> bo
     raw = files.read([(index, start, start + _BEFORE) for start in starts.tolist()])
     heads = np.frombuffer(raw, np.uint8).reshape(-1, _BEFORE)
     lengths = heads[:, :8].copy().view("<u8")[:, 0]
-    return bool((lengths == (stops - starts - _BEFORE - _AFTER).astype(np.uint64)).all()) and not (
-        _wrong_lengths(heads).any()
-    )
+    wrong = _wrong_lengths(heads) | (lengths != (stops - starts - _BEFORE - _AFTER).astype(np.uint64))
+    return not wrong.any()
 
 
 def _wrong_lengths(heads: np.ndarray) -> np.ndarray:
