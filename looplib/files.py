@@ -513,10 +513,11 @@ def difference(path: str, size: int, sha256: str | None) -> str:
     name = os.path.basename(path)
     try:
         with open_regular(path) as file:
+            # Read first, because an error of that proves nothing; no more than that, if the file is larger.
+            equal = sha256 is None or _sha256(file, size) == sha256
             found = file.size() if is_remote(path) else os.fstat(file.fileno()).st_size
             if found != size:
                 return f"{name} has {found} bytes instead of {size}"
-            equal = sha256 is None or _sha256(file) == sha256
     except (ValueError, *failures(path)) as error:
         if proves_damage(error):
             return f"{name} cannot be read: {gist(error)}"
@@ -532,10 +533,11 @@ def cannot_read(path: str, error: Exception) -> CannotReadError:
     )
 
 
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(_BLOCK):
+def _sha256(file: BinaryIO, most: float = math.inf) -> str:
+    digest, left = hashlib.sha256(), most
+    while left > 0 and (block := file.read(_BLOCK)):
         digest.update(block)
+        left -= len(block)
     return digest.hexdigest()
 
 
