@@ -126,7 +126,7 @@ def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
     for start in (looplib.warm_start, lambda objects, path: warm_start.continue_from(objects, tf.Variable(0), path)):
         with pytest.raises(UsageError, match=f"{tmp_path}/ckpt-1"):
             start({"model": tf.Module()}, "~/ckpt-1")
-    with pytest.raises(UsageError, match=f"model_dir {tmp_path}/r\\?un has"):
+    with pytest.raises(UsageError, match=f"model_dir '{tmp_path}/r\\?un' has"):
         run_directory.resolve(pathlib.Path("~/r?un"))
     with pytest.raises(UsageError, match=f"{tmp_path}/run is not a directory"):
         looplib.checkpoints("~/run")
