@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 from looplib import files
-from looplib.errors import UsageError
+from looplib.errors import UsageError, is_utf8
 
 _MARK = "looplib"  # a file in a temporary directory, whose name somebody else's may have too
 _UNFINISHED = 3600.0  # seconds after which nobody writes a small file any more
@@ -39,10 +39,7 @@ def is_name(name: object) -> bool:
     """Returns whether a value is the plain name of something in a folder, on any file system."""
     if not isinstance(name, str) or name in ("", ".", "..") or not _SEPARATORS.isdisjoint(name):
         return False
-    try:
-        return len(name.encode()) <= files.LONGEST_NAME
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
+    return is_utf8(name) and len(name.encode()) <= files.LONGEST_NAME
 
 
 def make_folder(root: str, *names: str) -> str:
@@ -149,13 +146,12 @@ def new_folder(path: str) -> Iterator[str]:
     os.makedirs(place, exist_ok=True)
     for other in os.listdir(place):
         left = os.path.join(place, other)
-        if not (files.is_new_name(other, name) and os.path.isdir(left)):
+        if not files.is_new_name(other, name) or (held := _hold(left)) is None:
             continue
-        found = os.listdir(left)
-        ours = _MARK in found or all(files.is_new_name(part, _MARK) for part in found)
-        if ours and (held := _hold(left)) is not None:
+        found = os.listdir(left)  # of one that is held, and so not removed meanwhile by its own process
+        if _MARK in found or all(files.is_new_name(part, _MARK) for part in found):
             remove(place, other)
-            os.close(held)
+        os.close(held)
     held = None
     while held is None:  # else another process has taken it for one of a killed process
         new = files.new_name(path)

@@ -74,7 +74,7 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
                 start = os.path.basename(run.restored_from) if run.restored_from else None
                 record = Written(run.step, weights, start, parts.sizes(), parts.left_out, parts.differences)
                 files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
-                _appear(place, directory, stays)
+                _appear(place, directory, named)
                 run.say(_sentence(record, directory))
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
@@ -96,21 +96,22 @@ def _check(directory: str) -> None:
         raise UsageError(f"{directory} holds something else than an export; name another directory, or remove it")
 
 
-def _appear(place: str, directory: str, stays: bool) -> None:
+def _appear(place: str, directory: str, named: str) -> None:
     """Gives a finished export its name; an earlier one there is removed.
 
     Args:
       place: where it is.
       directory: where it is to be.
-      stays: whether the directory is there and cannot be replaced: the parts move into it, the record last.
+      named: beside what temporary directories are: the directory, or a path in it if it cannot be replaced. The parts
+        then move into it, the record last.
     """
     for folder, _, names in os.walk(place):
         for name in (*names, ""):
             files.make_durable(os.path.join(folder, name))
-    parent, name = (directory, _INNER) if stays else os.path.split(directory)
-    with folders.new_folder(os.path.join(parent, name)) as earlier, folders.alone(parent):  # others wait
+    parent, name = os.path.split(named)
+    with folders.new_folder(named) as earlier, folders.alone(parent):  # others wait
         _check(directory)
-        if stays:
+        if named != directory:
             for part in sorted(_NAMES.intersection(os.listdir(directory))):
                 folders.move(directory, part, earlier)
             for part in sorted(os.listdir(place), key=_RECORD.__eq__):
