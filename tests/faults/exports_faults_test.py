@@ -10,6 +10,7 @@ import pytest
 import toy
 from conftest import make_strategy
 from disk_test import disk
+from exports_test import contents
 from tampering import rewrite_run_state
 
 import looplib
@@ -19,10 +20,6 @@ from looplib.extras.tools import dry_run
 __all__ = ["disk"]
 SMALL = ("--config.state_mb=0.01", "--loop=eager")
 PARTS = ["export.json", "model.keras", "saved_model"]
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @pytest.fixture(scope="module")
