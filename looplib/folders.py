@@ -133,6 +133,23 @@ def move(folder: str, name: str, to: str, new_name: str | None = None) -> None:
         os.rename(path, place)
 
 
+def move_aside(folder: str, name: str, prefix: str = "") -> str:
+    """Moves what has a name in a folder out of the way, to `<prefix><name>.aside` there; returns its new path.
+
+    Args:
+      folder: the folder.
+      name: a plain name; see `inside`.
+      prefix: put before the name, so that readers of the folder pass over it.
+
+    Raises:
+      ValueError: if it is not a plain name.
+      OSError, tf.errors.OpError: if it cannot be moved.
+    """
+    place = files.free_name(inside(folder, f"{prefix}{name}.aside"))
+    move(folder, name, folder, os.path.basename(place))
+    return place
+
+
 @contextlib.contextmanager
 def new_folder(path: str) -> Iterator[str]:
     """Makes a directory beside a path, for what is to get that name when it is complete; removes it at the end.

@@ -64,9 +64,7 @@ def check_inside(model_dir: str, writes: bool) -> None:
     for name in _FILES if writes else ():
         path = os.path.join(model_dir, name)
         if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-            place = files.free_name(f"{path}.aside")
-            folders.move(model_dir, name, model_dir, os.path.basename(place))
-            logging.warning("%s is not a file; moved to %s", path, place)
+            logging.warning("%s is not a file; moved to %s", path, folders.move_aside(model_dir, name))
 
 
 class RunDirectory:

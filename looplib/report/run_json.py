@@ -221,9 +221,8 @@ class RunReport:
 
     def _keep_aside(self, path: str) -> None:
         """Keeps a report that cannot be read, in place of losing what it says of earlier starts."""
-        place = files.free_name(f"{path}.aside")
         with contextlib.suppress(OSError, tf.errors.OpError):  # it is written nevertheless, or a warning
-            folders.move(*os.path.split(path), os.path.dirname(place), os.path.basename(place))
+            place = folders.move_aside(*os.path.split(path))
             logging.warning("%s cannot be read, so that this start is its first one; moved to %s", path, place)
 
     def _write_diff(self, path: str, diff: str) -> None:

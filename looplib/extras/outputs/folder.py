@@ -257,9 +257,7 @@ class PredictionFolder:
         path = os.path.join(self.path, name)
         try:
             if files.is_directory(path):  # of somebody else's, which no file can replace
-                place = files.free_name(os.path.join(self.path, f"_{name}.aside"))
-                folders.move(self.path, name, self.path, os.path.basename(place))
-                logging.warning("%s is a directory; moved to %s", path, place)
+                logging.warning("%s is a directory; moved to %s", path, folders.move_aside(self.path, name, "_"))
             files.write_whole(path, content)
         except (OSError, tf.errors.OpError) as error:
             self._check()  # the folder may have been moved just now
