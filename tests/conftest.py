@@ -191,6 +191,14 @@ def close_controllers():
             _controllers.pop().close()
 
 
+@pytest.fixture(autouse=True)
+def random_numbers_of_tf_keras():
+    """Leaves to the next test the random numbers that tf_keras has by default, which a test may change."""
+    yield
+    if tf_keras := sys.modules.get("tf_keras"):
+        tf_keras.backend.experimental.disable_tf_random_generator()
+
+
 def more(values):
     """Marks values of a parameter, or tuples of the values of several, as repetitions."""
     values = [value if isinstance(value, tuple) else (value,) for value in values]

@@ -563,6 +563,8 @@ def test_a_sweep_in_a_directory_with_signs_of_a_url_stays_there(tmp_path: pathli
 def test_kills_of_the_sweep_at_any_moment_change_no_result(tmp_path: pathlib.Path, program: str, python: str) -> None:
     """Kills the sweep again and again, each time a little later, until one start has ended."""
     folder, log = tmp_path / "sweep", tmp_path / "log"
+    folder.mkdir()
+    (folder / f"sweep.db.{16 * '0'}.new").write_text("begun")  # as a kill leaves it while the database is made
     arguments = of_a_sweep(folder, program, "--rate=1,2,3", "--steps=8", options=("--parallel=2", "--seeds=2"))
     seconds = 0.3
     while True:

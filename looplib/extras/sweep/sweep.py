@@ -64,6 +64,7 @@ def sweep(directory: str, plan: Plan, parallel: int, trials: int | None) -> int:
         folders.make_folder(directory)
         lock = acquire(directory, _give_up, _LOCKED)
         held.callback(lock.release)
+        folders.remove_unfinished(directory, 0.0)  # of sweeps that were killed, as this one has the directory
         study = Study(directory, plan, parameters)
         limit = trials if trials and (plan.search == "tpe" or trials <= study.size) else int(study.size)
         if trials and trials > limit:
