@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib import _keras
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError
 from looplib.extras.keras import callback_kinds, models
