@@ -239,7 +239,9 @@ def test_build_says_what_the_files_say(package: pathlib.Path) -> None:
 
 
 def test_every_room_is_a_bazel_package_and_nothing_else_is() -> None:
-    builds = {path.parent.relative_to(ROOT) for folder in [*BESIDE, "looplib"] for path in (ROOT / folder).rglob("BUILD")}
+    builds = {
+        path.parent.relative_to(ROOT) for folder in [*BESIDE, "looplib"] for path in (ROOT / folder).rglob("BUILD")
+    }
     assert builds == set(PACKAGES)
 
 
