@@ -14,7 +14,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "Action": "task.actions",
     "BackgroundWriter": "extras.trackers.background",
-    "Buckets": "task.buckets",
     "CheckpointPolicy": "checkpoint.policy",
     "Commit": "checkpoint.marker",
     "ConsoleWriter": "report.console_writer",
@@ -28,19 +27,15 @@ _HOMES = {
     "Exported": "task.exported",
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "health.guards",
-    "InputContext": "task.input_context",
+    "InputContext": "data.input_context",
     "JsonlWriter": "report.jsonl_writer",
-    "Kept": "task.plans",
     "KeepBest": "checkpoint.policy",
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
     "KerasTrainer": "extras.keras.trainer",
-    "Mixture": "task.mixture",
     "MlflowWriter": "extras.trackers.mlflow_writer",
     "OrbitEvaluator": "extras.orbit.adapters",
     "OrbitTrainer": "extras.orbit.adapters",
-    "Packed": "task.packed",
-    "PackedRows": "task.packed",
     "Preempted": "errors",
     "Profile": "extras.actions.profiling",
     "ReduceOnPlateau": "extras.actions.plateau",
@@ -58,25 +53,26 @@ _HOMES = {
     "image": "task.media",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
-    "measure": "records.measured",
     "mean": "task.reductions",
-    "open_records": "records.sources",
     "text": "task.media",
     "total": "task.reductions",
     "warm_start": "checkpoint.warm_start",
 }
 _MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
+_PARTS = ("Buckets", "Kept", "Mixture", "Packed", "PackedRows", "measure", "open_records")  # of plug-ins
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES or name in _MODULES:
+    if name in _HOMES or name in _MODULES or name in _PARTS:
         from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"looplib.{_MODULES[name]}")
+    elif name in _PARTS:
+        value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
     globals()[name] = value
@@ -84,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_HOMES, *_MODULES, *_PARTS})

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
+import rooms
 
 # Not resolved: under Bazel this is a tree of links, with only the files that BUILD names.
 ROOT = pathlib.Path(__file__).absolute().parents[1]
@@ -152,6 +153,7 @@ def deps_of(path: pathlib.Path) -> list[str]:
 def public_deps() -> list[str]:
     """The modules that `import looplib` loads when they are used."""
     homes = {*assigned(INIT, "_HOMES").values(), *assigned(INIT, "_MODULES").values()}
+    homes |= {place.rsplit(".", 1)[0] for place in rooms.plug_ins("looplib.parts").values()}
     files = {find(f"looplib.{home}", INIT) for home in homes} | {INIT}
     files |= {package_of(file) / "__init__.py" for file in files}
     return in_order(label(package_of(file), name_of(file), LOOPLIB) for file in files)

@@ -22,9 +22,10 @@ FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() 
 # ground level, whose files are small and have an order of their own.
 LEVELS = [
     {"errors", "files", "folders", "masks", "console", "plugins", "source_locations", "_keras", "_tf"},
-    {"cluster", "records", "field_types"},
+    {"cluster", "field_types"},
+    {"data"},
     {"task", "report", "health"},
-    {"data", "checkpoint", "runtime"},
+    {"checkpoint", "runtime"},
     {"loop"},
     {"run", "command_line", "config"},
     {"evaluations"},
@@ -108,6 +109,9 @@ def used_from_outside() -> dict[str, set[str]]:
     names = collections.defaultdict(set)
     for name, home in looplib._HOMES.items():
         names[f"looplib.{home}"].add(name)
+    for place in rooms.plug_ins("looplib.parts").values():
+        module, name = place.rsplit(".", 1)
+        names[f"looplib.{module}"].add(name)
     for path in FILES:
         room, tree, modules = room_of(module_of(path)), ast.parse(path.read_text()), {}
         for node in ast.walk(tree):

@@ -13,6 +13,7 @@ from absl import logging
 from looplib import _tf, runtime, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.data import bottleneck, distribution
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
@@ -26,7 +27,6 @@ from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task import own_names
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number

@@ -4,7 +4,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from looplib.task.batches import Batches, Epoch
+from looplib.data.batches import Batches, Epoch
 
 CHUNK_IDS = 8192  # that are drawn at once, at most
 _CHUNK = 32  # batches of them
