@@ -15,7 +15,7 @@ _HOMES = {
     "Action": "task.actions",
     "BackgroundWriter": "extras.trackers.background",
     "CheckpointPolicy": "checkpoint.policy",
-    "Commit": "checkpoint.marker",
+    "Commit": "checkpoint.commits",
     "ConsoleWriter": "report.console_writer",
     "Controller": "controller",
     "CsvWriter": "extras.trackers.csv_writer",
@@ -56,7 +56,7 @@ _HOMES = {
     "mean": "task.reductions",
     "text": "task.media",
     "total": "task.reductions",
-    "warm_start": "checkpoint.warm_start",
+    "warm_start": "extras.weights.loading",
 }
 _MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
 _PARTS = ("Buckets", "Kept", "Mixture", "Packed", "PackedRows", "measure", "open_records")  # of plug-ins
@@ -66,7 +66,7 @@ __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES or name in _MODULES or name in _PARTS:
-        from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
+        from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:

@@ -2,7 +2,8 @@
 
 from absl import logging
 
-from looplib import _keras, plugins
+from looplib import plugins
+from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
 from looplib.task.actions import ActionStates

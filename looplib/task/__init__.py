@@ -21,7 +21,6 @@ Names that other rooms may use, by file:
     parts: none
     perturbation: VARIABLE, nudge, requested
     plain: as_array, as_bytes, as_json, as_number, is_number
-    positions: none
     record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
     state: InputState, ReplicaState, SlotOptimizer, differing_variables, no_weights, state_of, tables_of, unheld,

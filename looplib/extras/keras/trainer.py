@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.data import shares
 from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
