@@ -10,13 +10,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
-from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.report.shown import Shown
-from looplib.task.batches import Batches, Epoch, Span
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
@@ -161,7 +161,7 @@ class Specification:
     non_finite: str = "off"
     chosen: EngineChoice | None = None
     overfit_batch: bool = False
-    bad_records: LeftOut | None = None
+    bad_records: BadRecords | None = None
     distribute: str = "auto"
 
     @property
@@ -282,7 +282,7 @@ class TrainingLoop(Loop):
       batches: the sizes of the global batches; None for data that looplib does not read.
       epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples the data has; None where that is not known.
-      fingerprint: of the files of the data, see `records.fingerprint`; None where it is not known.
+      fingerprint: of the files of the data, see `input_context.Reader`; None where it is not known.
     """
 
     batches: Batches | None = None

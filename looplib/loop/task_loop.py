@@ -14,6 +14,7 @@ from looplib import runtime, source_locations
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.data import bottleneck, distribution
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
@@ -27,7 +28,6 @@ from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task import own_names
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
