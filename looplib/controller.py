@@ -19,8 +19,8 @@ from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
+from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import LoopSettings
-from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
 from looplib.records.damage import LeftOut
 from looplib.report.writer import Writer

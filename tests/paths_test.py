@@ -26,7 +26,6 @@ ALLOWED = {
     ("looplib/console.py", "open, to write"): "/dev/null",
     ("looplib/extras/tools/replay.py", "open, to write"): "names in a new temporary folder",
     ("looplib/extras/tools/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
-    ("looplib/loop/choices.py", "open, to read"): "/proc/cpuinfo",
     ("looplib/records/files.py", "open, to read"): "the user's data",
     ("looplib/records/files.py", "gfile.GFile, to read"): "the user's data",
     ("looplib/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",

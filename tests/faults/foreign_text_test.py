@@ -23,7 +23,7 @@ from looplib.__main__ import main as cli
 from looplib.errors import UsageError, duration, shown, whole_number
 from looplib.extras.page import values
 from looplib.extras.trackers.csv_writer import CsvWriter
-from looplib.loop.media import as_shown
+from looplib.loop.host_loop import as_shown
 from looplib.report import run_file
 from looplib.report.media_writer import MediaWriter
 from looplib.report.records import read_jsonl
