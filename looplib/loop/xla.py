@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 from looplib.loop.base import Iterator
 from looplib.loop.step import Step, timed
 
