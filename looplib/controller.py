@@ -20,8 +20,8 @@ from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
+from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import LoopSettings
-from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
 from looplib.report.writers import Writer
 from looplib.run import Metrics, Run

@@ -267,4 +267,4 @@ if __name__ == "__main__":
     top = (ROOT / "BUILD").read_text()
     before, rest = top.split('        "BUILD",\n')
     labels = "".join(f'        "//{package}:sources",\n' for package in PACKAGES)
-    (ROOT / "BUILD").write_text(f'{before}        "BUILD",\n{labels}{rest[rest.index("    ],"):]}')
+    (ROOT / "BUILD").write_text(f'{before}        "BUILD",\n{labels}{rest[rest.index("    ],") :]}')

@@ -30,7 +30,6 @@ ALLOWED = {
     ): "a new name, below a folder that was checked",
     ("looplib/extras/tools/replay.py", "open, to write"): "names in a new temporary folder",
     ("looplib/extras/tools/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
-    ("looplib/loop/choices.py", "open, to read"): "/proc/cpuinfo",
     ("looplib/extras/records/files.py", "open, to read"): "the user's data",
     ("looplib/extras/records/files.py", "gfile.GFile, to read"): "the user's data",
     ("looplib/extras/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
