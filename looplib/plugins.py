@@ -1,11 +1,12 @@
 """Plug-ins: what other packages, and looplib's own extras, register by entry points.
 
-Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core names no plug-in; it asks
-for one by its group and name.
+Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core names no plug-in; it
+asks for one by its group and name.
 """
 
 import functools
 import importlib.metadata
+import importlib.util
 from typing import Any
 
 from looplib.errors import UsageError
@@ -42,4 +43,17 @@ def load(group: str, name: str) -> Any:
             f"there is no plug-in {name!r} in {group}; installed are: {others}; install the package that has it, or "
             "install looplib again"
         )
+    return found.load()
+
+
+def find(group: str, name: str) -> Any | None:
+    """Returns the object of a plug-in that a run can do without, imported now; None if it is not installed.
+
+    Args:
+      group: such as "looplib.parts".
+      name: the plug-in's name in the group.
+    """
+    found = _registered(group).get(name)
+    if found is None or importlib.util.find_spec(found.module.rpartition(".")[0]) is None:
+        return None
     return found.load()

@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data import refused
+from looplib.extras.diagnosis import refused
 from looplib.records import damage
 from looplib.records import order as orders
 

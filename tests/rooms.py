@@ -7,7 +7,6 @@ TESTS = {
     "checkpoint": ["checkpoints", "choice", "continue", "names", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
     "data": [
-        "bottleneck",
         "device_copies",
         "empty_shares",
         "feeds",
@@ -17,10 +16,12 @@ TESTS = {
         "sources",
     ],
     "extras": [
+        "bottleneck",
         "checks",
         "class_weight",
         "every_kind",
         "faults/replay_faults",
+        "flops",
         "foreign",
         "keras_building",
         "keras_replicas",
@@ -52,7 +53,6 @@ TESTS = {
         "checksums",
         "engines",
         "evaluation_loop",
-        "flops",
         "fused",
         "loops",
         "media",

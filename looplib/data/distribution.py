@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, refused
+from looplib.data import devices
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
 from looplib.data.lengths import Lengths
@@ -108,8 +108,7 @@ def distribute(
         examples=context.examples,
         fingerprint=fingerprint(context.sources) if training else {},
         ids=context.ids,
-        reads=lambda: pipelines.contexts[-1].reads,
-        refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
+        context=lambda: pipelines.contexts[-1],
         lengths=lengths,
     )
 

@@ -1,5 +1,6 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ from absl import logging
 
 from looplib import _tf
 from looplib.cluster.collectives import Workers
-from looplib.data import doubts, global_batches
+from looplib.data import global_batches
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
@@ -204,7 +206,8 @@ class Pipelines:
     def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
         """Warns once if maps may not repeat their results at a resume; without a resume, only of random numbers."""
         ops = ops if resumes else ops & _tf.RANDOM_OPS
-        conditions = {op: condition for op in sorted(ops) if (condition := doubts.condition(op, by_skipping=False))}
+        condition = functools.partial(diagnosis().condition, by_skipping=False)
+        conditions = {op: found for op in sorted(ops) if (found := condition(op))}
         if conditions and not self._warned:
             logging.warning(
                 "%s.dataset has %s in a map; a resume from the position of its ids is exact only if %s",

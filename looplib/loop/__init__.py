@@ -12,7 +12,6 @@ Names that other rooms may use, by file:
     engines: ENGINES
     evaluation: none
     example_checksum: METRIC, VARIABLE, hash_of_each
-    flops: SHORT_TRAINING, of_training, with_share
     fused_optimizers: none
     global_share: none
     graph: none

@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras, _tf, source_locations
+from looplib import _keras, _tf
 from looplib.cluster.collectives import Workers
 from looplib.data.stream import Stream
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 from looplib.loop.reducer import Reducer
 
@@ -176,6 +177,6 @@ def raise_refusal(error: Exception) -> None:
         raise UsageError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
             "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts), which TensorFlow cannot do "
-            f"({source_locations.place_of(error)}); call it outside, in every step. For an update in every n-th step, "
+            f"({diagnosis().place_of(error)}); call it outside, in every step. For an update in every n-th step, "
             "give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device without a strategy"
         ) from error

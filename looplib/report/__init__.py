@@ -19,7 +19,6 @@ Names that other rooms may use, by file:
     run_file: Report, Start, path_of, read
     run_json: RunReport, Standing, as_dict, changed_settings, settings_of
     shown: Histogram, Images, Shown, Texts
-    speed: Speed
     tensorboard_writer: TensorBoardWriter
     threaded_writer: none
     writer: Setting, Writer

@@ -24,7 +24,6 @@ from looplib.report.page import Page, WrittenPage
 from looplib.report.points import Points
 from looplib.report.program import DIFF, Program
 from looplib.report.run_file import OF_TRAINING, Report, kept, read
-from looplib.report.speed import Speed
 from looplib.report.writer import Setting
 
 _MOST_TRACEBACK = 20_000  # characters, of its end
@@ -82,7 +81,7 @@ class RunReport:
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
       program: the `Program` of a binary, whose changed code is written beside the report; None for none.
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
-      speed: how much the training computes; None where that is not known.
+      speed: how much the training computes, a dataclass; None where that is not known.
       points: memory and seconds at the reports of this start.
       defaults: `flags` and `config` as they are when nothing is set, for `not_default`; None if they are not known.
       page: the `Page` of the run, which is updated when the run has ended in some way.
@@ -98,7 +97,7 @@ class RunReport:
     config: Any = None
     program: Program | None = None
     model: dict[str, Any] | None = None
-    speed: Speed | None = None
+    speed: Any = None
     points: Points = dataclasses.field(init=False)
     defaults: dict[str, Any] | None = None
     page: Page = dataclasses.field(default_factory=lambda: Page(None, lambda: None))

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras, _tf, files, source_locations
+from looplib import _keras, _tf, files
 from looplib.errors import gist
+from looplib.extras.diagnosis import places
 from looplib.extras.page import values
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
@@ -262,7 +263,7 @@ class _View:
             if found is None:
                 return [f"the search for an op whose output is not finite failed: {gist(error)}"]
             op, what = found
-            layer, place = _keras.layer_of(error), source_locations.place_of(error)
+            layer, place = _keras.layer_of(error), places.place_of(error)
             lines = [f"first op whose output is not finite: {op}{f' in layer {layer}' * bool(layer)}, {what}"]
             return [*lines, *([f"  {place}"] if place else [])]
         finally:
