@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
+from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, whole_number
 

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf, files, folders
+from looplib import files, folders
 from looplib.checkpoint import commits, contents, marker, worker_positions
 from looplib.checkpoint.marker import Measured
 from looplib.checkpoint.matching import differences, misplaced
@@ -22,6 +22,7 @@ from looplib.checkpoint.snapshot import Snapshots, host_device, objects_of
 from looplib.checkpoint.warm_start import describe_differences, take_what_fits
 from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, with_cure
 from looplib.task.plain import as_bytes
 from looplib.task.record import Contents, RunRecord, VariableNames

@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras, _tf
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.task.state import SlotOptimizer
 
 

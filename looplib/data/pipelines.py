@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.data import global_batches
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError

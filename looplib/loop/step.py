@@ -7,8 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras, _tf
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError

@@ -10,8 +10,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf, runtime
+from looplib import runtime
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.data import distribution
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import tensorflow as tf
 
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import Diagnosis
 from looplib.extras.diagnosis import bottleneck, places, refused
 from looplib.extras.diagnosis.speed import Speed, of_training, with_share

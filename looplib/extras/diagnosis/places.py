@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-from looplib import _keras, _tf
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import LIBRARIES, OURS, is_installed
 from looplib.loop.reducer import Reducer
 

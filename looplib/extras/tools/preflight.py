@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
-from looplib import _keras, _tf, files
+from looplib import files
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
 from looplib.extras.diagnosis import places
 from looplib.extras.tools import pure_function, xla
