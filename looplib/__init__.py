@@ -16,7 +16,7 @@ _HOMES = {
     "BackgroundWriter": "extras.trackers.background",
     "Buckets": "task.buckets",
     "CheckpointPolicy": "checkpoint.policy",
-    "Commit": "checkpoint.marker",
+    "Commit": "checkpoint.commits",
     "ConsoleWriter": "report.console_writer",
     "Controller": "controller",
     "CsvWriter": "extras.trackers.csv_writer",
@@ -63,7 +63,7 @@ _HOMES = {
     "open_records": "records.sources",
     "text": "task.media",
     "total": "task.reductions",
-    "warm_start": "checkpoint.warm_start",
+    "warm_start": "extras.weights.loading",
 }
 _MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
 

@@ -29,7 +29,7 @@ from absl import app, flags, logging
 
 from looplib import command_line, console, field_types, files, folders, runtime
 from looplib import config as configuration
-from looplib.checkpoint.run_directory import resolve
+from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
