@@ -3,11 +3,11 @@
 Names that other rooms may use, by file:
     batches: Batches, Epoch, Span
     block_stream: none
-    devices: DISTRIBUTES, local_devices, runs_on_host
+    devices: DISTRIBUTES, runs_on_host
     distribution: distribute
     global_batches: none
     host_stream: HostStream
-    input_context: Asked, BadRecords, InputContext
+    input_context: Asked, BadRecords, InputContext, Reads
     iterator_state: none
     lengths: none
     order: Ids, Locate, OrderKey, Plan, mix, plan_of, seeds_at
