@@ -15,7 +15,7 @@ _HOMES = {
     "Action": "task.actions",
     "Buckets": "task.buckets",
     "CheckpointPolicy": "checkpoint.policy",
-    "Commit": "checkpoint.marker",
+    "Commit": "checkpoint.commits",
     "Controller": "controller",
     "DEFAULT_WRITERS": "report.writers",
     "DivergenceError": "errors",
@@ -51,7 +51,6 @@ _HOMES = {
     "open_records": "records.sources",
     "text": "task.media",
     "total": "task.reductions",
-    "warm_start": "checkpoint.warm_start",
 }
 _MODULES = {"launch": "launch", "runtime": "runtime", "tpu": "cluster.tpu"}
 _PARTS = (  # of plug-ins
@@ -69,6 +68,7 @@ _PARTS = (  # of plug-ins
     "TensorBoardWriter",
     "WandbWriter",
     "preflight",
+    "warm_start",
 )
 
 __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
@@ -76,7 +76,7 @@ __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES or name in _MODULES or name in _PARTS:
-        from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
+        from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:
