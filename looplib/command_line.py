@@ -14,7 +14,7 @@ from looplib.data.devices import DISTRIBUTES
 from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards
-from looplib.loop.engines import ENGINES
+from looplib.loop.base import ENGINES
 from looplib.task.actions import Action
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")

@@ -14,15 +14,15 @@ from looplib import files, plugins
 from looplib.checkpoint import choice
 from looplib.checkpoint.directory import resolve
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
+from looplib.data.input_context import BadRecords
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
 from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
+from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import LoopSettings
-from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
-from looplib.records.damage import LeftOut
 from looplib.report.writers import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
@@ -113,7 +113,7 @@ class Controller:
         own_steps = trainer.own_steps_per_loop if trainer and steps_per_loop is None else lambda *_: steps_per_loop
         self._own_steps = functools.partial(own_steps, global_batch_size)
         model_dir = resolve(model_dir) if model_dir else None
-        left_out = LeftOut(bad_records, f"{model_dir}/bad_records" if model_dir else None)
+        left_out = BadRecords(bad_records, f"{model_dir}/bad_records" if model_dir else None)
         settings = LoopSettings(
             strategy, loop, global_batch_size, self.steps_per_loop, seed, overfit_batch, left_out, distribute
         )

@@ -25,7 +25,7 @@ from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
 from looplib.loop import flops
-from looplib.loop.base import Ran
+from looplib.loop.base import LoopResult
 from looplib.loop.loops import Loops, LoopSettings
 from looplib.loop.recorded import RecordedParts
 from looplib.loop.schedule import Boundary
@@ -267,7 +267,7 @@ class Run:
         self.store.set_newer_aside(step)
         self.writers.resume(step, {"train": reported, **dict.fromkeys(self.loops.evaluations, evaluated)})
 
-    def train_to(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train_to(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary, see `Loops.train`.
 
         Raises:

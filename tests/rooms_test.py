@@ -22,9 +22,10 @@ FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() 
 # ground level, whose files are small and have an order of their own.
 LEVELS = [
     {"errors", "files", "folders", "masks", "console", "plugins", "source_locations", "compat"},
-    {"cluster", "records", "field_types"},
+    {"cluster", "field_types"},
+    {"data"},
     {"task", "report", "health"},
-    {"data", "checkpoint", "runtime"},
+    {"checkpoint", "runtime"},
     {"loop"},
     {"run", "command_line", "config"},
     {"evaluations"},

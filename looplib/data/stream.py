@@ -8,9 +8,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
+from looplib.data.batches import Epoch
+from looplib.data.input_context import Reads
 from looplib.data.lengths import Lengths
-from looplib.records.reading import Reads
-from looplib.task.batches import Epoch
 
 
 def counted_from_0(iterator: Any) -> Any:
@@ -47,9 +47,9 @@ class Stream:
       sized: whether batches need no check of their size: it is static, or it may vary.
       epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples there are; None where that is not known.
-      fingerprint: of the files of a training, see `records.fingerprint`.
+      fingerprint: of the files of a training, see `input_context.Reader`.
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
-      reads: returns how the records of `context.records` are read, see `records.reading.Reads`.
+      reads: returns how the records of `context.records` are read, see `input_context.Reads`.
       refused: returns which record the batches after a global step fail at; None where that is not known.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
       block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.

@@ -25,7 +25,7 @@ from looplib.extras.page import values
 from looplib.extras.writers.csv_writer import CsvWriter
 from looplib.extras.writers.media_writer import MediaWriter
 from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
-from looplib.loop.media import as_shown
+from looplib.loop.host_loop import as_shown
 from looplib.report import run_json
 from looplib.report.records import read_jsonl
 from looplib.task.media import Media

@@ -13,8 +13,8 @@ _REFUSED = {
     "OrbaxCheckpoint": "model_dir of the Controller, and CheckpointPolicy",
     "CSVLogger": "Controller(writers=[*looplib.DEFAULT_WRITERS, 'csv']) (--trackers=csv), whose tables have each step "
     "once, also after a kill",
-    "RemoteMonitor": "a tracker among the writers of the Controller, or a looplib.Writer of your own that sends the metrics, because its "
-    "`resume` says which records the run makes again",
+    "RemoteMonitor": "a tracker among the writers of the Controller, or a looplib.Writer of your own that sends the "
+    "metrics, because its `resume` says which records the run makes again",
 }
 _MODEL_DIR, _GUARDS, _CONSOLE = "a model_dir", "guards against values that are not finite", "the console"
 _REPLACED = {  # what does their work, and how

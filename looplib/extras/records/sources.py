@@ -16,11 +16,10 @@ from absl import logging
 
 from looplib import source_locations
 from looplib.errors import UsageError, gist, is_utf8, join_names, shown
+from looplib.extras.records.files import Files, absolute
+from looplib.extras.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
+from looplib.extras.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
 from looplib.files import resolve
-from looplib.records.files import Files, absolute
-from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
-from looplib.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
-from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _OPTIONS = {

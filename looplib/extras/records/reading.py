@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError, join_names
-from looplib.records.files import THREADS
-from looplib.records.indexed import Numbered
-from looplib.records.order import Picks
-from looplib.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes
+from looplib.extras.records.files import THREADS
+from looplib.extras.records.indexed import Numbered
+from looplib.extras.records.order import Picks
+from looplib.extras.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes
 
 # Records, and their bytes, whose pieces are read before they are used.
 _AHEAD, _AHEAD_BYTES = 4096, 1 << 25
@@ -22,8 +22,8 @@ _Piece = tuple[int, int]  # its first record, and the one after its last
 
 
 @dataclasses.dataclass
-class Reads:
-    """How the records of a data set are read, of which tf.data says only that it is a map.
+class RecordReads:
+    """How the records of a data set are read; see `looplib.data.input_context.Reads`.
 
     Attributes:
       source: the records.
@@ -74,7 +74,7 @@ class Reads:
 
 
 def read(
-    source: Source, picks: tf.data.Dataset, reads: Reads, *, lanes: int = 64, may_lack: bool = False
+    source: Source, picks: tf.data.Dataset, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False
 ) -> tf.data.Dataset:
     """Reads the records that an order picks.
 

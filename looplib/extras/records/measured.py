@@ -11,9 +11,9 @@ from absl import logging
 
 from looplib import files
 from looplib.errors import UsageError, with_cure
-from looplib.records import reading
-from looplib.records.order import Picks
-from looplib.records.sources import Source, opened
+from looplib.extras.records import reading
+from looplib.extras.records.order import Picks
+from looplib.extras.records.sources import Source, opened
 
 _BATCH = 256  # records that the function is given at once
 _HEAD = 1 << 12  # bytes in front of the numbers in a file, at most
@@ -76,7 +76,9 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
         .batch(_BATCH)
         .map(lambda ids: (Picks(ids[None], ids[None], ids[None] + 1),))
     )
-    batches = reading.read(source, picks, reading.Reads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
+    batches = reading.read(
+        source, picks, reading.RecordReads(source, by_pieces=False, may_be_by_pieces=False)
+    ).unbatch()
     measured = batches.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     spec = measured.element_spec
     found = [] if tf.nest.is_nested(spec) else list(measured.as_numpy_iterator())
