@@ -9,7 +9,7 @@ Names that other rooms may use, by file:
     doubts: none
     global_batches: none
     host_stream: HostStream
-    input_context: Asked, BadRecords, InputContext
+    input_context: BadRecords, InputContext
     iterator_state: none
     lengths: none
     order: Ids, Locate, OrderKey, Plan, mix, plan_of, seeds_at
