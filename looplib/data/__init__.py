@@ -4,7 +4,7 @@ Names that other rooms may use, by file:
     batches: Batches, Epoch, Span
     block_stream: none
     bottleneck: of
-    devices: DISTRIBUTES, local_devices, runs_on_host
+    devices: DISTRIBUTES, runs_on_host
     distribution: distribute
     doubts: none
     global_batches: none

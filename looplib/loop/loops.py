@@ -16,8 +16,7 @@ from looplib.data.devices import DISTRIBUTES
 from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
-from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
-from looplib.loop.engines import ENGINES
+from looplib.loop.base import ENGINES, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.lending import Lending
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
@@ -261,7 +260,7 @@ class Loops:
         self.training.foresee_end(end)
         return None if end == -1 else end
 
-    def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.
 
         Args:

@@ -20,7 +20,7 @@ from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, 
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
-from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
+from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
@@ -120,7 +120,7 @@ class TaskLoop(TrainingLoop):
             overfit_batch=spec.overfit_batch,
             bad_records=spec.bad_records,
             how=spec.distribute,
-            in_blocks=spec.engine in ("auto", "xla"),
+            in_blocks=spec.may_compile,
         )
 
     def _check_for_a_batch(self) -> None:
@@ -179,7 +179,7 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         return self._inner.record
 
-    def run(self, request: Request, phase: str) -> Ran:
+    def run(self, request: Request, phase: str) -> LoopResult:
         """See `Loop`; the loop knows itself for how many steps the data is sure to last."""
         with self._clock.phase(phase):
             if self._iterator is None:
@@ -229,7 +229,7 @@ class TaskLoop(TrainingLoop):
             with self._clock.phase("compile"):
                 self._inner.trace(self._iterator)
 
-    def _run(self, request: Request, phase: str) -> Ran:
+    def _run(self, request: Request, phase: str) -> LoopResult:
         if self._traced:
             self._traced.check(self._spec.step_name)
         before, suspended = self._clock.of(phase), notice.suspended

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from looplib import folders
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
-from looplib.extras.trackers import tracked
+from looplib.extras.writers import tracked
 from looplib.report.records import read_newest
 from looplib.report.shown import Histogram, Images, Shown
-from looplib.report.writer import Setting, Writer
+from looplib.report.writers import Setting, Writer
 
 if TYPE_CHECKING:
     import wandb

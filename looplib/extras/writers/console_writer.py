@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from looplib import console
-from looplib.report.formats import format_number
-from looplib.report.progress import Progress, headline
-from looplib.report.writer import Writer
+from looplib.report.progress import Progress, format_number, headline
+from looplib.report.writers import Writer
 
 if TYPE_CHECKING:
     import tqdm

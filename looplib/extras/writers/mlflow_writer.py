@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from looplib import files
-from looplib.extras.trackers import tracked
+from looplib.extras.writers import tracked
 from looplib.report.shown import Histogram, Images, Shown
-from looplib.report.writer import Setting, Writer
+from looplib.report.writers import Setting, Writer
 
 if TYPE_CHECKING:
     import mlflow

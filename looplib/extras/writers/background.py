@@ -11,7 +11,7 @@ from absl import logging
 
 from looplib.errors import gist
 from looplib.report.shown import Shown
-from looplib.report.writer import Setting, Writer
+from looplib.report.writers import Setting, Writer
 
 _SYNC_SECONDS, _SYNC_SHARE = 2.0, 0.02  # that `sync` may wait: the shorter of the two, a share of the time between them
 

@@ -1,10 +1,10 @@
-"""The graph loop: `for _ in tf.range(n)` around `strategy.run`, inside one `tf.function`."""
+"""The device loop: `for _ in tf.range(n)` around `strategy.run`, inside one `tf.function`."""
 
 import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -12,11 +12,9 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.health.preemption import notice
-from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
-from looplib.loop.calls import Numbers, Outcome, Status
-from looplib.loop.chunks import Chunk, XlaProgram, do_step
-from looplib.loop.step import Step
-from looplib.loop.timing import now, timed
+from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
+from looplib.loop.step import Step, now, timed
+from looplib.loop.xla import XlaChunk
 
 _FEW = 3  # chunks of XLA that are called one by one
 _TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
@@ -28,10 +26,62 @@ _STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
 _MANY_OPS = 4000
 
 Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the same shapes each time
+
+
+class Numbers(NamedTuple):
+    """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing.
+
+    Attributes:
+      steps: steps to run.
+      rounds: how many rounds of them the data is sure to last for.
+      stride: steps between two looks at the stop flag.
+      read: 1 if the totals are to be read and reset after the last step.
+    """
+
+    steps: int
+    rounds: int
+    stride: int
+    read: int
+
+
+class Status(NamedTuple):
+    """Whether to stop, and whether all values are finite: boolean scalar tensors, equal on all workers."""
+
+    stopped: tf.Tensor
+    finite: tf.Tensor
+
+    @property
+    def go(self) -> tf.Tensor:
+        """Whether to do another step."""
+        return self.finite & ~self.stopped
+
+
 Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
 
 
-class GraphLoop(InnerLoop):
+class Outcome(NamedTuple):
+    """What the loop on the device returns, as one float64 vector `[7 + n]` with the totals, read by the host at once.
+
+    Attributes:
+      done: steps.
+      stopped: `Status.stopped` after the last step, 0 or 1.
+      finite: `Status.finite` after the last step, 0 or 1.
+      waited: seconds that steps waited for data.
+      seconds: of the loop, the mean of all workers.
+      counted: the step's counter after the last step.
+      taken: whether the totals were reset, 0 or 1.
+    """
+
+    done: float | tf.Tensor
+    stopped: float | tf.Tensor
+    finite: float | tf.Tensor
+    waited: float | tf.Tensor
+    seconds: float | tf.Tensor
+    counted: float | tf.Tensor
+    taken: float | tf.Tensor
+
+
+class DeviceLoop(InnerLoop):
     """Steps in a `tf.range` loop inside one `tf.function`.
 
     With a chunk, several steps make one round of the loop while the data is sure to last for them, and the others run
@@ -39,19 +89,18 @@ class GraphLoop(InnerLoop):
 
     Args:
       step: the step.
-      chunk: how several steps run as one round; None for single steps.
+      chunk: several steps as one program; None for single steps.
 
     Attributes:
-      chunk: the chunk.
       round_size: steps of a round.
       seconds_per_step: float, of the last call.
     """
 
     _at_once = 10  # rounds, where they do not wait for each other's variables; TensorFlow's own default
 
-    def __init__(self, step: Step, chunk: Chunk | None = None) -> None:
+    def __init__(self, step: Step, chunk: XlaChunk | None = None) -> None:
         self.traces = 0
-        self.chunk = chunk
+        self._chunk = chunk
         self.round_size = chunk.size if chunk else 1
         self.seconds_per_step = math.inf
         self.step = step
@@ -98,15 +147,19 @@ class GraphLoop(InnerLoop):
         with tf.control_dependencies([done, status.finite]):
             passed = self._workers.mean(now() - started)
         outcome = Outcome(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
-        return outcome.with_totals(self._reducer.take(take))
+        return self._vector(outcome, self._reducer.take(take))
+
+    @tf.autograph.experimental.do_not_convert
+    def _vector(self, outcome: Outcome, totals: tf.Tensor) -> tf.Tensor:
+        return tf.concat([tf.stack([tf.cast(part, tf.float64) for part in outcome]), totals], axis=0)
 
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
         """Does the steps; returns how many, the seconds that they waited, the status, and whether the data ended."""
         done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
-        if self.chunk is not None:
+        if self._chunk is not None:
             stride_of_chunks = -(-wanted.stride // self.round_size)
             rounds, waited, status = self._repeat(
-                self._do_round, waited, iterator, wanted.chunks, stride_of_chunks, status
+                self._do_round, waited, iterator, wanted.rounds, stride_of_chunks, status
             )
             done = rounds * self.round_size
         left = wanted.steps - done
@@ -194,10 +247,12 @@ class GraphLoop(InnerLoop):
         return done, waited, self._look(), not self._stream.has_value(batch)
 
     def _do_step(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
-        return waited + do_step(self.step, iterator)
+        batch, seconds = timed(lambda: self._stream.next(iterator))
+        self.step(batch)
+        return waited + seconds
 
     def _do_round(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
-        return self._do_step(iterator, waited) if self.chunk is None else waited + self.chunk.run(iterator)
+        return self._do_step(iterator, waited) if self._chunk is None else waited + self._chunk.run(iterator)
 
     @tf.autograph.experimental.do_not_convert
     def _note(self, rounds: tf.Tensor) -> None:
@@ -222,13 +277,13 @@ class GraphLoop(InnerLoop):
 
     # On the host.
 
-    def run(self, iterator: Iterator, request: Request) -> Ran:
+    def run(self, iterator: Iterator, request: Request) -> LoopResult:
         """See `InnerLoop`."""
         steps = _TO_THE_END if request.steps < 0 else request.steps
         request = dataclasses.replace(request, steps=steps)
-        first = self.round_size if self._fetches_in_step or self.chunk is None else self.round_size + 1
+        first = self.round_size if self._fetches_in_step or self._chunk is None else self.round_size + 1
         alone = 0 < self._rounds(request) <= self._at_most
-        if alone in self._ran or steps < first or (self.chunk is not None and request.sure < self.round_size):
+        if alone in self._ran or steps < first or (self._chunk is not None and request.sure < self.round_size):
             return self._run_for(iterator, request, alone)
         # TensorFlow optimizes and compiles a program in its first run; this time is not training.
         self._ran.add(alone)
@@ -245,7 +300,7 @@ class GraphLoop(InnerLoop):
         steps = request.steps if self._fetches_in_step else request.steps - 1
         return min(steps, request.sure) // self.round_size
 
-    def _run_for(self, iterator: Iterator, request: Request, one_by_one: bool) -> Ran:
+    def _run_for(self, iterator: Iterator, request: Request, one_by_one: bool) -> LoopResult:
         steps, rounds = request.steps, self._rounds(request)
         if one_by_one and rounds:
             return self._run_rounds(iterator, request, rounds)
@@ -258,13 +313,13 @@ class GraphLoop(InnerLoop):
         """Returns how many rounds at most are called one by one; 0 for none."""
         if not self._binds or self._workers.count > 1:
             return 0
-        if self.chunk is None:  # the step's copy in another program would have its own state of random ops
+        if self._chunk is None:  # the step's copy in another program would have its own state of random ops
             return int(self._fetches_in_step and not self.step.random_ops)
-        return _FEW if isinstance(self.chunk, XlaProgram) else 0
+        return _FEW
 
-    def _run_rounds(self, iterator: Iterator, request: Request, rounds: int) -> Ran:
+    def _run_rounds(self, iterator: Iterator, request: Request, rounds: int) -> LoopResult:
         """Calls a few rounds one by one, then the loop for what is left."""
-        ran = Ran(0, True)
+        ran = LoopResult(0, True)
         for _ in range(rounds):
             if notice.requested:
                 return dataclasses.replace(ran, stopped=True)
@@ -274,17 +329,18 @@ class GraphLoop(InnerLoop):
                 return ran
         return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done), False))
 
-    def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> Ran:
+    def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> LoopResult:
         alone = self._workers.count == 1
         started = time.perf_counter()
-        outcome, totals = Outcome.divide(self._call(iterator, numbers, one_round))
+        vector = self._call(iterator, numbers, one_round)
+        outcome, totals = Outcome(*vector[: len(Outcome._fields)].tolist()), vector[len(Outcome._fields) :]
         done, self._taken = int(outcome.done), totals if outcome.taken else None
         if done:
             # What decides when workers ask each other has to be the same on all of them.
             seconds = time.perf_counter() - started if alone else outcome.seconds or math.inf
             self.seconds_per_step = seconds / done
         stopped = bool(notice.requested if alone else outcome.stopped)
-        return Ran(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
+        return LoopResult(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
 
     def _call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
         if not self._binds:
@@ -311,8 +367,8 @@ class GraphLoop(InnerLoop):
 
     def prepare(self) -> None:
         """Compiles the chunk, if there is one; raises an error if that is not possible."""
-        if self.chunk is not None:
-            self.chunk.prepare()
+        if self._chunk is not None:
+            self._chunk.prepare()
 
     def trace(self, iterator: Iterator) -> None:
         """See `InnerLoop`."""
@@ -327,3 +383,58 @@ class GraphLoop(InnerLoop):
 def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
     """Returns the number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
     return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)
+
+
+class EvaluationLoop(DeviceLoop):
+    """A device loop that keeps the totals as values, not in a variable, for whose update the next step would wait.
+
+    Two steps run at a time, unless the user's own step updates variables, as Keras metrics do. A call that fails adds
+    nothing to the totals.
+    """
+
+    _at_once = 2  # steps; more need memory and are not faster
+
+    def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
+        """See `DeviceLoop`; while steps are sure to have data, nothing looks for its end."""
+        totals = self._reducer.totals()
+        done, totals, status = self._repeat(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
+        waited, ends = tf.constant(0, tf.float64), not self._stream.infinite
+        if ends:
+            left = tf.where(status.go, wanted.steps - done, 0)
+            more, totals, waited = self._last(iterator, totals, left)
+            done += more
+            status = self._look()
+        self._reducer.put(totals)
+        # No batch follows the last step, so this call reads the metrics, although nothing has looked for one.
+        return done, waited, status, tf.constant(ends)
+
+    def _add(self, iterator: Iterator, totals: Any) -> Any:
+        return self.step.added_to(totals, self._stream.next(iterator))
+
+    @tf.autograph.experimental.do_not_convert
+    def _note(self, rounds: tf.Tensor) -> None:
+        self.step.count(rounds)
+
+    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor]:
+        """Does the step that may have no data; returns how many, the totals, and its wait."""
+        batch, waited = timed(
+            lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
+        )
+        done = tf.constant(0, tf.int64)
+        one_more = (done < steps) & self._stream.has_value(batch)
+        for _ in tf.range(tf.cast(one_more, tf.int64)):
+            totals = self.step.added_to(totals, self._stream.get_value(batch))
+            self.step.count(1)
+            done += 1
+        return done, totals, waited
+
+
+def single_steps(step: Step) -> DeviceLoop:
+    """Returns the device loop whose rounds are single steps, of a training or an evaluation.
+
+    Steps overlap where the length of the data is known and there is one replica, so that all steps but the last are
+    sure to have data.
+    """
+    evaluates = step.stream.renew is None and not isinstance(step.strategy, tf.distribute.TPUStrategy)
+    overlaps = evaluates and step.stream.sure > 0 and step.strategy.num_replicas_in_sync == 1
+    return EvaluationLoop(step) if overlaps else DeviceLoop(step)

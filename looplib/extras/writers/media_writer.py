@@ -10,10 +10,9 @@ from absl import logging
 
 from looplib import files, folders
 from looplib.errors import with_cure
-from looplib.report.record_file import RecordFile
-from looplib.report.records import Record
+from looplib.report.records import Record, RecordFile
 from looplib.report.shown import Histogram, Images, Shown
-from looplib.report.writer import Writer
+from looplib.report.writers import Writer
 
 FOLDER, FILE = "media", "media.jsonl"
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from looplib import files, folders
 from looplib.errors import UsageError
 from looplib.report.records import cut_short
-from looplib.report.writer import Writer
+from looplib.report.writers import Writer
 
 _MOST_BYTES = 1 << 29  # of a table
 _Row = Mapping[str, str | float]
