@@ -7,7 +7,7 @@ Names that other rooms may use, by file:
     distribution: distribute
     global_batches: none
     host_stream: HostStream
-    input_context: Asked, BadRecords, InputContext, Reads
+    input_context: BadRecords, InputContext, Reads
     iterator_state: none
     lengths: none
     order: Ids, Locate, OrderKey, Plan, mix, plan_of, seeds_at
