@@ -44,6 +44,7 @@ _HOMES = {
     "Preempted": "errors",
     "Profile": "extras.actions.profiling",
     "ReduceOnPlateau": "extras.actions.plateau",
+    "RunConfig": "run_config",
     "TensorBoardWriter": "report.tensorboard_writer",
     "Trainer": "task.trainer",
     "UsageError": "errors",

@@ -61,7 +61,10 @@ def main(name, family, replicas, model_dir, steps):
         trainer = Trainer(name, family)
     policy = looplib.CheckpointPolicy(every_steps=10)
     with looplib.Controller(
-        trainer=trainer, strategy=strategy, global_batch_size=16, steps_per_loop=5, model_dir=model_dir,
+        looplib.RunConfig(global_batch_size=16, steps_per_loop=5),
+        trainer=trainer,
+        strategy=strategy,
+        model_dir=model_dir,
         checkpoints=policy,
     ) as controller:  # fmt: skip
         controller.train(int(steps))

@@ -41,6 +41,7 @@ TESTS = {
         "controller",
         "errors",
         "exports",
+        "flags",
         "imports",
         "launch",
         "lifecycle",

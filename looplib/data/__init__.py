@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     block_stream: none
     bottleneck: of
-    devices: DISTRIBUTES, local_devices, runs_on_host
+    devices: local_devices, runs_on_host
     distribution: distribute
     doubts: none
     global_batches: none

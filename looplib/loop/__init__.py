@@ -9,7 +9,7 @@ Names that other rooms may use, by file:
     choices: none
     chunks: none
     eager: none
-    engines: ENGINES
+    engines: none
     evaluation: none
     example_checksum: METRIC, VARIABLE, hash_of_each
     flops: SHORT_TRAINING, of_training, with_share
@@ -17,7 +17,7 @@ Names that other rooms may use, by file:
     global_share: none
     graph: none
     lending: none
-    loops: LoopSettings, Loops
+    loops: Loops
     media: as_shown
     metric_sums: none
     one_program: none

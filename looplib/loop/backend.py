@@ -72,7 +72,7 @@ class LocalReplicas(Backend):
         """See `Backend`."""
         spec = self._spec
         collect = spec.task.collect if isinstance(spec.task, Evaluator) else None
-        if spec.engine == "eager":
+        if spec.config.loop == "eager":
             return EagerLoop(spec.strategy, step_fn, reducer, stream, collect, spec.counter, spec.skips)
         before = spec.clock.of("compile")
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter, spec.skips)
@@ -80,10 +80,10 @@ class LocalReplicas(Backend):
         if reducer.hands_over:
             return StepwiseLoop(step, collect)
         loop = engines.make(
-            spec.engine,
+            spec.config.loop,
             step,
             # An evaluation is one call, however many steps a training call does.
-            steps_per_loop=max(1, (spec.steps_per_loop if spec.training else min(stream.sure, 1000)) - apart),
+            steps_per_loop=max(1, (spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)) - apart),
             clock=spec.clock,
             tracing=spec.clock.of("compile") - before,
             chosen=spec.chosen,

@@ -11,7 +11,6 @@ from looplib.loop.step import Step
 from looplib.report.clock import Clock
 from looplib.task.record import EngineChoice
 
-ENGINES = ("auto", "graph", "xla", "eager")
 _PINNED_CHUNK = 20
 
 
