@@ -16,7 +16,7 @@ _HOMES = {
     "BackgroundWriter": "extras.trackers.background",
     "Buckets": "task.buckets",
     "CheckpointPolicy": "checkpoint.policy",
-    "Commit": "checkpoint.marker",
+    "Commit": "checkpoint.commits",
     "ConsoleWriter": "report.console_writer",
     "Controller": "controller",
     "CsvWriter": "extras.trackers.csv_writer",
@@ -64,7 +64,7 @@ _HOMES = {
     "open_records": "records.sources",
     "text": "task.media",
     "total": "task.reductions",
-    "warm_start": "checkpoint.warm_start",
+    "warm_start": "extras.weights.loading",
 }
 _MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
 
@@ -73,7 +73,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES or name in _MODULES:
-        from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
+        from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:

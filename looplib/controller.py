@@ -11,8 +11,8 @@ from absl import logging
 
 from looplib import files
 from looplib.checkpoint import choice
+from looplib.checkpoint.directory import resolve
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
-from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, shown, whole_number
 from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble

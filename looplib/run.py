@@ -13,14 +13,14 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import console, runtime
-from looplib._tf import log_once, lost_server
 from looplib.checkpoint.beginning import begin
-from looplib.checkpoint.matching import stable_names
+from looplib.checkpoint.directory import RunDirectory
+from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.recovery import Recovery
-from looplib.checkpoint.run_directory import RunDirectory
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
+from looplib.compat.tensorflow import log_once, lost_server
 from looplib.errors import Preempted, UsageError, join_names
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice

@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.checkpoint import commits
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.policy import KeepBest
 from looplib.errors import UsageError
 from looplib.report import run_file

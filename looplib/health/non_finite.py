@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.health.guards import Trouble
 
 _BEFORE_A_TRACE = 40  # checks of the state, which together take as long: 40 and 1,600 microseconds for a variable

@@ -2,7 +2,7 @@
 
 from absl import logging
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
 from looplib.records.fingerprint import changes

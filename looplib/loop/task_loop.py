@@ -10,8 +10,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf, runtime, source_locations
+from looplib import runtime, source_locations
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 
 _ENTRIES = ("step_fn", "loss_fn", "call", "train_step", "test_step", "compute_loss")

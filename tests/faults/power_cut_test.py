@@ -21,7 +21,7 @@ from conftest import more, repetitions
 from kill_test import AIMS, STEPS, events, reach, records, strike
 
 from looplib.checkpoint import commits
-from looplib.checkpoint.manager import peek
+from looplib.checkpoint.restoring import peek
 from looplib.extras.tools.compare import compare
 from looplib.report.event_files import read_events
 from looplib.report.jsonl_writer import JsonlWriter

@@ -9,7 +9,8 @@ from typing import Any
 
 from absl import logging
 
-from looplib import _keras, files, folders
+from looplib import files, folders
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
@@ -252,8 +253,7 @@ class ExportBest(_Patient):
 
     def load(self, state: list[Any]) -> None:
         """See `Action`."""
-        *state, kept = state
-        names = [os.path.basename(path) for path in kept]  # an earlier looplib kept paths, and the run may have moved
+        *state, names = state
         if others := [name for name in names if not _EXPORT.fullmatch(name)]:
             raise ValueError(f"{others[0]!r:.100} is not the name of an export")
         super().load(state)

@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from looplib import _keras
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.extras.keras import callback_kinds, models
 from looplib.extras.keras.best_weights import BestWeights

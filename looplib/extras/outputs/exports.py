@@ -10,7 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras, files, folders
+from looplib import files, folders
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, gist, with_cure
 from looplib.run import Run
 from looplib.task.exported import Exported

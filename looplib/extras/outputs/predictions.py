@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from looplib import _keras, console, files, folders
+from looplib import console, files, folders
 from looplib.checkpoint.lock import Kind, acquire
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.extras.outputs import pieces
 from looplib.extras.outputs.folder import PredictionFolder, Source, unwritable

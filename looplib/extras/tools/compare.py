@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.checkpoint.manager import latest_checkpoint, peek
+from looplib.checkpoint.commits import latest_checkpoint
+from looplib.checkpoint.restoring import peek
 from looplib.errors import UsageError
 from looplib.extras.page import values
 from looplib.loop import example_checksum

@@ -4,7 +4,7 @@ import os
 import tempfile
 from typing import Any
 
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names, shown
 from looplib.extras.page import values
 from looplib.extras.tools.compare import compare_tensors, is_speed

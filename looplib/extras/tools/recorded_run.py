@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from looplib import files
 from looplib.checkpoint import commits
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.extras.page import values
 from looplib.extras.page.run_status import read_status

@@ -18,7 +18,7 @@ from typing import Any
 
 from looplib import files, folders
 from looplib.checkpoint import commits
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
 from looplib.extras.page import values
 from looplib.extras.tools import recorded_run, rerun

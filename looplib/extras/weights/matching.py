@@ -2,12 +2,9 @@
 
 import collections
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import tensorflow as tf
-
-from looplib.checkpoint.names import Leaf, Live, Normal, Saved, groups, in_order
+from looplib.checkpoint.names import Leaf, Live, Normal, groups, in_order
 
 _Layer = dict[str, list[Leaf]]
 
@@ -18,24 +15,21 @@ class Match:
     Args:
       saved: those of a checkpoint.
       live: those here.
-      optimizers: the optimizers that the checkpoint was made with, dict from name to class or list of classes, as
-        others start from the beginning; None where they are not known.
+      optimizers: the optimizers that the checkpoint was made with, dict from name to class, as others start
+        from the beginning; None where they are not known.
 
     Attributes:
       pairs: list of (saved, here).
       ambiguous: the saved variables that could belong to several here.
     """
 
-    def __init__(self, saved: Iterable[Leaf], live: Live, optimizers: Mapping[str, str] | Sequence[str] | None) -> None:
+    def __init__(self, saved: Iterable[Leaf], live: Live, optimizers: Mapping[str, str] | None) -> None:
         self.pairs: list[tuple[Leaf, Leaf]] = []
         self._done: set[int] = set()
         self._normal = Normal(live)
         held = {name: live.objects[name] for name in live.optimizers}
         classes = {name: type(value).__name__ for name, value in held.items() if not isinstance(value, (list, dict))}
-        if isinstance(optimizers, Mapping):
-            other = {name for name in classes if optimizers.get(name) != classes[name]}
-        else:
-            other = {name for name in classes if optimizers is not None and classes[name] not in optimizers}
+        other = {name for name in classes if optimizers is not None and optimizers.get(name) != classes[name]}
         sides = [list(saved), [leaf for leaf in live.leaves if not leaf.paths.keys() <= other]]
         slots = [[leaf for leaf in side if leaf.origin] for side in sides]
         sides = [[leaf for leaf in side if not leaf.origin] for side in sides]
@@ -120,92 +114,6 @@ class Match:
                 found = {id(slot): slot for root in leaf.paths if (slot := slots.get((root, leaf.kind, id(origin))))}
                 for slot in found.values():
                     self._pair(leaf, slot)
-
-
-def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
-    """Gives variables names that another start of the program gives them too.
-
-    Args:
-      objects: dict from attribute name to trackable object.
-      variables: variables that these hold.
-
-    Returns:
-      dict from name to variable, in their order. Where several have one name, it says which one of how many.
-    """
-    if not variables:
-        return {}
-    live = Live(objects)
-    normal = Normal(live)
-    alike: dict[str, list[Leaf]] = {}
-    for leaf in sorted(map(live.leaf_of, variables), key=lambda leaf: in_order(leaf.path)):
-        alike.setdefault(f"{min(leaf.paths)}/{normal(leaf.name)}", []).append(leaf)
-    names = {
-        id(leaf.variable): name if len(leaves) == 1 else f"{name} {number} of {len(leaves)}"
-        for name, leaves in alike.items()
-        for number, leaf in enumerate(leaves, 1)
-    }
-    return {names[id(variable)]: variable for variable in variables}
-
-
-def misplaced(saved: Saved, objects: Mapping[int, Any]) -> list[str]:
-    """Lists the saved variables at whose place in the structure there is another one now.
-
-    Args:
-      saved: the variables of a checkpoint, with those here.
-      objects: the objects here by the numbers of the checkpoint's nodes.
-
-    Returns:
-      list of phrases, such as "la/kernel there, lb/kernel here".
-    """
-    live = saved.live
-    normal = Normal(live)
-    here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
-    names = {normal(leaf.name) for leaf in live.leaves}
-    found = []
-    for number, leaf in here.items():
-        there = saved.leaves[number]
-        if there.origin and leaf.origin:
-            other = here.get(there.origin.node) is not leaf.origin or there.kind != leaf.kind
-        elif there.origin or leaf.origin:
-            other = False  # names of TensorFlow's that do not say it
-        else:
-            one = normal(there.name)
-            other = one != normal(leaf.name) and (one in names or all(count for count, _ in leaf.paths.values()))
-        if other:
-            found.append(f"{there.name} there, {leaf.name} here")
-    return found
-
-
-def differences(saved: Saved) -> dict[str, list[str]]:
-    """Returns what a checkpoint and the objects here have apart: dict from a title to the names of variables.
-
-    These are the names of layers, and not their places in lists, under the attribute of the trainer.
-    """
-    normal = Normal(saved.live)
-
-    def key(leaf: Leaf) -> tuple[str, str]:
-        if leaf.origin:
-            return leaf.kind, key(leaf.origin)[1]
-        root, (numbers, path) = min(leaf.paths.items(), key=lambda way: way[1])
-        return "", f"{root}/{normal(leaf.name) if numbers else path}".rstrip("/")
-
-    def shown(leaf: Leaf) -> str:
-        kind, name = key(leaf)
-        return f"{kind} of {name}" if kind else name
-
-    def only(side: dict[Any, list[Leaf]], other: dict[Any, list[Leaf]]) -> list[str]:
-        return [shown(leaf) for name, leaves in sorted(side.items()) for leaf in leaves[len(other.get(name, ())) :]]
-
-    there, here = (groups(leaves, key) for leaves in (saved.leaves.values(), saved.live.leaves))
-    pairs = [pair for name in sorted(there.keys() & here.keys()) for pair in zip(there[name], here[name])]
-    return {
-        "only here": only(here, there),
-        "only there": only(there, here) + sorted(saved.attributes - saved.live.objects.keys()),
-        "other shapes": [
-            f"{shown(other)} {list(one.shape)} there, {list(other.shape)} here"
-            for one, other in pairs if one.shape != other.shape
-        ],
-    }  # fmt: skip
 
 
 def _leaves_of(layer: _Layer) -> list[Leaf]:

@@ -1,7 +1,16 @@
-"""Checkpoints of one run: saved in the background, pruned by the policy, restored strictly."""
+"""Saves: a snapshot of all state in memory, written in the background, committed last, pruned by the policy.
+
+TensorFlow's own asynchronous checkpoints fail on Keras 3 variables (TensorFlow 2.20, Keras 3.15: the second save makes
+variables inside a `tf.function`). A snapshot reads each value as TensorFlow would save it, under the key that
+TensorFlow gave it, and is written as the same files.
+
+A position in the data may hold a shuffle buffer of many megabytes, so it is not sent to the chief. Where there are
+several workers, each writes its own file `ckpt-<step>.position-<worker>-of-<workers>`, and the chief lists all of
+them, with sizes and checksums, in the marker.
+"""
 
 import dataclasses
-import enum
+import hashlib
 import os
 import tempfile
 import threading
@@ -12,29 +21,21 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf, files, folders
-from looplib.checkpoint import commits, contents, marker, worker_positions
-from looplib.checkpoint.marker import Measured
-from looplib.checkpoint.matching import differences, misplaced
-from looplib.checkpoint.names import Live, Saved
+from looplib import files, folders
+from looplib.checkpoint import commits, contents
+from looplib.checkpoint.commits import Measured
+from looplib.checkpoint.names import Live
 from looplib.checkpoint.policy import CheckpointPolicy
-from looplib.checkpoint.snapshot import Snapshots, host_device, objects_of
-from looplib.checkpoint.warm_start import describe_differences, take_what_fits
+from looplib.checkpoint.restoring import RestoreMode, objects_of, restore
 from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, with_cure
 from looplib.task.plain import as_bytes
 from looplib.task.record import Contents, RunRecord, VariableNames
 
-_MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
-
-
-class RestoreMode(enum.Enum):
-    """Which differences between a checkpoint and the objects here a restore allows."""
-
-    STRICT = enum.auto()  # none
-    SUBSET = enum.auto()  # the checkpoint may hold more, such as the optimizer, which an evaluation does not have
-    INTERSECTION = enum.auto()  # both may hold more
+_ABSENT = bytes(hashlib.sha256().digest_size)
 
 
 class Checkpoints:
@@ -57,7 +58,7 @@ class Checkpoints:
       sync: puts on the disk what the checkpoint calls reported; called before the commit.
 
     Attributes:
-      committed: the paths that were committed here, of which the owner takes those that it has seen out.
+      committed: committed paths not yet announced.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Checkpoints:
             commits.make_way(self.directory, step)
             if self._workers.count > 1:
                 commits.begin(path)  # before any worker writes
-        positions = worker_positions.write(path, position, self._workers)
+        positions = write_position(path, position, self._workers)
         if not self._writes:
             self._read_along()
             return
@@ -234,7 +235,7 @@ class Checkpoints:
         self.wait()
         for done in commits.committed(self.directory):
             if done.step == step:
-                marker.add_scores(done, scores)
+                commits.add_scores(done, scores)
         self._prune()
 
     def _prune(self) -> None:
@@ -245,36 +246,9 @@ class Checkpoints:
                 commits.remove(done)
 
     def restore(self, path: str, mode: RestoreMode = RestoreMode.STRICT) -> None:
-        """Restores the state.
-
-        Args:
-          path: a checkpoint's path, `.../ckpt-<step>`.
-          mode: `RestoreMode`, which differences are allowed.
-
-        Raises:
-          UsageError: if the checkpoint is not one of this model; it lists what differs. The variables may then be
-            partly restored.
-        """
+        """Restores the state, see `restoring.restore`; waits for a save under way."""
         self.wait()
-        if mode is RestoreMode.INTERSECTION:
-            take_what_fits(self._objects, path)
-            return
-        try:
-            if self._compared(path, shapes=False).get("other names"):
-                raise UsageError(self._mismatch(path, mode))
-            status = self._checkpoint.restore(path, self._options)
-            if mode is RestoreMode.SUBSET:
-                status.assert_existing_objects_matched().expect_partial()
-            else:
-                status.assert_consumed()
-        except UsageError:
-            raise
-        except (ValueError, AssertionError) as error:
-            raise UsageError(self._mismatch(path, mode, error)) from error
-        except (tf.errors.OpError, IndexError) as error:
-            raise UsageError(
-                f"the checkpoint {path} cannot be read ({gist(error)}); specify an older, intact one, or move it away"
-            ) from error
+        restore(self._checkpoint, self._objects, path, mode, self._options)
 
     def differs(self, step: int) -> bool:
         """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""
@@ -301,73 +275,113 @@ class Checkpoints:
             self._noted = Live(self._objects).record(), contents.contents_of(self._objects)
         record.names, record.contents = self._noted
 
-    def _compared(self, path: str, shapes: bool) -> dict[str, list[str]]:
-        """Returns what a checkpoint and the objects here have apart, by titles; {} where the names are not known.
 
-        Args:
-          path: the checkpoint's.
-          shapes: whether to look at all, or else only for other names at the same places.
+def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Measured]:
+    """Writes this worker's position, and waits until all workers have written theirs.
 
-        Raises:
-          UsageError: if what no variable holds is not what the checkpoint was made with.
-        """
-        reader = tf.train.load_checkpoint(path)
-        record = RunRecord.in_checkpoint(reader, path)
-        contents.check(self._objects, record, path)
-        graph = _tf.object_graph(reader)
-        if graph is None:
-            return {}
-        saved = Saved(reader, graph, record.names, self._objects)
-        moved = {"other names": sorted(misplaced(saved, objects_of(graph, self._checkpoint)))}
-        return {**differences(saved), **moved} if shapes else moved
-
-    def _mismatch(self, path: str, mode: RestoreMode, error: Exception | None = None) -> str:
-        """Returns the sentence that lists all differences; TensorFlow's error names only the first one."""
-        found = self._compared(path, shapes=True)
-        if mode is RestoreMode.SUBSET:
-            found.pop("only there", None)
-        return (
-            f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "
-            "build the model that the checkpoint was made with, or ask for a partial restore "
-            f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(found) or gist(error)})"
-        )
-
-
-def latest_checkpoint(directory: str) -> str | None:
-    """Returns the path of the newest committed checkpoint in a directory, or None."""
-    done = commits.newest(directory)
-    return done.path if done else None
-
-
-def peek(path: str) -> tuple[int, RunRecord]:
-    """Reads the global step and the run record without touching the model.
+    A worker that cannot write its file logs a warning: the run is worth more than a quick resume.
 
     Args:
-      path: a checkpoint's path.
+      path: the checkpoint's path. The chief has made room for its files before it calls this.
+      position: what `TaskLoop.position` returned; b"" for none.
+      workers: the workers.
+
+    Returns:
+      The files that were written, by name, for `commits.commit`; {} for one worker.
+    """
+    if workers.count == 1 or not (sizes := workers.gather(np.int64(len(position)))).any():
+        return {}
+    digest = _ABSENT
+    if position:
+        try:
+            files.write_whole(commits.position_path(path, workers.index, workers.count), position, durable=False)
+            digest = hashlib.sha256(position).digest()
+        except (OSError, tf.errors.OpError) as error:
+            logging.warning(
+                "worker %d cannot write its position in the data beside %s (%s), so that a resumed run will skip the "
+                "data already used; model_dir has to be writable by all workers",
+                workers.index,
+                path,
+                gist(error),
+            )
+    digests = [row.tobytes() for row in workers.gather(np.frombuffer(digest, np.uint8))]
+    return {
+        os.path.basename(commits.position_path(path, index, workers.count)): {
+            "bytes": int(size),
+            "sha256": digest.hex(),
+        }
+        for index, (size, digest) in enumerate(zip(sizes, digests))
+        if digest != _ABSENT
+    }
+
+
+def host_device() -> str:
+    """Returns the name of this process's CPU, as opposed to that of another process that it is connected to."""
+    with tf.device("/cpu:0"):
+        return tf.constant(0).device
+
+
+class Snapshots:
+    """Takes snapshots of the objects of one `tf.train.Checkpoint`, and writes them as checkpoints.
+
+    Args:
+      checkpoint: the `tf.train.Checkpoint`.
+      path: a checkpoint that it has written, from which the keys are learned.
 
     Raises:
-      UsageError: if it is not a looplib checkpoint, or its run record cannot be read.
+      NotImplementedError: if it holds something that is neither a variable nor a `PythonState`, such as a table; only
+        TensorFlow can save it, while training waits.
     """
-    try:
+
+    def __init__(self, checkpoint: tf.train.Checkpoint, path: str) -> None:
         reader = tf.train.load_checkpoint(path)
-        step = int(reader.get_tensor(_tf.variable_key("global_step")))
-        if os.path.basename(path) != f"ckpt-{step}":
-            raise ValueError(f"the step in it is {step}")
-        text = reader.get_tensor(_tf.python_state_key("run_state"))
-    except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
-        raise UsageError(
-            f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
-            "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
-        ) from error
-    record = RunRecord.from_json(text, path)
-    if not 0 <= step + record.input_offset < _MOST_STEPS:
-        raise UsageError(
-            f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
-            f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
-        )
-    if record.global_batch_size is not None and not record.saved_batches.holds(step, step + record.input_offset):
-        raise UsageError(
-            f"the run record in {path} has batches of {record.saved_batches} examples, of which no run comes to step "
-            f"{step}; name another checkpoint"
-        )
-    return step, record
+        graph = _tf.object_graph(reader)
+        if graph is None:
+            raise NotImplementedError(f"with TensorFlow {tf.__version__} any checkpoint")
+        self._graph = reader.get_tensor(_tf.OBJECT_GRAPH_KEY)
+        self._readers: dict[str, Callable[[], tf.Tensor]] = {}
+        objects = objects_of(graph, checkpoint)
+        for number, node in enumerate(graph.nodes):
+            for attribute in node.attributes:
+                self._readers[attribute.checkpoint_key] = _reader(objects.get(number), attribute)
+
+    def take(self) -> dict[str, tf.Tensor]:
+        """Returns a dict from checkpoint key to a tensor in host memory.
+
+        It costs no copy on a CPU: TensorFlow copies a variable's buffer when the variable is next updated while
+        another reference holds its value.
+        """
+        with tf.device(host_device()):
+            return {
+                _tf.OBJECT_GRAPH_KEY: tf.constant(self._graph),
+                **{key: read() for key, read in self._readers.items()},
+            }
+
+    @staticmethod
+    def write(path: str, snapshot: dict[str, tf.Tensor]) -> None:
+        """Writes a snapshot as the files of a checkpoint.
+
+        Args:
+          path: the checkpoint's path.
+          snapshot: the dict that `take` returned.
+
+        Raises:
+          tf.errors.OpError: if it cannot be written.
+        """
+        with tf.device(host_device()):
+            tf.raw_ops.SaveV2(
+                prefix=path,
+                tensor_names=list(snapshot),
+                shape_and_slices=[""] * len(snapshot),
+                tensors=list(snapshot.values()),
+            )
+
+
+def _reader(value: Any, attribute: Any) -> Callable[[], tf.Tensor]:
+    """Returns the function that reads one saved value of an object."""
+    if isinstance(value, tf.train.experimental.PythonState) and attribute.name == "py_state":
+        return lambda: tf.constant(value.serialize())
+    value = _keras.tf_variable(value)
+    if isinstance(value, tf.Variable) and attribute.name == "VARIABLE_VALUE":
+        return lambda: tf.identity(value.read_value())
+    raise NotImplementedError(attribute.checkpoint_key)

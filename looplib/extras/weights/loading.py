@@ -2,25 +2,20 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras, _tf, files
+from looplib import files
 from looplib.checkpoint import choice, commits, contents
-from looplib.checkpoint.matching import Match
 from looplib.checkpoint.names import Leaf, Saved
-from looplib.checkpoint.snapshot import objects_of
+from looplib.checkpoint.restoring import describe_differences, objects_of
 from looplib.errors import UsageError, gist, join_names
+from looplib.extras.weights.matching import Match
 from looplib.task.record import RunRecord
 from looplib.task.state import variables_of
-
-
-def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
-    """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
-    return "; ".join(f"{title}: {join_names(list(names), most=4)}" for title, names in differences.items() if names)
 
 
 def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> None:

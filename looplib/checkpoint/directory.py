@@ -9,11 +9,11 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.checkpoint import choice, commits, marker
+from looplib.checkpoint import choice, commits
+from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.lock import RunLock, acquire
-from looplib.checkpoint.manager import latest_checkpoint, peek
-from looplib.checkpoint.marker import Commit
 from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.restoring import peek
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
 from looplib.task.record import RunRecord
@@ -190,7 +190,7 @@ class RunDirectory:
     @property
     def latest(self) -> str | None:
         """The path of the newest committed checkpoint, or None."""
-        return latest_checkpoint(self.checkpoints) if self.checkpoints else None
+        return commits.latest_checkpoint(self.checkpoints) if self.checkpoints else None
 
     def agreed_latest(self) -> str | None:
         """Returns `latest` as the chief sees it, which may be writing another one now; workers wait for each other."""
@@ -223,7 +223,7 @@ class RunDirectory:
             self._verified = None  # once, because it may change later
             return
         try:
-            reason = commits.verify(marker.read(path))
+            reason = commits.verify(commits.read_marker(path))
         except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
             if isinstance(error, UsageError):
                 raise
