@@ -4,10 +4,14 @@ Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `loopli
 it asks for one by its group and name.
 """
 
+import argparse
+import dataclasses
 import functools
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
+from looplib import files
 from looplib.errors import UsageError
 
 
@@ -43,3 +47,44 @@ def load(group: str, name: str) -> Any:
             "install looplib again"
         )
     return found.load()
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A tool of `python -m looplib`, which its parser sets as `tool`.
+
+    Attributes:
+      run: function of the parsed options; returns the exit code.
+      check: function of the options that raises `UsageError` for what can be seen to be wrong without TensorFlow, whose
+        import takes seconds.
+      needs_tensorflow: function of the options, whether TensorFlow is imported before the tool runs.
+      own_signals: whether the tool starts in a moment, and handles signals itself.
+      has_verdict: whether exit code 0 says something of runs, so that it must not stand for a closed pipe.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    check: Callable[[argparse.Namespace], object] = lambda options: None
+    needs_tensorflow: Callable[[argparse.Namespace], bool] = lambda options: True
+    own_signals: bool = False
+    has_verdict: bool = False
+
+
+def arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the parser of a tool has added to its options, by name."""
+    return {name: value for name, value in vars(options).items() if name not in ("tool", "command")}
+
+
+def path(text: str) -> str:
+    """Returns a path of the command line; the type of an option.
+
+    Args:
+      text: as the user gives it.
+
+    Raises:
+      argparse.ArgumentTypeError: if it is none.
+    """
+    try:
+        found = files.resolve(text, "the path")
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return found if text.startswith(("~", "file://")) else text  # names in tables are those that the user gives

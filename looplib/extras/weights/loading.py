@@ -12,6 +12,8 @@ from looplib import files
 from looplib.checkpoint import choice, commits, contents
 from looplib.checkpoint.names import Leaf, Saved
 from looplib.checkpoint.restoring import describe_differences, objects_of
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, join_names
 from looplib.extras.weights.matching import Match
 from looplib.task.record import RunRecord
