@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     global_share: none
     host_loop: as_shown
     lending: none
-    loops: LoopSettings, Loops
+    loops: Loops
     metric_sums: none
     optimizers: Replacement, TrainingOptimizers, refuse_others
     packing: batch_size

@@ -62,7 +62,7 @@ class TaskLoop(TrainingLoop):
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
-        self.batches = Batches(spec.global_batch_size, spec.earlier)
+        self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
         self._stream = self._distribute()
         self.epoch, self.examples = self._stream.epoch, self._stream.examples
@@ -113,14 +113,11 @@ class TaskLoop(TrainingLoop):
         return distribution.distribute(
             spec.strategy,
             spec.task,
-            global_batch_size=spec.global_batch_size,
-            seed=spec.seed,
+            spec.config,
+            spec.left_out,
             training=spec.training,
             start_step=self._start_step,
             earlier=self.batches.earlier,
-            overfit_batch=spec.overfit_batch,
-            bad_records=spec.bad_records,
-            how=spec.distribute,
             in_blocks=spec.may_compile,
         )
 
@@ -434,7 +431,7 @@ def _end_all_data() -> None:
 
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
-    if spec.overfit_batch and (
+    if spec.config.overfit_batch and (
         isinstance(spec.task, OwnLoop) or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy)
     ):
         raise UsageError(
