@@ -121,7 +121,9 @@ class Line(looplib.Trainer):
         self.weight.assign_add(tf.reduce_mean(inputs))
         return {"weight": looplib.last(self.weight)}
 
-with looplib.Controller(trainer=Line(), global_batch_size=4, steps_per_loop=2, model_dir=sys.argv[1]) as controller:
+with looplib.Controller(
+    looplib.RunConfig(global_batch_size=4, steps_per_loop=2), trainer=Line(), model_dir=sys.argv[1]
+) as controller:
     print(controller.train(int(sys.argv[2])), controller.restored_from)
 assert not [name for name in sys.modules if name.startswith("looplib.extras")]
 """
