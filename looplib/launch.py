@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import command_line, console, field_types, files, folders, plugins, runtime, source_locations
+from looplib import command_line, console, field_types, files, folders, plugins, runtime
 from looplib import config as configuration
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, tpu
@@ -35,6 +35,7 @@ from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
+from looplib.diagnosis import diagnosis
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
 from looplib.masks import masked, masked_text
@@ -207,7 +208,7 @@ class _Session:
     def place_of(self, error: Exception) -> str:
         """Returns the user's line that an error comes from, "" if it is not known."""
         loops = self.controller.loops.values() if self.controller else ()
-        places = (source_locations.place_of(error), *(loop.place_of(error) for loop in loops))
+        places = (diagnosis().place_of(error), *(loop.place_of(error) for loop in loops))
         return next(filter(None, places), "")
 
     def close(self, status: str, sentence: str = "") -> None:

@@ -20,11 +20,11 @@ from looplib.checkpoint.recovery import Recovery
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
+from looplib.diagnosis import diagnosis
 from looplib.errors import Preempted, UsageError, join_names
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
-from looplib.loop import flops
 from looplib.loop.base import LoopResult
 from looplib.loop.loops import Loops, LoopSettings
 from looplib.loop.recorded import RecordedParts
@@ -118,7 +118,7 @@ class Run:
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
             self.report.model = model_table.note(trainer)
-            self.report.speed = flops.of_training(self.loops.training, settings.strategy)
+            self.report.speed = diagnosis().speed(self.loops.training, settings.strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)
 
@@ -299,10 +299,10 @@ class Run:
     def note_speed(self) -> None:
         """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self.workers.is_chief and self._trained and seconds >= flops.SHORT_TRAINING:
+        if self.report.speed and self.workers.is_chief and self._trained:
             with self.clock.phase("report"):
                 strategy = self._settings.strategy
-                self.report.speed = flops.with_share(self.report.speed, strategy, self._trained / seconds)
+                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, self._trained, seconds)
 
     def show(self, split: str, step: int, shown: Mapping[str, Shown]) -> None:
         """Gives media to the writers, if there are any."""

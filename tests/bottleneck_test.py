@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import looplib
-from looplib.data import bottleneck
+from looplib.extras.diagnosis import bottleneck
 
 pytestmark = pytest.mark.tuned
 

@@ -14,8 +14,8 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data import refused
 from looplib.data.input_context import BadRecords
+from looplib.extras.diagnosis import refused
 from looplib.extras.records import order as orders
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]

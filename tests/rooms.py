@@ -9,7 +9,6 @@ TESTS = {
     "cluster": ["cluster", "tpu", "workers/peers"],
     "compat": ["tf"],
     "data": [
-        "bottleneck",
         "device_copies",
         "empty_shares",
         "feeds",
@@ -19,10 +18,12 @@ TESTS = {
         "sources",
     ],
     "extras": [
+        "bottleneck",
         "checks",
         "class_weight",
         "every_kind",
         "faults/replay_faults",
+        "flops",
         "foreign",
         "keras_building",
         "keras_replicas",
@@ -56,7 +57,6 @@ TESTS = {
         "checksums",
         "engines",
         "evaluation_loop",
-        "flops",
         "fused",
         "loops",
         "media",

@@ -3,18 +3,15 @@
 Names that other rooms may use, by file:
     batches: Batches, Epoch, Span
     block_stream: none
-    bottleneck: of
     devices: DISTRIBUTES, runs_on_host
     distribution: distribute
-    doubts: none
     global_batches: none
     host_stream: HostStream
-    input_context: BadRecords, InputContext
+    input_context: BadRecords, InputContext, Reads
     iterator_state: none
     lengths: none
     order: Ids, Locate, OrderKey, Plan, as_plan, mix, seeds_at
     pipelines: none
-    refused: none
     remote_stream: Place, RemoteStream
     shares: Share, counted, current, in_use, of_means, weighed
     stream: Stream

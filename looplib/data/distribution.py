@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, refused
+from looplib.data import devices
 from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
@@ -104,8 +104,7 @@ def distribute(
         examples=context.examples,
         fingerprint=context.reader.fingerprint() if training and context.reader else {},
         ids=context.ids,
-        reads=lambda: reader.reads if (reader := pipelines.contexts[-1].reader) else [],
-        refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
+        context=lambda: pipelines.contexts[-1],
         lengths=lengths,
     )
 

@@ -1,5 +1,6 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
+import functools
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,10 +9,11 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data import doubts, global_batches
+from looplib.data import global_batches
 from looplib.data.batches import Batches
 from looplib.data.input_context import InputContext
 from looplib.data.shares import KINDS
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 
 _ENDLESS = 2**62
@@ -217,7 +219,8 @@ class Pipelines:
     def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
         """Warns once if maps may not repeat their results at a resume; without a resume, only of random numbers."""
         ops = ops if resumes else ops & _tf.RANDOM_OPS
-        conditions = {op: condition for op in sorted(ops) if (condition := doubts.condition(op, by_skipping=False))}
+        condition = functools.partial(diagnosis().condition, by_skipping=False)
+        conditions = {op: found for op in sorted(ops) if (found := condition(op))}
         if conditions and not self._warned:
             logging.warning(
                 "%s.dataset has %s in a map; a resume from the position of its ids is exact only if %s",

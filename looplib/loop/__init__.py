@@ -7,7 +7,6 @@ Names that other rooms may use, by file:
     batch_sizes: none
     device_loop: none
     example_checksum: METRIC, VARIABLE, hash_of_each
-    flops: SHORT_TRAINING, of_training, with_share
     fused_optimizers: none
     global_share: none
     host_loop: as_shown

@@ -10,12 +10,13 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import runtime, source_locations
+from looplib import runtime
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data import bottleneck, distribution
+from looplib.data import distribution
 from looplib.data.batches import Batches
 from looplib.data.stream import Stream
+from looplib.diagnosis import diagnosis
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum, global_share, metric_sums
@@ -214,7 +215,9 @@ class TaskLoop(TrainingLoop):
         if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
             return
         steps = int(self._spec.counter) - self._counted_before
-        if (named := self._stream.refused(steps)) is not None:
+        steps = 0 if self._spec.overfit_batch else steps
+        named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
+        if named is not None:
             raise DataError(
                 f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or fix "
                 f"{self.place_of(error) or 'the functions of its maps'}"
@@ -325,8 +328,8 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        found = bottleneck.of(self._iterator, self._stream.copy_seconds(), self._stream.reads())
-        return (str(found), found.advice) if found else None
+        reads = self._stream.context().reads
+        return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
 
     def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
@@ -338,9 +341,9 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         if error is not self._failed:
             return ""
-        place = source_locations.place_of(error, [self._inner.step.function] if self._inner.step else [])
+        place = diagnosis().place_of(error, [self._inner.step.function] if self._inner.step else [])
         if not place and _tf.is_of_the_input(error):
-            place = source_locations.place_of_function(type(self.task).dataset)
+            place = diagnosis().place_of_function(type(self.task).dataset)
         return place
 
     def left_whole(self, error: BaseException) -> bool:
