@@ -29,6 +29,7 @@ _HOMES = {
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
     "Preempted": "errors",
+    "RunConfig": "run_config",
     "Trainer": "task.trainer",
     "UsageError": "errors",
     "WeightAverages": "task.averages",

@@ -25,7 +25,7 @@ class Line(looplib.GradientTrainer):
 
 for steps in (10, 20):
     controller = looplib.Controller(
-        trainer=Line(), global_batch_size=8, steps_per_loop=5, model_dir=sys.argv[1], writers=[]
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=5), trainer=Line(), model_dir=sys.argv[1], writers=[]
     )
     controller.train(steps)
     print(controller.global_step, controller.restored_from)

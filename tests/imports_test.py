@@ -41,7 +41,9 @@ bare = set(sys.modules)
 import {image_classification.__name__} as image_classification, looplib
 trainer, evaluator = image_classification.build(image_classification.Config())
 with tempfile.TemporaryDirectory() as folder:
-    looplib.Controller(trainer=trainer, evaluator=evaluator, global_batch_size=60, model_dir=folder).close()
+    looplib.Controller(
+        looplib.RunConfig(global_batch_size=60), trainer=trainer, evaluator=evaluator, model_dir=folder
+    ).close()
 print("added", *(sys.modules.keys() - bare))
 print("all", *sys.modules)
 """
@@ -119,7 +121,9 @@ class Line(looplib.Trainer):
         self.weight.assign_add(tf.reduce_mean(inputs))
         return {"weight": looplib.last(self.weight)}
 
-with looplib.Controller(trainer=Line(), global_batch_size=4, steps_per_loop=2, model_dir=sys.argv[1]) as controller:
+with looplib.Controller(
+    looplib.RunConfig(global_batch_size=4, steps_per_loop=2), trainer=Line(), model_dir=sys.argv[1]
+) as controller:
     print(controller.train(int(sys.argv[2])), controller.restored_from)
 assert not [name for name in sys.modules if name.startswith("looplib.extras")]
 """

@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     batches: Batches, Epoch, Span
     block_stream: none
-    devices: DISTRIBUTES, runs_on_host
+    devices: runs_on_host
     distribution: distribute
     global_batches: none
     host_stream: HostStream

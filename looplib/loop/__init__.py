@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     auto: none
     backend: Backend, Decorator
-    base: ENGINES, InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
+    base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     batch_sizes: none
     device_loop: none
     example_checksum: METRIC, VARIABLE, hash_of_each
@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     global_share: none
     host_loop: as_shown
     lending: none
-    loops: LoopSettings, Loops
+    loops: Loops
     metric_sums: none
     optimizers: Replacement, TrainingOptimizers, refuse_others
     packing: batch_size
