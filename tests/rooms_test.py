@@ -22,11 +22,11 @@ FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() 
 # ground level, whose files are small and have an order of their own.
 LEVELS = [
     {"errors", "files", "folders", "masks", "console", "plugins", "settings", "source_locations", "compat"},
-    {"cluster", "records", "field_types", "run_config"},
+    {"cluster", "records", "run_config"},
     {"task", "report", "health"},
     {"data", "checkpoint", "runtime"},
     {"loop"},
-    {"run", "command_line", "config"},
+    {"run", "command_line"},
     {"evaluations"},
     {"controller"},
     {"launch"},
