@@ -65,7 +65,12 @@ _HOMES = {
     "total": "task.reductions",
     "warm_start": "extras.weights.loading",
 }
-_MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
+_MODULES = {
+    "launch": "launch",
+    "preflight": "extras.tools.preflight",
+    "runtime": "runtime",
+    "tpu": "extras.tpu.connection",
+}
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -10,7 +10,7 @@ from absl import flags
 from looplib import runtime
 from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-from looplib.data.devices import DISTRIBUTES
+from looplib.data.distribution import DISTRIBUTES
 from looplib.errors import UsageError, duration
 from looplib.health import guards
 from looplib.health.guards import Guards

@@ -2,13 +2,9 @@
 
 Names that other rooms may use, by file:
     block_stream: none
-    devices: DISTRIBUTES, local_devices, runs_on_host
-    distribution: distribute
-    global_batches: none
+    distribution: DISTRIBUTES, distribute, local_devices, runs_on_host
     host_stream: HostStream
     iterator_state: none
-    lengths: none
     pipelines: none
-    remote_stream: Place, RemoteStream
-    stream: Stream
+    stream: Properties, Stream
 """

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.data.devices import DISTRIBUTES
+from looplib.data.distribution import DISTRIBUTES
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.data import devices
+from looplib.data import distribution
 from looplib.data.host_stream import HostStream
 from looplib.errors import UsageError
 from looplib.loop.step import Step
@@ -67,7 +67,7 @@ class OneProgram:
 def why_not(step: Step) -> str | None:
     """Returns why the replicas of a step cannot be one program; None if no reason is known."""
     replicas = step.strategy.num_replicas_in_sync
-    on_cpus = devices.runs_on_host(step.strategy) and len(devices.local_devices(step.strategy)) == replicas
+    on_cpus = distribution.runs_on_host(step.strategy) and len(distribution.local_devices(step.strategy)) == replicas
     if not on_cpus or not isinstance(step.stream, HostStream):
         return (
             f"the strategy has {replicas} replicas, and XLA compiles several only on the CPUs of one process, with "
