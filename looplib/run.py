@@ -37,7 +37,7 @@ from looplib.report.progress import Pace
 from looplib.report.shown import Shown
 from looplib.report.writer import Writer
 from looplib.report.writers import Writers, make_writers
-from looplib.task import checks, model_table
+from looplib.task import checks
 from looplib.task.actions import ActionStates, Event
 from looplib.task.derived import Constants, starting
 from looplib.task.evaluator import Evaluator
@@ -120,7 +120,7 @@ class Run:
         )
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
-            self.report.model = model_table.note(trainer)
+            self.report.model = diagnosis().model(trainer)
             self.report.speed = diagnosis().speed(self.loops.training, settings.strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)

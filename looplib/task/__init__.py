@@ -18,7 +18,6 @@ Names that other rooms may use, by file:
     media: Media, histogram, image, text
     micro_batches: none
     mixture: Mixture
-    model_table: note, variables
     monitored: mode_of
     own_loop: OwnLoop
     own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in
