@@ -25,18 +25,16 @@ from looplib.errors import Preempted, UsageError, join_names
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
-from looplib.loop.base import Ran
+from looplib.loop.base import LoopResult
 from looplib.loop.loops import Loops, LoopSettings
 from looplib.loop.recorded import RecordedParts
 from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
-from looplib.report import run_file, run_json
-from looplib.report.clock import Clock
+from looplib.report import run_json
+from looplib.report.clock import Clock, Pace
 from looplib.report.page import Page
-from looplib.report.progress import Pace
 from looplib.report.shown import Shown
-from looplib.report.writer import Writer
-from looplib.report.writers import Writers, make_writers
+from looplib.report.writers import Writer, Writers, make_writers
 from looplib.task import checks
 from looplib.task.actions import ActionStates, Event
 from looplib.task.derived import Constants, starting
@@ -80,8 +78,7 @@ class Run:
         *,
         model_dir: str | None,
         policy: CheckpointPolicy,
-        writers: Sequence[Writer] | None,
-        trackers: Sequence[Writer],
+        writers: Sequence[Writer | str] | None,
         actions: Sequence[Callable[[Event], object]],
         config: Any,
         max_time: float | None = None,
@@ -109,7 +106,7 @@ class Run:
         self.directory.check_nothing_is_lost(self.report.saved_step)
         if self.workers.is_chief:
             place = model_dir if self.directory.writable else None
-            self.writers = make_writers(writers, trackers, place, self.directory.check_lock)
+            self.writers = make_writers(writers, place, self.directory.check_lock)
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)
@@ -131,7 +128,7 @@ class Run:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
         self._page = Page(self.model_dir if writes and self.directory.writes else None, self._flush_for_page)
         return run_json.RunReport(
-            path=run_file.path_of(self.model_dir, self.directory.writes) if writes else None,
+            path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,
@@ -270,7 +267,7 @@ class Run:
         self.store.set_newer_aside(step)
         self.writers.resume(step, {"train": reported, **dict.fromkeys(self.loops.evaluations, evaluated)})
 
-    def train_to(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train_to(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary, see `Loops.train`.
 
         Raises:

@@ -9,17 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
+from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
-from looplib.data.pipelines import Pipelines, makes_global_batches
+from looplib.data.input_context import BadRecords, InputContext, per_replica_batch_size
+from looplib.data.pipelines import Pipelines, Task, makes_global_batches
 from looplib.data.stream import Lengths, Properties, Stream
 from looplib.errors import UsageError
-from looplib.records.damage import LeftOut
-from looplib.records.fingerprint import fingerprint
-from looplib.task.batches import Batches, Span
-from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext, per_replica_batch_size
-from looplib.task.trainer import Trainer
 
 # What carries batches: "auto" is a plain iterator wherever that can stand in for one of tf.distribute, "tf" is never.
 DISTRIBUTES = ("auto", "tf")
@@ -49,7 +45,7 @@ def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
 
 def distribute(
     strategy: tf.distribute.Strategy,
-    task: Trainer | Evaluator,
+    task: Task,
     *,
     global_batch_size: int,
     seed: int,
@@ -57,7 +53,7 @@ def distribute(
     start_step: int = 0,
     earlier: Sequence[Span] = (),
     overfit_batch: bool = False,
-    bad_records: LeftOut | None = None,
+    bad_records: BadRecords | None = None,
     how: str = "auto",
     in_blocks: bool = False,
     remote: Callable[..., Stream] | None = None,
@@ -138,7 +134,7 @@ def _properties(
         sized=pipelines.sized,
         epoch=context.epoch,
         examples=context.examples,
-        fingerprint=fingerprint(context.sources) if training else {},
+        fingerprint=context.reader.fingerprint() if training and context.reader else {},
         lengths=lengths,
     )
 

@@ -1,7 +1,7 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -9,18 +9,31 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
+from looplib.data.batches import Batches
+from looplib.data.input_context import InputContext
+from looplib.data.shares import KINDS, Share
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
-from looplib.task.batches import Batches
-from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext
-from looplib.task.shares import KINDS, Share
-from looplib.task.trainer import Trainer
 
 _ENDLESS = 2**62
 
 
-def makes_global_batches(task: Trainer | Evaluator) -> bool:
+class Task(Protocol):
+    """What is read of a `Trainer` or an `Evaluator`; see there.
+
+    Attributes:
+      batches: "per_replica" or "global".
+      batch_size_varies: whether its batches have other sizes than the context's.
+    """
+
+    batches: str
+    batch_size_varies: bool
+
+    def dataset(self, context: InputContext) -> tf.data.Dataset:
+        """Makes the batches of one pipeline."""
+
+
+def makes_global_batches(task: Task) -> bool:
     """Returns whether a task makes global batches.
 
     Raises:
@@ -60,7 +73,7 @@ class Pipelines:
 
     def __init__(
         self,
-        task: Trainer | Evaluator,
+        task: Task,
         settings: dict[str, Any],
         start_step: int,
         sizes: Batches,

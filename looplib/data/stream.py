@@ -8,8 +8,8 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
-from looplib.task.batches import Epoch
-from looplib.task.input_context import InputContext
+from looplib.data.batches import Epoch
+from looplib.data.input_context import InputContext
 
 
 def counted_from_0(iterator: Any) -> Any:
@@ -75,7 +75,7 @@ class Properties:
       in_turn: whether the row numbers of a batch follow one another, and the rows are on CPUs.
       epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples there are; None where that is not known.
-      fingerprint: of the files of a training, see `records.fingerprint`.
+      fingerprint: of the files of a training, see `input_context.Reader`.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
     """
 

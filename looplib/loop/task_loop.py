@@ -14,13 +14,14 @@ from looplib import runtime
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.data import distribution
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
-from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
+from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
@@ -28,7 +29,6 @@ from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task import own_names
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
@@ -124,7 +124,7 @@ class TaskLoop(TrainingLoop):
             overfit_batch=spec.overfit_batch,
             bad_records=spec.bad_records,
             how=spec.distribute,
-            in_blocks=spec.engine in ("auto", "xla"),
+            in_blocks=spec.may_compile,
             remote=self._backend.remote_stream,
         )
 
@@ -184,7 +184,7 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         return self._inner.record
 
-    def run(self, request: Request, phase: str) -> Ran:
+    def run(self, request: Request, phase: str) -> LoopResult:
         """See `Loop`; the loop knows itself for how many steps the data is sure to last."""
         with self._clock.phase(phase):
             if self._iterator is None:
@@ -236,7 +236,7 @@ class TaskLoop(TrainingLoop):
             with self._clock.phase("compile"):
                 self._inner.trace(self._iterator)
 
-    def _run(self, request: Request, phase: str) -> Ran:
+    def _run(self, request: Request, phase: str) -> LoopResult:
         if self._traced:
             self._traced.check(self._spec.step_name)
         before, suspended = self._clock.of(phase), notice.suspended
@@ -332,7 +332,8 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        reads = self._stream.context().reads
+        reader = self._stream.context().reader
+        reads = reader.reads if reader else []
         return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
 
     def _end_data(self, wait: bool = False) -> None:

@@ -6,12 +6,11 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
+from looplib.data.input_context import InputContext, Reads
 from looplib.diagnosis import Diagnosis
 from looplib.extras.diagnosis import bottleneck, model_table, places, refused
 from looplib.extras.diagnosis.speed import Speed, of_training, with_share
 from looplib.loop.base import TrainingLoop
-from looplib.records.reading import Reads
-from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
 
 # The beginnings of TensorFlow's names of ops, and parts of them.

@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     coordinator: ParameterServers
-    processes: connect, connected, counts
+    processes: none
     remote_stream: none
     results: none
 """
