@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     batches: Batches, Epoch, Span
     block_stream: none
-    distribution: DISTRIBUTES, distribute, local_devices, runs_on_host
+    distribution: DISTRIBUTES, distribute, runs_on_host
     host_stream: HostStream
     input_context: BadRecords, InputContext, Reads
     iterator_state: none
