@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     bottleneck: none
-    causes: none
+    causes: Causes
     model_table: none
     places: none
     refused: none
