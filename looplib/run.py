@@ -39,7 +39,7 @@ from looplib.report.shown import Shown
 from looplib.report.writers import Writer, Writers, make_writers
 from looplib.run_config import RunConfig
 from looplib.settings import as_flags
-from looplib.task import checks, model_table
+from looplib.task import checks
 from looplib.task.actions import ActionStates, Event
 from looplib.task.derived import Constants, starting
 from looplib.task.evaluator import Evaluator
@@ -121,7 +121,7 @@ class Run:
         )
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
-            self.report.model = model_table.note(trainer)
+            self.report.model = diagnosis().model(trainer)
             self.report.speed = diagnosis().speed(self.loops.training, strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)

@@ -17,8 +17,8 @@ from conftest import make_strategy, more
 import looplib
 from looplib.checkpoint import commits
 from looplib.health import non_finite
+from looplib.health.guards import spike_score
 from looplib.health.non_finite import StateCheck
-from looplib.health.spikes import spike_score
 from looplib.report.records import read_jsonl
 
 BAD_STEP = 7

@@ -4,8 +4,6 @@ Names that other rooms may use, by file:
     collectives: OF_OTHERS, Workers
     environment: Cluster, EXPECTED, resolve
     gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, times, varies
-    links: none
     peers: Peers, current
     rendezvous: none
-    tpu: connect, is_here, is_lost, start_again
 """

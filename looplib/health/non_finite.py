@@ -6,14 +6,13 @@ state.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
-from looplib.health.guards import Trouble
 
 _BEFORE_A_TRACE = 40  # checks of the state, which together take as long: 40 and 1,600 microseconds for a variable
 GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
@@ -142,17 +141,3 @@ class StateCheck:
 
 def _is_finite(variable: tf.Variable) -> bool:
     return bool(tf.reduce_all(tf.math.is_finite(variable)))
-
-
-def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
-    """Raises `Trouble` if every one of at least ten steps was skipped, because no later step will be better.
-
-    Args:
-      step: the global step of the report.
-      metrics: dict of the training metrics, of which `skipped_steps` is read.
-      steps: how many steps the report is over.
-    """
-    if steps >= 10 and metrics.get("skipped_steps", 0) >= steps:
-        raise Trouble(
-            f"all {steps} steps up to step {step} had non-finite values and were skipped", "halt", step - steps, step
-        )

@@ -14,7 +14,6 @@ Names that other rooms may use, by file:
     loss_scale: none
     media: Media, histogram, image, text
     micro_batches: none
-    model_table: note, variables
     monitored: mode_of
     own_loop: OwnLoop
     own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in

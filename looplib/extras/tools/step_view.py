@@ -15,13 +15,12 @@ from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.data.shares import Share
 from looplib.errors import gist
-from looplib.extras.diagnosis import places
+from looplib.extras.diagnosis import model_table, places
 from looplib.extras.page import values
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
 from looplib.report.progress import format_number
 from looplib.report.records import Record
-from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number
 from looplib.task.trainer import Trainer
