@@ -27,7 +27,7 @@ class Line(looplib.GradientTrainer):
 
 for steps in (10, 20):
     controller = looplib.Controller(
-        trainer=Line(), global_batch_size=8, steps_per_loop=5, model_dir=sys.argv[1]
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=5), trainer=Line(), model_dir=sys.argv[1]
     )
     controller.train(steps)
     print(controller.global_step, controller.restored_from)

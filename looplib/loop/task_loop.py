@@ -212,7 +212,7 @@ class TaskLoop(TrainingLoop):
         if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
             return
         steps = int(self._spec.counter) - self._counted_before
-        steps = 0 if self._spec.overfit_batch else steps
+        steps = 0 if self._spec.config.overfit_batch else steps
         named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
         if named is not None:
             raise DataError(
