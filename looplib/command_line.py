@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from absl import flags
 
-from looplib import runtime
+from looplib import plugins, runtime
 from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.errors import UsageError, duration, is_utf8
@@ -52,7 +52,7 @@ FLAGS = (
     Flag("eval_interval", int, 1000, "Steps between evaluations.", least=1),
     Flag("eval_steps", int, -1, "Steps of each evaluation; -1 evaluates all data."),
     Flag("eval_timeout", float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
-    Flag("trackers", list, None, "Trackers of the training's metrics: some of csv, mlflow, wandb."),
+    Flag("trackers", list, None, "Further writers of metrics: csv, mlflow, wandb, or other plug-ins."),
     Flag("predictions", str, None, "Directory for --mode=predict; none: predictions in the run directory."),
     Flag("predictions_format", str, "jsonl", "Files of the predictions.", PREDICTIONS),
     Flag("predictions_piece", int, 10_000, "Records of a file of predictions.", least=1),
@@ -115,9 +115,7 @@ def actions(values: dict[str, Any]) -> list[Action]:
         raise UsageError(
             f"--profile is {values['profile']!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
         )
-    from looplib.extras.actions.profiling import Profile  # here, because few runs need it
-
-    return [Profile(int(found[1]), int(found[2]))]
+    return [plugins.load("looplib.parts", "Profile")(int(found[1]), int(found[2]))]
 
 
 def parse(argv: Sequence[str]) -> list[str]:

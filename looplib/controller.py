@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
+from looplib import files, plugins
 from looplib.checkpoint import choice
 from looplib.checkpoint.directory import resolve
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
@@ -18,9 +18,9 @@ from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
-from looplib.loop.media import as_shown
+from looplib.loop.host_loop import as_shown
 from looplib.loop.schedule import Schedule
-from looplib.report.writer import Writer
+from looplib.report.writers import Writer
 from looplib.run import Metrics, Run
 from looplib.run_config import RunConfig
 from looplib.task import checks
@@ -49,9 +49,9 @@ class Controller:
       strategy: `tf.distribute.Strategy` under whose scope the models were built; default the current one.
       model_dir: the run directory, made if missing; None keeps nothing on disk.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
-      writers: list of `Writer`; default TensorBoard and `metrics.jsonl` in `model_dir`, and the console.
-      trackers: list of further `Writer`s, beside those of `writers`, such as
-        `looplib.BackgroundWriter(looplib.MlflowWriter(model_dir))`.
+      writers: list of `Writer`, or names of plug-ins of the group `looplib.writers`, such as
+        `[*looplib.DEFAULT_WRITERS, "mlflow"]`; default `DEFAULT_WRITERS`: the console, and in `model_dir` TensorBoard,
+        `metrics.jsonl` and `media.jsonl`.
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
@@ -77,8 +77,7 @@ class Controller:
         strategy: tf.distribute.Strategy | None = None,
         model_dir: str | os.PathLike[str] | None = None,
         checkpoints: CheckpointPolicy | None = None,
-        writers: Sequence[Writer] | None = None,
-        trackers: Sequence[Writer] | None = None,
+        writers: Sequence[Writer | str] | None = None,
         actions: Sequence[Callable[[Event], object]] | None = None,
         config: Any = None,
     ) -> None:
@@ -110,7 +109,6 @@ class Controller:
             model_dir=model_dir,
             policy=checkpoints,
             writers=writers,
-            trackers=trackers or (),
             actions=self._actions,
             config=config,
         )
@@ -269,8 +267,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no evaluator predicts.
         """
-        from looplib.extras.outputs.predictions import predict
-
+        predict = plugins.load("looplib.parts", "predict")
         directory = files.resolve(directory, "the directory of the predictions") if directory is not None else None
         return predict(self._run, directory, format, piece)
 
@@ -294,8 +291,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or a model that cannot be exported.
         """
-        from looplib.extras.outputs.exports import export
-
+        export = plugins.load("looplib.parts", "export")
         directory = files.resolve(directory, "the directory of the export") if directory is not None else None
         return export(self._run, directory, averages, tflite)
 

@@ -21,24 +21,21 @@ from looplib.checkpoint.recovery import Recovery
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
+from looplib.diagnosis import diagnosis
 from looplib.errors import Preempted, UsageError, join_names
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
-from looplib.loop import flops
-from looplib.loop.base import Ran
+from looplib.loop.base import LoopResult
 from looplib.loop.loops import Loops
 from looplib.loop.recorded import RecordedParts
 from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
-from looplib.records.damage import LeftOut
-from looplib.report import run_file, run_json
-from looplib.report.clock import Clock
+from looplib.report import run_json
+from looplib.report.clock import Clock, Pace
 from looplib.report.page import Page
-from looplib.report.progress import Pace
 from looplib.report.shown import Shown
-from looplib.report.writer import Writer
-from looplib.report.writers import Writers, make_writers
+from looplib.report.writers import Writer, Writers, make_writers
 from looplib.run_config import RunConfig
 from looplib.settings import as_flags
 from looplib.task import checks, model_table
@@ -85,15 +82,14 @@ class Run:
         *,
         model_dir: str | None,
         policy: CheckpointPolicy,
-        writers: Sequence[Writer] | None,
-        trackers: Sequence[Writer],
+        writers: Sequence[Writer | str] | None,
         actions: Sequence[Callable[[Event], object]],
         config: Any,
     ) -> None:
         log_once()
         self.clock = Clock()
         self.workers = Workers(strategy)
-        left_out = LeftOut(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
+        left_out = BadRecords(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
         self.loops = Loops(run_config, strategy, self.clock, left_out)
         self.writers = Writers([])
         self.end: int | None = None
@@ -113,7 +109,7 @@ class Run:
         self.directory.check_nothing_is_lost(self.report.saved_step)
         if self.workers.is_chief:
             place = model_dir if self.directory.writable else None
-            self.writers = make_writers(writers, trackers, place, self.directory.check_lock)
+            self.writers = make_writers(writers, place, self.directory.check_lock)
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)
@@ -125,7 +121,7 @@ class Run:
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
             self.report.model = model_table.note(trainer)
-            self.report.speed = flops.of_training(self.loops.training, strategy)
+            self.report.speed = diagnosis().speed(self.loops.training, strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)
 
@@ -135,7 +131,7 @@ class Run:
         strategy, writes = self.loops.strategy, self.workers.is_chief and self.directory.writable
         self._page = Page(self.model_dir if writes and self.directory.writes else None, self._flush_for_page)
         return run_json.RunReport(
-            path=run_file.path_of(self.model_dir, self.directory.writes) if writes else None,
+            path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,
@@ -274,7 +270,7 @@ class Run:
         self.store.set_newer_aside(step)
         self.writers.resume(step, {"train": reported, **dict.fromkeys(self.loops.evaluations, evaluated)})
 
-    def train_to(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train_to(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary, see `Loops.train`.
 
         Raises:
@@ -306,10 +302,10 @@ class Run:
     def note_speed(self) -> None:
         """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self.workers.is_chief and self._trained and seconds >= flops.SHORT_TRAINING:
+        if self.report.speed and self.workers.is_chief and self._trained:
             with self.clock.phase("report"):
                 strategy = self.loops.strategy
-                self.report.speed = flops.with_share(self.report.speed, strategy, self._trained / seconds)
+                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, self._trained, seconds)
 
     def show(self, split: str, step: int, shown: Mapping[str, Shown]) -> None:
         """Gives media to the writers, if there are any."""

@@ -8,34 +8,31 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, refused
+from looplib.data import devices
+from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
+from looplib.data.input_context import BadRecords, InputContext, per_replica_batch_size
 from looplib.data.lengths import Lengths
-from looplib.data.pipelines import Pipelines, makes_global_batches
+from looplib.data.pipelines import Pipelines, Task, makes_global_batches
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
-from looplib.records.damage import LeftOut
-from looplib.records.fingerprint import fingerprint
 from looplib.run_config import RunConfig
-from looplib.task.batches import Batches, Span
-from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext, per_replica_batch_size
-from looplib.task.trainer import Trainer
 
 _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
 
 
 def distribute(
     strategy: tf.distribute.Strategy,
-    task: Trainer | Evaluator,
+    task: Task,
     config: RunConfig,
-    left_out: LeftOut | None = None,
+    left_out: BadRecords | None = None,
     *,
     training: bool,
     start_step: int = 0,
     earlier: Sequence[Span] = (),
+    in_blocks: bool = False,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy; see `Specification` and `BlockStream`.
 
@@ -47,6 +44,7 @@ def distribute(
       training: whether the data is that of a training.
       start_step: global batches that were consumed before.
       earlier: those of other sizes.
+      in_blocks: whether the loop takes the batches of several steps at once.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
@@ -91,7 +89,7 @@ def distribute(
     stream, arrays = Stream, context.arrays
     if remote:
         stream = functools.partial(RemoteStream, make=pipelines.build_on_worker, by_number=by_number)
-    elif on_host and config.loop in ("auto", "xla") and on_cpus and training and workers.count == 1:
+    elif on_host and in_blocks and on_cpus and training and workers.count == 1:
         stream, dataset, arrays = _in_blocks(dataset, context, global_batch_size, replicas)
     elif on_host:
         stream = functools.partial(HostStream, devices=() if on_cpus else local)
@@ -113,17 +111,16 @@ def distribute(
         sized=pipelines.sized,
         epoch=context.epoch,
         examples=context.examples,
-        fingerprint=fingerprint(context.sources) if training else {},
+        fingerprint=context.reader.fingerprint() if training and context.reader else {},
         ids=context.ids,
-        reads=lambda: pipelines.contexts[-1].reads,
-        refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
+        context=lambda: pipelines.contexts[-1],
         lengths=lengths,
     )
 
 
 def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
     """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves."""
-    if context.by_python:
+    if context.reader is not None:
         raise UsageError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
             "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "

@@ -11,17 +11,17 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.data.batches import Batches, Epoch
+from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
-from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
+from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.lending import Lending
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
-from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.run_config import RunConfig
 from looplib.task import checks
-from looplib.task.batches import Batches, Epoch
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice, RunRecord
 from looplib.task.trainer import Trainer
@@ -50,7 +50,7 @@ class Loops:
     """
 
     def __init__(
-        self, config: RunConfig, strategy: tf.distribute.Strategy, clock: Clock, left_out: LeftOut | None = None
+        self, config: RunConfig, strategy: tf.distribute.Strategy, clock: Clock, left_out: BadRecords | None = None
     ) -> None:
         self.config, self.strategy = config, strategy
         self._clock, self._left_out = clock, left_out
@@ -206,7 +206,7 @@ class Loops:
         self.training.foresee_end(end)
         return None if end == -1 else end
 
-    def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.
 
         Args:

@@ -2,10 +2,10 @@
 
 from absl import logging
 
+from looplib import plugins
 from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
-from looplib.records.fingerprint import changes
 from looplib.task.actions import ActionStates
 from looplib.task.learning_rates import LearningRates
 from looplib.task.record import RunRecord
@@ -63,7 +63,9 @@ class RecordedParts:
 
     def _warn_of_other_data(self, record: RunRecord, step: int) -> None:
         examples, files = self._loops.training.examples, self._loops.training.fingerprint
-        found = changes(record.files, files) if record.files and files else []
+        found = []
+        if record.files and files:
+            found = plugins.load("looplib.parts", "changes_of_files")(record.files, files)
         order = ""
         if None not in (examples, record.examples) and examples != record.examples:
             found.insert(0, f"it has {examples} examples, and had {record.examples}")
