@@ -21,6 +21,7 @@ from looplib.checkpoint.recovery import Recovery
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
+from looplib.data.input_context import BadRecords
 from looplib.diagnosis import diagnosis
 from looplib.errors import Preempted, UsageError, join_names
 from looplib.health.guards import Trouble
