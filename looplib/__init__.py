@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Action": "task.actions",
+    "Adapter": "task.adapter",
     "BackgroundWriter": "extras.trackers.background",
     "Buckets": "task.buckets",
     "CheckpointPolicy": "checkpoint.policy",
@@ -45,6 +46,7 @@ _HOMES = {
     "Profile": "extras.actions.profiling",
     "ReduceOnPlateau": "extras.actions.plateau",
     "TensorBoardWriter": "report.tensorboard_writer",
+    "Start": "checkpoint.policy",
     "Trainer": "task.trainer",
     "UsageError": "errors",
     "WeightAverages": "task.averages",
@@ -72,7 +74,7 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES or name in _MODULES:
-        from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does)
+        from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:

@@ -113,7 +113,7 @@ def _import_tensorflow() -> None:
     given = os.environ.get(_LEVEL)
     os.environ.setdefault(_LEVEL, "3")
     try:
-        from looplib import _tf  # noqa: F401
+        from looplib.compat import tensorflow as _tf  # noqa: F401
     finally:
         if given is None:
             del os.environ[_LEVEL]

@@ -1,5 +1,6 @@
 """The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from absl import flags
 
 from looplib import runtime
 from looplib.checkpoint import choice
-from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast, Start
 from looplib.data.devices import DISTRIBUTES
 from looplib.errors import UsageError, duration
 from looplib.health import guards
@@ -101,21 +102,37 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     return CheckpointPolicy(
         every_steps=values["checkpoint_interval"],
         keep=tuple(keep),
-        partial=values["partial_restore"],
+    )
+
+
+def start(values: dict[str, Any]) -> Start:
+    """Returns where the run starts by the flags.
+
+    Args:
+      values: the value of each flag, by name.
+
+    Raises:
+      UsageError: for flags that exclude each other.
+    """
+    return Start(
         warm_start=values["warm_start"] or "",
         continue_from=values["continue_from"] or "",
+        partial=values["partial_restore"],
         start_anew=values["start_anew"],
-        restore=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]),
-        guards=Guards(
-            non_finite=values["non_finite"],
-            spike_score=values["spike_score"],
-            loss_limit=values["loss_limit"],
-            loss_limit_from=values["loss_limit_from"],
-            on_spike=values["on_spike"],
-            rollbacks=values["rollbacks"],
-            stall_limit=values["stall_limit"],
-        ),
+        checkpoint=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]),
     )
+
+
+def guards_of(values: dict[str, Any]) -> Guards:
+    """Returns the guards that the flags describe.
+
+    Args:
+      values: the value of each flag, by name.
+
+    Raises:
+      UsageError: for a value that has another form.
+    """
+    return Guards(**{field.name: values[field.name] for field in dataclasses.fields(Guards) if field.name in values})
 
 
 def actions(values: dict[str, Any]) -> list[Action]:

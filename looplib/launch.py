@@ -27,12 +27,13 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import _tf, command_line, console, field_types, files, folders, runtime, source_locations
+from looplib import command_line, console, field_types, files, folders, runtime, source_locations
 from looplib import config as configuration
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
+from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
@@ -302,6 +303,8 @@ def _make_controller(
         loop=values["loop"],
         seed=values["seed"],
         checkpoints=command_line.policy(values),
+        guards=command_line.guards_of(values),
+        start=command_line.start(values),
         actions=[*binary.actions, *command_line.actions(values)],
         trackers=trackers,
         config=config,

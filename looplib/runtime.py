@@ -16,9 +16,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf, source_locations
+from looplib import source_locations
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, whole_number
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")

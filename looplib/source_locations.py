@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-from looplib import _keras, _tf
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _CALLS_THE_STEP = os.path.join(_OURS, "loop", "reducer.py")

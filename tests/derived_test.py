@@ -8,7 +8,7 @@ import tf_keras
 from conftest import make_strategy
 
 import looplib
-from looplib import _keras
+from looplib.compat import keras as _keras
 
 pytestmark = pytest.mark.any_engine
 
@@ -86,7 +86,7 @@ def trained(strategy, trainer, folder, steps, seen=None, **policy):
     note = [] if seen is None else [lambda event: seen.append(trainer.model.get_weights()[0])]
     with looplib.Controller(
         trainer=trainer, global_batch_size=BATCH, steps_per_loop=1, writers=[], model_dir=folder, strategy=strategy,
-        actions=note, checkpoints=looplib.CheckpointPolicy(**policy),
+        actions=note, start=looplib.Start(**policy),
     ) as controller:  # fmt: skip
         first = average_of(trainer) if seen is not None else None
         controller.train(steps)
@@ -183,7 +183,7 @@ def test_a_restore_that_fails_changes_no_average(tmp_path):
     trainer = Gradient(keras3)
     with looplib.Controller(
         trainer=trainer, global_batch_size=BATCH, writers=[], model_dir=tmp_path / "other",
-        checkpoints=looplib.CheckpointPolicy(partial=True),
+        start=looplib.Start(partial=True),
     ) as controller:  # fmt: skip
         controller.train(1)
         before = average_of(trainer)

@@ -156,7 +156,7 @@ def test_replicas_train_as_one_does_on_data_that_travels_or_is_resident(name, lo
     np.testing.assert_allclose(trainer.losses[:2], graph_losses()[:2], rtol=1e-4)
     replicas = strategy.experimental_local_results
     for variable in trainer.model.variables:
-        first, *others = [part.numpy() for part in replicas(looplib._keras.tf_variable(variable))]
+        first, *others = [part.numpy() for part in replicas(looplib.compat.keras.tf_variable(variable))]
         for other in others:
             np.testing.assert_array_equal(first, other)
 

@@ -13,8 +13,9 @@ import toy
 from conftest import make_strategy, more, repetitions
 
 import looplib
-from looplib import UsageError, _keras
+from looplib import UsageError
 from looplib.__main__ import main as looplib_main
+from looplib.compat import keras as _keras
 from looplib.task import model_table
 
 pytestmark = pytest.mark.any_engine

@@ -10,7 +10,7 @@ import tensorflow as tf
 from conftest import make_strategy, more
 
 import looplib
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 
 pytestmark = pytest.mark.any_engine

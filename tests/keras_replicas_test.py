@@ -8,7 +8,7 @@ import tf_keras
 from conftest import make_strategy
 
 import looplib
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.extras.keras.alone import alone
 

@@ -154,7 +154,7 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     controller = toy.controller(
         DEFAULT, trainer, Slow(trainer.model), model_dir=tmp_path, actions=[lambda e: records.append((e.split, e.step))]
     )
-    with signal_when(lambda: controller._run.loops.progress()[1] >= 1):
+    with signal_when(lambda: controller._loops.progress()[1] >= 1):
         with pytest.raises(Preempted, match="at step 4, saved in"):
             controller.train_and_evaluate(8, eval_interval=4)
     assert ("eval", 4) not in records
@@ -236,9 +236,9 @@ class Stalling(toy.Regression):
         return metrics
 
 trainer = Stalling()
-policy = looplib.CheckpointPolicy(every_steps=4, guards=looplib.Guards(stall_limit={limit}))
+policy = looplib.CheckpointPolicy(every_steps=4)
 controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000,
-                                checkpoints=policy, writers=[])
+                                checkpoints=policy, guards=looplib.Guards(stall_limit={limit}), writers=[])
 controller.train(20)
 print("weights", [w.tolist() for w in trainer.weights()])
 """

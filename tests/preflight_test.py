@@ -20,7 +20,7 @@ from conftest import more
 
 import looplib
 from looplib import __main__ as tools
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 from looplib.extras.tools import check as checks
 from looplib.extras.tools import preflight, pure_function
 

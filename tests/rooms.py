@@ -6,6 +6,7 @@ import pathlib
 TESTS = {
     "checkpoint": ["checkpoints", "choice", "continue", "names", "store", "faults/lock"],
     "cluster": ["cluster", "tpu", "workers/peers"],
+    "compat": ["tf"],
     "data": [
         "bottleneck",
         "device_copies",
@@ -46,7 +47,6 @@ TESTS = {
         "lifecycle",
         "runtime",
         "settings",
-        "tf",
     ],
     "loop": [
         "checksums",

@@ -21,7 +21,7 @@ import toy
 from conftest import more, repetitions
 from tensorflow.python.data.experimental.ops import global_shuffle_op  # behind tf.data's option of that name
 
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 from looplib.data import distribution, iterator_state
 
 Data, X = tf.data.Dataset, tf.data.experimental

@@ -1,4 +1,4 @@
-"""What looplib uses of TensorFlow beyond its public names stands in `_tf.py` (and in `extras/tools/xla.py`), and works with the TensorFlow installed.
+"""What looplib uses of TensorFlow beyond its public names stands in `compat` (and in `extras/tools/xla.py`), and works with the TensorFlow installed.
 
 A failure of `test_the_installed_tensorflow_...` says what this version of TensorFlow has changed.
 """
@@ -15,15 +15,16 @@ import pytest
 import tensorflow as tf
 from conftest import make_strategy, more, repetitions
 
-from looplib import _tf, source_locations
+from looplib import source_locations
+from looplib.compat import tensorflow as _tf
 from looplib.data import iterator_state
 from looplib.extras.tools import xla
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
-# Uses that are not in _tf.py, by file: a list to shorten, not to lengthen.
+# Uses that are not in compat/tensorflow.py, by file: a list to shorten, not to lengthen.
 ELSEWHERE = {
-    "_keras.py": {
+    "compat/keras.py": {
         "_random_generator",
         "_generator",  # tf_keras's random layers
         "_model_variables_moving_average",
@@ -53,20 +54,21 @@ def error_of(function: Callable, *arguments: Any) -> Exception:
     return caught.value
 
 
-# What each function of _tf.py depends on, tried with the TensorFlow that is installed.
+# What each function of compat/tensorflow.py depends on, tried with the TensorFlow that is installed.
 
 
 def the_line_that_starts_the_devices(folder: pathlib.Path) -> None:
     program = folder / "program.py"
     program.write_text(
         "import looplib, tensorflow as tf\n"
-        "from looplib import _tf, source_locations\n"
+        "from looplib import source_locations\n"
+        "from looplib.compat import tensorflow as _tf\n"
         "assert not _tf.started() and _tf.stack_at_start() == []\n"
         "x = tf.constant(1.0)  # here\n"
         "assert _tf.started()\n"
         "print(source_locations.place_of_start())\n"
     )
-    assert run(f"import runpy; runpy.run_path({str(program)!r})").endswith(":4: x = tf.constant(1.0)  # here\n")
+    assert run(f"import runpy; runpy.run_path({str(program)!r})").endswith(":5: x = tf.constant(1.0)  # here\n")
 
 
 class Counting:
@@ -308,7 +310,7 @@ LOSE = """
 import os, subprocess, sys
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
 import tensorflow as tf
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 from looplib.extras.tools.local_launch import hold_ports
 with hold_ports(2) as ports:
     worker, ps = (f"127.0.0.1:{port}" for port in ports)
@@ -365,7 +367,7 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
     except Exception as error:
         what = use.__name__.replace("_", " ")
         raise AssertionError(
-            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/_tf.py (or extras/tools/xla.py)"
+            f"TensorFlow {tf.__version__} does not give {what} as {' and '.join(_tf.KNOWN)} did; fix it in looplib/compat/tensorflow.py (or extras/tools/xla.py)"
         ) from error
 
 
@@ -434,8 +436,10 @@ def test_the_installed_tensorflow_says_which_variables_a_function_updates_also_i
 def test_only_one_file_uses_what_tensorflow_does_not_publish(path: pathlib.Path) -> None:
     name = str(path.relative_to(ROOT / "looplib"))
     found = set(private_names(path))
-    if name == "_tf.py":
+    if name == "compat/tensorflow.py":
         assert found, "this test finds nothing any more"
     else:
         more = sorted(found - ELSEWHERE.get(name, set()))
-        assert not more, f"{name} uses {more}; put it into looplib/_tf.py, with what to do where it is missing"
+        assert not more, (
+            f"{name} uses {more}; put it into looplib/compat/tensorflow.py, with what to do where it is missing"
+        )

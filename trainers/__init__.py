@@ -1,3 +1,3 @@
 """Ready trainers, each an absl binary: `python -m trainers.<name> --help`."""
 
-from looplib import _tf  # noqa: F401  (imports TensorFlow, before any other file does, and faster)
+from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does, and faster)

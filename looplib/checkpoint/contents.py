@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras
 from looplib.checkpoint.names import Live, Normal
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.task.record import Contents, RunRecord
 

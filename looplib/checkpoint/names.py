@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from looplib import _keras, _tf
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.task.averages import WeightAverages
 from looplib.task.record import VariableNames
 from looplib.task.state import SlotOptimizer

@@ -7,10 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _tf, files, plugins
+from looplib import files, plugins
 from looplib.checkpoint import commits, contents
 from looplib.checkpoint.names import Leaf, Normal, Saved, groups
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, join_names
 from looplib.task.record import RunRecord
 from looplib.task.state import SlotOptimizer
@@ -106,7 +107,7 @@ def _mismatch(
     return (
         f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "
         "build the model that the checkpoint was made with, or ask for a partial restore "
-        f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(found) or gist(error)})"
+        f"(Start(partial=True), --partial_restore) ({describe_differences(found) or gist(error)})"
     )
 
 

@@ -1,6 +1,6 @@
 """When a pipeline repeats its batches exactly, where that depends on the user's program."""
 
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 
 # The beginnings of TensorFlow's names of ops, and parts of them.
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")

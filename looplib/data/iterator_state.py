@@ -4,7 +4,7 @@ import hashlib
 
 import tensorflow as tf
 
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 
 # The most bytes of a saved state. TensorFlow 2.20 ends the process on a serialized tensor of 2 GB.
 _MOST_BYTES = 256 * 2**20

@@ -6,8 +6,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.data import doubts, global_batches
 from looplib.errors import UsageError
 from looplib.task.batches import Batches

@@ -60,7 +60,7 @@ class Guards:
         return self.non_finite == "rollback" or (looks and self.on_spike == "rollback")
 
 
-class Trouble(Exception):
+class Diverged(Exception):
     """A guard has found something; the controller decides what to do.
 
     Attributes:

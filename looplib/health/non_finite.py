@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras
-from looplib.health.guards import Trouble
+from looplib.compat import keras as _keras
+from looplib.health.guards import Diverged
 
 _BEFORE_A_TRACE = 40  # checks of the state, which together take as long: 40 and 1,600 microseconds for a variable
 GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
@@ -145,7 +145,7 @@ def _is_finite(variable: tf.Variable) -> bool:
 
 
 def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
-    """Raises `Trouble` if every one of at least ten steps was skipped, because no later step will be better.
+    """Raises `Diverged` if every one of at least ten steps was skipped, because no later step will be better.
 
     Args:
       step: the global step of the report.
@@ -153,6 +153,6 @@ def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
       steps: how many steps the report is over.
     """
     if steps >= 10 and metrics.get("skipped_steps", 0) >= steps:
-        raise Trouble(
+        raise Diverged(
             f"all {steps} steps up to step {step} had non-finite values and were skipped", "halt", step - steps, step
         )

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from looplib.health.guards import Guards, Trouble
+from looplib.health.guards import Diverged, Guards
 
 
 def spike_score(history: Sequence[float], loss: float, guards: Guards) -> float | None:
@@ -29,7 +29,7 @@ def spike_score(history: Sequence[float], loss: float, guards: Guards) -> float 
 
 
 def check_loss(losses: list[float], step: int, loss: float | None, guards: Guards, steps_per_loop: int) -> None:
-    """Raises `Trouble` if the loss of a report jumps or is above the limit; adds it to the last losses.
+    """Raises `Diverged` if the loss of a report jumps or is above the limit; adds it to the last losses.
 
     Args:
       losses: the losses reported before, of the run record; the oldest ones are dropped.
@@ -42,12 +42,12 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
         return
     where, good_before = f"the loss reported at step {step}, {loss:.4g}, is", step - steps_per_loop
     if loss > guards.loss_limit and step >= guards.loss_limit_from:
-        raise Trouble(f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step)
+        raise Diverged(f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step)
     if not guards.spike_score:
         return
     score = spike_score(losses, loss, guards)
     if score is not None:
         what = f"{where} {score:.1f} robust standard deviations above the median of the last {len(losses)} reports"
-        raise Trouble(what, guards.on_spike, good_before, step)
+        raise Diverged(what, guards.on_spike, good_before, step)
     losses.append(loss)
     del losses[: -guards.spike_window]

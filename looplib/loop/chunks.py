@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 from looplib.loop import one_program
 from looplib.loop.base import Iterator
 from looplib.loop.one_program import OneProgram

@@ -7,8 +7,8 @@ import re
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
 from looplib.loop.base import TrainingLoop
 from looplib.report.speed import Speed

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 
 # On CPUs, Adam's kernel divides a variable among threads too early: its estimate of the cost grows with the square
 # of the elements. This takes three times as long as Keras's dozen ops. It does so from some 400 elements on, or from

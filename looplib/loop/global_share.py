@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, join_names
 from looplib.loop.metric_sums import is_summed
 from looplib.loop.packing import batch_size

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
-from looplib import _tf
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.loop.base import Loop
 from looplib.task.state import no_weights, state_of
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
 from looplib.cluster import gradient_sum
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.health import non_finite
 from looplib.loop import fused_optimizers

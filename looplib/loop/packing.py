@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, is_utf8
 from looplib.task.media import Media
 from looplib.task.plain import as_array, as_number

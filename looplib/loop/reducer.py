@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
 from looplib.health import non_finite
 from looplib.loop.packing import Packer, batch_size
 from looplib.task.media import Media

@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras, _tf, source_locations
+from looplib import source_locations
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
 from looplib.loop.reducer import Reducer

@@ -10,8 +10,9 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf, runtime, source_locations
+from looplib import runtime, source_locations
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
@@ -26,6 +27,7 @@ from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task import own_names
+from looplib.task.adapter import rates_of
 from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
@@ -104,7 +106,7 @@ class TaskLoop(TrainingLoop):
     @property
     def _rates(self) -> Collection[str]:
         """The names of the trainer's rates."""
-        return self.task.rates.keys() if isinstance(self.task, Trainer) else ()
+        return rates_of(self.task).keys()
 
     def _distribute(self) -> Stream:
         spec = self._spec

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 
 _ENTRIES = ("step_fn", "loss_fn", "call", "train_step", "test_step", "compute_loss")
@@ -55,7 +55,7 @@ class TracedValues:
             if _is_plain(value) and repr(now) == then:
                 continue
             cure = (
-                "start the run again with it and with --partial_restore (CheckpointPolicy(partial=True)), which keeps "
+                "start the run again with it and with --partial_restore (Start(partial=True)), which keeps "
                 "what still fits: docs/recipes.md has such phases"
                 if name == "trainable"
                 else "keep a value that changes in a tf.Variable, and assign to that"

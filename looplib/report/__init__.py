@@ -8,20 +8,21 @@ Names that other rooms may use, by file:
     hparams: none
     jsonl_writer: JsonlWriter
     media_writer: none
-    outcome: Outcome, broken, done, failed, is_quit, preempted, served
+    outcome: broken, done, failed, is_quit, Outcome, preempted, served
     ownership: none
-    page: Page
+    page: none
     points: none
-    progress: Pace, headline
-    record_file: none
-    records: Record, cut_short, each_record, key, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
-    run_file: Report, Start, path_of, read
-    run_json: RunReport, Standing, as_dict, changed_settings, settings_of
+    progress: headline
+    record_file: none
+    records: cut_short, each_record, key, read_jsonl, read_newest, Record
+    reporter: Metrics, Reporter
+    run_file: path_of, read, Report, saved_step, Start
+    run_json: as_dict, changed_settings, Standing
     shown: Histogram, Images, Shown, Texts
     speed: Speed
     tensorboard_writer: TensorBoardWriter
     threaded_writer: none
     writer: Setting, Writer
-    writers: Writers, make_writers
+    writers: none
 """

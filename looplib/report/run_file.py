@@ -70,6 +70,11 @@ def path_of(model_dir: str, trains: bool) -> str:
     return os.path.join(model_dir, OF_TRAINING if trains else "run_eval.json")
 
 
+def saved_step(model_dir: str | None, trains: bool) -> int | None:
+    """Returns the step of the newest checkpoint that a report knows of; None without one."""
+    return read(path_of(model_dir, trains)).get("saved_step") if model_dir else None
+
+
 def read(path: str) -> Report:
     """Returns the content of a report, without what is not of its type; {} if none can be read."""
     try:

@@ -251,11 +251,6 @@ class RunReport:
         self._start.setdefault("rollbacks", []).append({"step": step, "to": to, "reason": reason})
         self.write("running")
 
-    @property
-    def saved_step(self) -> int | None:
-        """The step of the newest checkpoint that the file on disk knows of; None if it knows of none."""
-        return (read(self.path) if self.path else {}).get("saved_step")
-
 
 def as_dict(config: Any) -> dict[str, Any]:
     """Returns a program's own settings as a dict.

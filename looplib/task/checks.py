@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.folders import is_name
 from looplib.task.evaluator import Evaluator

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.task.averages import WeightAverages
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import held_by, variables_of

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.task.averages import WeightAverages
 

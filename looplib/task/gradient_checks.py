@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, join_names
 from looplib.task.micro_batches import check_per_example
 from looplib.task.reductions import Reduction

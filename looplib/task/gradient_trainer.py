@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
 from looplib.cluster import gradient_sum
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.task import gradient_checks as checks
 from looplib.task import gradients as gradient_math

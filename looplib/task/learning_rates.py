@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.task.trainer import Trainer
 
 

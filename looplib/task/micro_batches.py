@@ -7,7 +7,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras, _tf
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError
 from looplib.task import reductions
 from looplib.task.media import Media

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer

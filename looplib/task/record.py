@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import files
-from looplib._tf import python_state_key
+from looplib.compat.tensorflow import python_state_key
 from looplib.errors import UsageError
 from looplib.folders import is_name
 from looplib.task.batches import Batches, Span

@@ -10,8 +10,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras, _tf
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.trainer import Trainer

@@ -11,7 +11,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _tf, files
+from looplib import files
+from looplib.compat import tensorflow as _tf
 
 OPS, TRACE = "profile.json", "profile.trace.json.gz"
 _MOST_OPS, _MOST_EVENTS = 100, 500_000  # in the files

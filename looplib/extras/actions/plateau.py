@@ -9,7 +9,8 @@ from typing import Any
 
 from absl import logging
 
-from looplib import _keras, files, folders
+from looplib import files, folders
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating

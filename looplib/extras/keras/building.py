@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, gist
 from looplib.extras.keras import models
 from looplib.extras.keras.alone import alone

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras, _tf
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, join_names
 from looplib.extras.keras import models, rows
 from looplib.extras.keras.alone import alone

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 
 
 def callbacks_of(model: Any) -> types.ModuleType:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib import _keras
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
@@ -15,12 +15,13 @@ from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import Results
 from looplib.task import shares
+from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
 
 
-class KerasTrainer(Trainer):
+class KerasTrainer(Adapter, Trainer):
     """Trains a compiled Keras model, with its losses, metrics, weights and `train_step`, as `fit` does.
 
     Build the model, compile it and build the trainer under `strategy.scope()`. docs/from_keras.md lists what differs
@@ -104,11 +105,11 @@ class KerasTrainer(Trainer):
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:
-        """See `Trainer`."""
+        """See `Adapter`."""
         return [self._keras_callbacks] if self._keras_callbacks else []
 
     def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
-        """See `Trainer`: an epoch, which callbacks need too, if its length is known or asked for."""
+        """See `Adapter`: an epoch, which callbacks need too, if its length is known or asked for."""
         if not global_batch_size:
             return None
         return self._keras_data.steps_per_epoch(global_batch_size, of_epoch or self._keras_callbacks is not None)

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
 from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
 from looplib.extras.orbit.results import Results, flat, is_bad_loss

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
+from looplib.compat import tensorflow as _tf
 from looplib.data.remote_stream import Place, RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist

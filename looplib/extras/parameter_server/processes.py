@@ -12,8 +12,8 @@ from typing import NoReturn
 import tensorflow as tf
 from absl import logging
 
-from looplib import _tf
 from looplib.cluster import environment
+from looplib.compat import tensorflow as _tf
 from looplib.errors import CoordinatorGone, Preempted, UsageError, gist
 from looplib.health.preemption import notice
 

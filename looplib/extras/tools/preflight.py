@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
-from looplib import _keras, _tf, files, source_locations
+from looplib import files, source_locations
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
 from looplib.extras.tools import pure_function, xla
 from looplib.extras.tools.variable_ops import NotAVariableError

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import _keras, _tf, files, source_locations
+from looplib import files, source_locations
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
 from looplib.extras.page import values
 from looplib.extras.tools.player import Answer, Order, Player

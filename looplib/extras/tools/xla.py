@@ -1,7 +1,7 @@
 """Messages and programs of XLA, whose form TensorFlow does not promise, for `check tpu` and `check gpu`.
 
-As in `looplib/_tf.py`, each function returns None, False or nothing where another version has another form, and
-`tests/tf_test.py` tries each with the TensorFlow that is installed.
+As in `looplib/compat/tensorflow.py`, each function returns None, False or nothing where another version has another,
+and `tests/tf_test.py` tries each with the TensorFlow that is installed.
 """
 
 import re

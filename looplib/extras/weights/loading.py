@@ -8,10 +8,12 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import _keras, _tf, files
+from looplib import files
 from looplib.checkpoint import choice, commits, contents
 from looplib.checkpoint.names import Leaf, Saved
 from looplib.checkpoint.restoring import describe_differences, objects_of
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, join_names
 from looplib.extras.weights.matching import Match
 from looplib.task.record import RunRecord
