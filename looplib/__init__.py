@@ -14,44 +14,27 @@ __version__ = "0.1.0"
 _HOMES = {
     "Action": "task.actions",
     "Adapter": "task.adapter",
-    "BackgroundWriter": "extras.trackers.background",
-    "Buckets": "task.buckets",
     "CheckpointPolicy": "checkpoint.policy",
     "Commit": "checkpoint.commits",
-    "ConsoleWriter": "report.console_writer",
     "Controller": "controller",
-    "CsvWriter": "extras.trackers.csv_writer",
+    "DEFAULT_WRITERS": "report.writers",
     "DivergenceError": "errors",
-    "EarlyStopping": "extras.actions.plateau",
     "Evaluator": "task.evaluator",
     "Event": "task.actions",
-    "ExportBest": "extras.actions.plateau",
     "Exported": "task.exported",
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "health.guards",
-    "InputContext": "task.input_context",
-    "JsonlWriter": "report.jsonl_writer",
-    "Kept": "task.plans",
+    "InputContext": "data.input_context",
+    "JsonlWriter": "report.writers",
     "KeepBest": "checkpoint.policy",
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
-    "KerasTrainer": "extras.keras.trainer",
-    "Mixture": "task.mixture",
-    "MlflowWriter": "extras.trackers.mlflow_writer",
-    "OrbitEvaluator": "extras.orbit.adapters",
-    "OrbitTrainer": "extras.orbit.adapters",
-    "Packed": "task.packed",
-    "PackedRows": "task.packed",
     "Preempted": "errors",
-    "Profile": "extras.actions.profiling",
-    "ReduceOnPlateau": "extras.actions.plateau",
-    "TensorBoardWriter": "report.tensorboard_writer",
     "Start": "checkpoint.policy",
     "Trainer": "task.trainer",
     "UsageError": "errors",
     "WeightAverages": "task.averages",
-    "WandbWriter": "extras.trackers.wandb_writer",
-    "Writer": "report.writer",
+    "Writer": "report.writers",
     "all_gather": "task.reductions",
     "checkpoints": "checkpoint.commits",
     "each": "task.reductions",
@@ -60,25 +43,48 @@ _HOMES = {
     "image": "task.media",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
-    "measure": "records.measured",
     "mean": "task.reductions",
-    "open_records": "records.sources",
     "text": "task.media",
     "total": "task.reductions",
-    "warm_start": "extras.weights.loading",
 }
-_MODULES = {"launch": "launch", "preflight": "extras.tools.preflight", "runtime": "runtime", "tpu": "cluster.tpu"}
+_MODULES = {"launch": "launch", "runtime": "runtime", "tpu": "cluster.tpu"}
+_PARTS = (  # of plug-ins
+    "BackgroundWriter",
+    "Buckets",
+    "ConsoleWriter",
+    "CsvWriter",
+    "EarlyStopping",
+    "ExportBest",
+    "Kept",
+    "KerasTrainer",
+    "Mixture",
+    "MlflowWriter",
+    "OrbitEvaluator",
+    "OrbitTrainer",
+    "Packed",
+    "PackedRows",
+    "Profile",
+    "ReduceOnPlateau",
+    "TensorBoardWriter",
+    "WandbWriter",
+    "measure",
+    "open_records",
+    "preflight",
+    "warm_start",
+)
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES or name in _MODULES:
+    if name in _HOMES or name in _MODULES or name in _PARTS:
         from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"looplib.{_MODULES[name]}")
+    elif name in _PARTS:
+        value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
     globals()[name] = value
@@ -86,4 +92,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_HOMES, *_MODULES, *_PARTS})

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import logging
 
-from looplib import console, files, runtime
+from looplib import console, files, plugins, runtime
 from looplib.checkpoint import choice
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.directory import RunDirectory, resolve
@@ -21,21 +21,22 @@ from looplib.checkpoint.policy import CheckpointPolicy, KeepRule, Start
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
+from looplib.data.input_context import BadRecords
+from looplib.diagnosis import diagnosis
 from looplib.errors import DivergenceError, Preempted, UsageError, duration, whole_number
 from looplib.health.guards import Diverged, Guards
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
-from looplib.loop import flops, task_loop
+from looplib.loop import task_loop
 from looplib.loop.base import Loop
+from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops, LoopSettings
-from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
 from looplib.loop.window import Window
-from looplib.records.damage import LeftOut
-from looplib.report import run_file, run_json
+from looplib.report import run_json
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
-from looplib.report.writer import Writer
+from looplib.report.writers import Writer
 from looplib.task import checks, model_table
 from looplib.task.actions import ActionStates, Event, announce_saves, hooks_around, stops_of
 from looplib.task.adapter import Adapter
@@ -73,9 +74,9 @@ class Controller:
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       guards: `Guards` against bad values, jumps of the loss and stalls.
       start: `Start`, where the run starts from, if it has no checkpoint of its own, or which of them.
-      writers: list of `Writer`; default TensorBoard and `metrics.jsonl` in `model_dir`, and the console.
-      trackers: list of further `Writer`s, beside those of `writers`, such as
-        `looplib.BackgroundWriter(looplib.MlflowWriter(model_dir))`.
+      writers: list of `Writer`, or names of plug-ins of the group `looplib.writers`, such as
+        `[*looplib.DEFAULT_WRITERS, "mlflow"]`; default `DEFAULT_WRITERS`: the console, and in `model_dir` TensorBoard,
+        `metrics.jsonl` and `media.jsonl`.
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
@@ -114,8 +115,7 @@ class Controller:
         checkpoints: CheckpointPolicy | None = None,
         guards: Guards | None = None,
         start: Start | None = None,
-        writers: Sequence[Writer] | None = None,
-        trackers: Sequence[Writer] | None = None,
+        writers: Sequence[Writer | str] | None = None,
         actions: Sequence[Callable[[Event], object]] | None = None,
         config: Any = None,
         max_time: float | str | datetime.timedelta | None = None,
@@ -132,7 +132,7 @@ class Controller:
         own_steps = trainer.own_steps_per_loop if isinstance(trainer, Adapter) and steps_per_loop is None else None
         self._own_steps = functools.partial(own_steps or (lambda _: steps_per_loop), global_batch_size)
         self.model_dir = model_dir = resolve(model_dir) if model_dir else None
-        left_out = LeftOut(bad_records, f"{model_dir}/bad_records" if model_dir else None)
+        left_out = BadRecords(bad_records, f"{model_dir}/bad_records" if model_dir else None)
         self._settings = LoopSettings(
             strategy, loop, global_batch_size, self.steps_per_loop, seed, overfit_batch, left_out, distribute
         )
@@ -151,7 +151,7 @@ class Controller:
         self.clock = Clock()
         self._loops = Loops(self._settings, self.clock)
         action_states = ActionStates(self._actions)
-        self._open(trainer, evaluators, writers, trackers or (), config)
+        self._open(trainer, evaluators, writers, config)
         self._build(trainer, evaluators, action_states)
 
     # Building.
@@ -164,8 +164,7 @@ class Controller:
         self,
         trainer: Trainer | None,
         evaluators: Mapping[str, Evaluator],
-        writers: Sequence[Writer] | None,
-        trackers: Sequence[Writer],
+        writers: Sequence[Writer | str] | None,
         config: Any,
     ) -> None:
         """Opens the run directory and what reports to it."""
@@ -180,12 +179,11 @@ class Controller:
         self._directory = directory = RunDirectory(
             self.model_dir, self.policy, self._start, trainer is not None, workers, self._give_up
         )
-        saved_step = run_file.saved_step(self.model_dir, directory.trains) if workers.is_chief else None
+        saved_step = run_json.saved_step(self.model_dir, directory.trains) if workers.is_chief else None
         directory.check_nothing_is_lost(saved_step)
         self._reporter = Reporter(
             self.model_dir if directory.writable else None,
             writers=writers,
-            trackers=trackers,
             is_chief=workers.is_chief,
             trains=directory.trains,
             check=directory.check_lock,
@@ -215,7 +213,7 @@ class Controller:
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
             self.report.model = model_table.note(trainer)
-            self.report.speed = flops.of_training(loops.training, self._settings.strategy)
+            self.report.speed = diagnosis().speed(loops.training, self._settings.strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         parts = RecordedParts(trainer, objects, loops, self._window, action_states)
         self._checkpointer = Checkpointer(directory, self._reporter, parts, guards, objects)
@@ -420,8 +418,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no evaluator predicts.
         """
-        from looplib.extras.outputs.predictions import predict
-
+        predict = plugins.load("looplib.parts", "predict")
         directory = files.resolve(directory, "the directory of the predictions") if directory is not None else None
         self._refuse_without_state()
         self._refuse_while_training("predict")
@@ -450,8 +447,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or a model that cannot be exported.
         """
-        from looplib.extras.outputs.exports import export
-
+        export = plugins.load("looplib.parts", "export")
         directory = files.resolve(directory, "the directory of the export") if directory is not None else None
         self._refuse_if_closed_or_torn("export")
         self._refuse_without_state()
@@ -742,10 +738,10 @@ class Controller:
     def _note_speed(self) -> None:
         """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self.is_chief and self._trained and seconds >= flops.SHORT_TRAINING:
+        if self.report.speed and self.is_chief and self._trained:
             with self.clock.phase("report"):
                 strategy = self._settings.strategy
-                self.report.speed = flops.with_share(self.report.speed, strategy, self._trained / seconds)
+                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, self._trained, seconds)
 
     # What is refused.
 

@@ -16,10 +16,11 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import source_locations
+from looplib import plugins
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
 from looplib.compat import tensorflow as _tf
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, whole_number
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
@@ -82,9 +83,7 @@ def setup(
         chosen = tpus.connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
     elif strategy == "parameter_server":
-        from looplib.extras.parameter_server import processes
-
-        chosen, why = processes.connect(), "asked for"
+        chosen, why = plugins.load("looplib.backends", "parameter_server_processes").connect(), "asked for"
     elif strategy == "multi_worker" or (strategy == "auto" and _has_other_workers()):
         chosen, why = _multi_worker(join_limit, num_virtual_devices)
     else:
@@ -120,9 +119,7 @@ def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
     Args:
       contract: the abstract class that it implements, `loop.backend.Backend`, of a room above this file.
     """
-    from looplib.extras.parameter_server import coordinator
-
-    backend = coordinator.ParameterServers
+    backend = plugins.load("looplib.backends", "parameter_server")
     if not issubclass(backend, contract):
         raise TypeError(f"{backend} does not implement {contract}")
     return backend
@@ -131,8 +128,7 @@ def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Names a strategy for logs and `run.json`, such as "MirroredStrategy, 2 replicas"."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        from looplib.extras.parameter_server import processes
-
+        processes = plugins.load("looplib.backends", "parameter_server_processes")
         workers, parameter_servers = processes.counts()
         return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
     replicas = strategy.num_replicas_in_sync
@@ -179,7 +175,7 @@ def _too_late(setting: str) -> UsageError:
     """Returns the error for a setting, the subject of its sentence, that comes after the start of the devices."""
     return UsageError(
         f"{setting} must be set before TensorFlow initializes its devices, but they were initialized by "
-        f"{source_locations.place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
+        f"{diagnosis().place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
         "looplib.runtime.setup before any tensor is made)"
     )
 
@@ -276,7 +272,7 @@ def _warn_of_an_early_start() -> None:
         logging.warning(
             "TensorFlow's devices were initialized before looplib.runtime.setup, by %s; random values and Keras "
             "objects created there do not use the run's seed and precision; create them in `build`",
-            source_locations.place_of_start(),
+            diagnosis().place_of_start(),
         )
     _is_set_up = True
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import looplib
 from looplib.checkpoint.restoring import peek
-from looplib.task.batches import Batches, Epoch, Span
-from looplib.task.plans import Run
+from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.order import OrderKey
 
 pytestmark = pytest.mark.any_engine
 N = toy.NUM_EXAMPLES  # 37
@@ -368,7 +368,7 @@ class Noting(looplib.KerasTrainer):
 def test_a_record_of_batches_that_no_run_has_is_refused():
     assert not Batches(8, (Span(4, 4, 8), Span(3, 3, 16))).holds(9, 9)
     assert not Batches(8, (Span(4, 4, 2**30), Span(5, 2**40, 2**30))).holds(2**41, 2**41)
-    assert Run(3, Batches(8, (Span(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
+    assert OrderKey(3, Batches(8, (Span(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
 
 
 def test_keras_callbacks_refuse_epochs_that_do_not_end_with_a_report(tmp_path):

@@ -10,8 +10,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.loop import flops
-from looplib.report.speed import measured_peak
+from looplib.extras.diagnosis import speed as flops
+from looplib.extras.diagnosis.speed import measured_peak
 
 BATCH = 8
 

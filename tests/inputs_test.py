@@ -11,7 +11,7 @@ from absl import logging
 from conftest import make_strategy, more, repetitions
 
 import looplib
-from looplib.task import input_context
+from looplib.data import input_context
 
 pytestmark = pytest.mark.any_engine
 

@@ -139,10 +139,10 @@ class KindsEvaluator(toy.RegressionEvaluator):
 def trained(folder, steps):
     trainer = Kinds()
     policy = looplib.CheckpointPolicy(every_steps=2, keep=(looplib.KeepBest("eval/converged", "max", number=9),))
-    trackers = [looplib.CsvWriter(str(folder))]
+    writers = [*looplib.DEFAULT_WRITERS, looplib.CsvWriter(str(folder))]
     with toy.controller(
         make_strategy("default"), trainer, KindsEvaluator(trainer.model), model_dir=folder, checkpoints=policy,
-        writers=None, trackers=trackers,
+        writers=writers,
     ) as controller:  # fmt: skip
         restored = controller.global_step
         controller.train_and_evaluate(steps, eval_interval=2)

@@ -20,7 +20,7 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.health import preemption
 from looplib.health.preemption import Preempted, notice
-from looplib.loop import graph
+from looplib.loop import device_loop
 
 DEFAULT = make_strategy("default")
 
@@ -108,7 +108,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_the_current_step_of_many_ops_ends_not_the_loop(ends, monkeypatch):
-    monkeypatch.setattr(graph, "_MANY_OPS", 0)
+    monkeypatch.setattr(device_loop, "_MANY_OPS", 0)
     trainer = Quiet(0.1)
     if ends:
         trainer.dataset = lambda context: toy.Regression.dataset(trainer, context).take(10_000)

@@ -54,6 +54,8 @@ def expected(ids):
 @pytest.mark.parametrize("engine", ["graph", "xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("name", ["default", "mirrored_x4", *more(["one_device", "mirrored_x2"])])
 def test_an_evaluation_has_each_row_once(engine, name):
+    if engine == "xla" and name.startswith("mirrored"):
+        pytest.skip("XLA takes one replica")
     for metrics in evaluate(engine, name):
         wanted = expected([np.arange(EXAMPLES)])
         assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)

@@ -1,5 +1,6 @@
 """Which tests are a room's own: `pytest --room=loop` runs these, to be tried while one works on it."""
 
+import configparser
 import pathlib
 
 # Of each room of looplib; `house` is the files that stand at the top. What is in none of them tries the whole.
@@ -8,7 +9,6 @@ TESTS = {
     "cluster": ["cluster", "tpu", "workers/peers"],
     "compat": ["tf"],
     "data": [
-        "bottleneck",
         "device_copies",
         "empty_shares",
         "feeds",
@@ -18,10 +18,12 @@ TESTS = {
         "sources",
     ],
     "extras": [
+        "bottleneck",
         "checks",
         "class_weight",
         "every_kind",
         "faults/replay_faults",
+        "flops",
         "foreign",
         "keras_building",
         "keras_replicas",
@@ -29,6 +31,9 @@ TESTS = {
         "keras_trainer",
         "local_launch",
         "preflight",
+        "faults/records_faults",
+        "mixtures",
+        "records",
         "replay",
         "report_page",
         "rerun",
@@ -52,7 +57,6 @@ TESTS = {
         "checksums",
         "engines",
         "evaluation_loop",
-        "flops",
         "fused",
         "loops",
         "media",
@@ -60,7 +64,6 @@ TESTS = {
         "optimizers",
         "traced",
     ],
-    "records": ["faults/records_faults", "records"],
     "report": ["clock", "predictions", "program", "writers"],
     "task": [
         "another_batch_size",
@@ -70,7 +73,6 @@ TESTS = {
         "gradient_trainer",
         "inputs",
         "memories",
-        "mixtures",
         "plain",
         "plateau",
         "profile",
@@ -78,6 +80,15 @@ TESTS = {
     ],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent
+
+
+def plug_ins(group):
+    """Returns where the plug-ins of a group are, by name, such as {"records": "extras.records.reader.RecordReader"}."""
+    setup = configparser.ConfigParser()
+    setup.read(_FOLDER.parent / "setup.cfg")
+    lines = setup["options.entry_points"][group].split("\n")
+    found = dict(line.replace(" ", "").replace(":", ".").split("=") for line in lines if line)
+    return {name: place.removeprefix("looplib.") for name, place in found.items()}
 
 
 def stem(path):

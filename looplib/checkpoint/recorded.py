@@ -6,11 +6,11 @@ from typing import Any
 
 from absl import logging
 
+from looplib import plugins
 from looplib.compat import keras as _keras
 from looplib.errors import join_names
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
-from looplib.records.fingerprint import changes
 from looplib.task.actions import ActionStates
 from looplib.task.derived import Constants, starting
 from looplib.task.learning_rates import LearningRates
@@ -91,7 +91,9 @@ class RecordedParts:
 
     def _warn_of_other_data(self, record: RunRecord, step: int) -> None:
         examples, files = self.loops.training.examples, self.loops.training.fingerprint
-        found = changes(record.files, files) if record.files and files else []
+        found = []
+        if record.files and files:
+            found = plugins.load("looplib.parts", "changes_of_files")(record.files, files)
         order = ""
         if None not in (examples, record.examples) and examples != record.examples:
             found.insert(0, f"it has {examples} examples, and had {record.examples}")

@@ -8,27 +8,23 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, refused
+from looplib.data import devices
+from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
+from looplib.data.input_context import BadRecords, InputContext, per_replica_batch_size
 from looplib.data.lengths import Lengths
-from looplib.data.pipelines import Pipelines, makes_global_batches
+from looplib.data.pipelines import Pipelines, Task, makes_global_batches
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
-from looplib.records.damage import LeftOut
-from looplib.records.fingerprint import fingerprint
-from looplib.task.batches import Batches, Span
-from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext, per_replica_batch_size
-from looplib.task.trainer import Trainer
 
 _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
 
 
 def distribute(
     strategy: tf.distribute.Strategy,
-    task: Trainer | Evaluator,
+    task: Task,
     *,
     global_batch_size: int,
     seed: int,
@@ -36,7 +32,7 @@ def distribute(
     start_step: int = 0,
     earlier: Sequence[Span] = (),
     overfit_batch: bool = False,
-    bad_records: LeftOut | None = None,
+    bad_records: BadRecords | None = None,
     how: str = "auto",
     in_blocks: bool = False,
 ) -> Stream:
@@ -106,17 +102,16 @@ def distribute(
         sized=pipelines.sized,
         epoch=context.epoch,
         examples=context.examples,
-        fingerprint=fingerprint(context.sources) if training else {},
+        fingerprint=context.reader.fingerprint() if training and context.reader else {},
         ids=context.ids,
-        reads=lambda: pipelines.contexts[-1].reads,
-        refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
+        context=lambda: pipelines.contexts[-1],
         lengths=lengths,
     )
 
 
 def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
     """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves."""
-    if context.by_python:
+    if context.reader is not None:
         raise UsageError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
             "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "

@@ -7,14 +7,15 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.data import shares
+from looplib.data.shares import Share
 from looplib.errors import UsageError, join_names
 from looplib.loop.metric_sums import is_summed
 from looplib.loop.packing import batch_size
 from looplib.loop.step import Step, StepFn
-from looplib.task import reductions, shares
+from looplib.task import reductions
 from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction
-from looplib.task.shares import Share
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 

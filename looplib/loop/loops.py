@@ -11,19 +11,18 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib.data.batches import Batches, Epoch
 from looplib.data.devices import DISTRIBUTES
+from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
-from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
-from looplib.loop.engines import ENGINES
+from looplib.loop.base import ENGINES, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.lending import Lending
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
-from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.task import checks
 from looplib.task.adapter import Adapter
-from looplib.task.batches import Batches, Epoch
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice, RunRecord
 from looplib.task.trainer import Trainer
@@ -46,7 +45,7 @@ class LoopSettings:
     steps_per_loop: int
     seed: int
     overfit_batch: bool = False
-    bad_records: LeftOut | None = None
+    bad_records: BadRecords | None = None
     distribute: str = "auto"
 
     def __post_init__(self) -> None:
@@ -263,7 +262,7 @@ class Loops:
         self.training.foresee_end(end)
         return None if end == -1 else end
 
-    def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.
 
         Args:

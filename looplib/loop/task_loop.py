@@ -10,16 +10,18 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import runtime, source_locations
+from looplib import runtime
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data import bottleneck, distribution
+from looplib.data import distribution
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
+from looplib.diagnosis import diagnosis
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
-from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
+from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
@@ -28,7 +30,6 @@ from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task import own_names
 from looplib.task.adapter import rates_of
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
@@ -121,7 +122,7 @@ class TaskLoop(TrainingLoop):
             overfit_batch=spec.overfit_batch,
             bad_records=spec.bad_records,
             how=spec.distribute,
-            in_blocks=spec.engine in ("auto", "xla"),
+            in_blocks=spec.may_compile,
         )
 
     def _check_for_a_batch(self) -> None:
@@ -180,7 +181,7 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         return self._inner.record
 
-    def run(self, request: Request, phase: str) -> Ran:
+    def run(self, request: Request, phase: str) -> LoopResult:
         """See `Loop`; the loop knows itself for how many steps the data is sure to last."""
         with self._clock.phase(phase):
             if self._iterator is None:
@@ -215,7 +216,9 @@ class TaskLoop(TrainingLoop):
         if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
             return
         steps = int(self._spec.counter) - self._counted_before
-        if (named := self._stream.refused(steps)) is not None:
+        steps = 0 if self._spec.overfit_batch else steps
+        named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
+        if named is not None:
             raise DataError(
                 f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or fix "
                 f"{self.place_of(error) or 'the functions of its maps'}"
@@ -230,7 +233,7 @@ class TaskLoop(TrainingLoop):
             with self._clock.phase("compile"):
                 self._inner.trace(self._iterator)
 
-    def _run(self, request: Request, phase: str) -> Ran:
+    def _run(self, request: Request, phase: str) -> LoopResult:
         if self._traced:
             self._traced.check(self._spec.step_name)
         before, suspended = self._clock.of(phase), notice.suspended
@@ -326,8 +329,8 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        found = bottleneck.of(self._iterator, self._stream.copy_seconds(), self._stream.reads())
-        return (str(found), found.advice) if found else None
+        reads = self._stream.context().reads
+        return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
 
     def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
@@ -339,9 +342,9 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         if error is not self._failed:
             return ""
-        place = source_locations.place_of(error, [self._inner.step.function] if self._inner.step else [])
+        place = diagnosis().place_of(error, [self._inner.step.function] if self._inner.step else [])
         if not place and _tf.is_of_the_input(error):
-            place = source_locations.place_of_function(type(self.task).dataset)
+            place = diagnosis().place_of_function(type(self.task).dataset)
         return place
 
     def left_whole(self, error: BaseException) -> bool:

@@ -6,14 +6,11 @@ from typing import Any
 
 from absl import logging
 
-from looplib.report.clock import Clock
+from looplib.report.clock import Clock, Pace
 from looplib.report.page import Page
-from looplib.report.progress import Pace
-from looplib.report.run_file import path_of
-from looplib.report.run_json import RunReport, settings_of
+from looplib.report.run_json import RunReport, path_of, settings_of
 from looplib.report.shown import Shown
-from looplib.report.writer import Writer
-from looplib.report.writers import Writers, make_writers
+from looplib.report.writers import Writer, Writers, make_writers
 
 Metrics = dict[str, float]
 
@@ -23,8 +20,7 @@ class Reporter:
 
     Args:
       model_dir: the run directory, if it can be written; None reports on the console only.
-      writers: the user's writers, or None for the defaults.
-      trackers: the user's further writers.
+      writers: the user's writers, or their names; None for the defaults.
       is_chief: whether this process reports for all workers.
       trains: whether the run trains; an evaluation job has a report of its own, and no page.
       check: raises `UsageError` if the run directory is not this process's any more.
@@ -45,8 +41,7 @@ class Reporter:
         self,
         model_dir: str | None,
         *,
-        writers: Sequence[Writer] | None,
-        trackers: Sequence[Writer],
+        writers: Sequence[Writer | str] | None,
         is_chief: bool,
         trains: bool,
         check: Callable[[], None],
@@ -55,7 +50,7 @@ class Reporter:
     ) -> None:
         place = model_dir if is_chief else None
         self.clock, self._check, self._save_noted = clock, check, False
-        self.writers = make_writers(writers, trackers, place, check) if is_chief else Writers([])
+        self.writers = make_writers(writers, place, check) if is_chief else Writers([])
         self.report = RunReport(
             path=path_of(place, trains) if place else None,
             clock=clock,

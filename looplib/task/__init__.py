@@ -4,8 +4,6 @@ Names that other rooms may use, by file:
     actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_other_memories
     adapter: Adapter, rates_of
     averages: WeightAverages
-    batches: Batches, Epoch, Span
-    buckets: Buckets
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     derived: Constants, starting
     evaluator: Evaluator
@@ -13,26 +11,20 @@ Names that other rooms may use, by file:
     gradient_checks: none
     gradient_trainer: GradientTrainer
     gradients: none
-    input_context: InputContext, per_replica_batch_size
-    learning_rates: constant_rate, learning_rate, LearningRates, updating
+    learning_rates: LearningRates, constant_rate, learning_rate, updating
     loss_scale: none
     media: histogram, image, Media, text
     micro_batches: none
-    mixture: Mixture
     model_table: note, variables
     monitored: mode_of
     own_loop: OwnLoop
-    own_names: BATCH_SIZES, check, check_finished, CHECKSUM, refuse_in
-    packed: Packed, PackedRows
+    own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in
     parts: none
     perturbation: nudge, requested, VARIABLE
     plain: as_array, as_bytes, as_json, as_number, is_number
-    plans: Kept
-    positions: none
-    record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
-    reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
-    shares: in_use, KINDS, of_means, Share, weighed
-    state: differing_variables, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of, unheld,
+    record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
+    reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
+    state: InputState, ReplicaState, SlotOptimizer, differing_variables, no_weights, state_of, tables_of, unheld,
         variables_of
     trainer: Trainer
 """

@@ -7,6 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.data import shares
+from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
@@ -14,10 +16,8 @@ from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import Results
-from looplib.task import shares
 from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
 
 
