@@ -69,21 +69,22 @@ _PARTS = (  # of plug-ins
     "WandbWriter",
     "measure",
     "open_records",
-    "preflight",
     "warm_start",
 )
+
+_PART_MODULES = ("preflight",)
 
 __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES or name in _MODULES or name in _PARTS:
+    if name in _HOMES or name in _MODULES or name in (*_PARTS, *_PART_MODULES):
         from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"looplib.{_MODULES[name]}")
-    elif name in _PARTS:
+    elif name in (*_PARTS, *_PART_MODULES):
         value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
@@ -92,4 +93,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES, *_PARTS})
+    return sorted({*globals(), *_HOMES, *_MODULES, *_PARTS, *_PART_MODULES})

@@ -7,12 +7,12 @@ Names that other rooms may use, by file:
     distribution: distribute
     global_batches: none
     host_stream: HostStream
-    input_context: Asked, BadRecords, InputContext, Reads
+    input_context: BadRecords, InputContext, Reads
     iterator_state: none
     lengths: none
-    order: Ids, Locate, mix, OrderKey, Plan, plan_of, seeds_at
+    order: Ids, Locate, OrderKey, Plan, mix, plan_of, seeds_at
     pipelines: none
     remote_stream: Place, RemoteStream
-    shares: counted, current, in_use, of_means, Share, weighed
+    shares: Share, counted, current, in_use, of_means, weighed
     stream: Stream
 """

@@ -93,15 +93,6 @@ class Reader(Protocol):
         """Returns what an error calls the record that comes for an id of the first call."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What was asked of an `InputContext`: the name of the method, and two of its arguments."""
-
-    method: str
-    whole_epochs: bool
-    repeat: bool
-
-
 class InputContext:
     """The input pipeline of one `dataset(context)`.
 
@@ -153,17 +144,18 @@ class InputContext:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
         self.num_replicas = num_replicas
-        self._pipeline_index = pipeline_index
         self.num_pipelines = num_pipelines
         self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
         self.seed = seed
         self.training = training
-        self._start_step = start_step
         self.of_global_batches = of_global_batches
         self.numbers = numbers
         self.bad_records = bad_records or BadRecords()
         self._only = only
         self.sizes = Batches(self.global_batch_size, tuple(earlier))
+        self._places = Positions(
+            self.sizes, start_step, num_replicas, pipeline_index, num_pipelines, self.replicas_per_pipeline, numbers
+        )
         self.calls_without_name = 0  # of `indices`, `records` and `resident`
         self._named: dict[str, int] = {}  # the examples of the calls with a name
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
@@ -189,7 +181,7 @@ class InputContext:
         return InputContext(
             global_batch_size=self.global_batch_size,
             num_replicas=self.num_replicas,
-            pipeline_index=self._pipeline_index,
+            pipeline_index=self._places.pipeline_index,
             num_pipelines=self.num_pipelines,
             seed=self.seed,
             training=self.training,
@@ -202,15 +194,22 @@ class InputContext:
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
-        """The index of this pipeline; a `dataset` that reads it is taken to shard its data itself."""
+        """The index of this pipeline; to read it states that `dataset` gives each pipeline a part of its own.
+
+        On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
+        Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
+        """
         self.asked_for_its_part = True
-        return self._pipeline_index
+        return self._places.pipeline_index
 
     @property
     def start_step(self) -> int:
-        """The global batches consumed before; a `dataset` that reads it may start there itself."""
+        """The global batches consumed before, where data beside that of `indices` or `records` has to start itself.
+
+        A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
+        """
         self.asked_for_its_start = True
-        return self.sizes.whole(self._start_step)
+        return self.sizes.whole(self._places.start_step)
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -289,13 +288,13 @@ class InputContext:
             return *(given if type(given) is tuple else (given,)), seeds_at(positions, seed, self.training)
 
         most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
-        chunks = self.positions_of(plan, Asked("indices", whole_epochs, repeat), most)
+        chunks = self.positions_of(plan, "indices", whole_epochs, repeat, most)
         self.in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
         batches = (chunks if self.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
         self.ids = batches if plan.width == 1 else None
         epoch = Epoch(plan.size, whole_epochs)
         drawn = isinstance(plan, Ids) and self.training and not seeds and self.sizes.full(epoch)
-        self.draw = functools.partial(_draw, plan, seed, self._places(), epoch) if drawn else None
+        self.draw = functools.partial(_draw, plan, seed, self._places, epoch) if drawn else None
         self.made.append(batches)
         return batches
 
@@ -367,55 +366,47 @@ class InputContext:
             source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
         )
 
-    def positions_of(self, plan: Plan, asked: Asked, most: int) -> tf.data.Dataset:
+    def positions_of(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
         """Makes the positions of this pipeline's batches in the run, or in the evaluation.
 
         Args:
           plan: what stands there.
-          asked: what was called, and how.
+          method: the name of the method that was called.
+          whole_epochs: see `indices`.
+          repeat: see `indices`.
           most: batches of a chunk, at most.
 
         Returns:
           Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
         """
-        self._check(plan, asked)
-        self.positioned, self.examples = True, max(self.examples or 0, plan.size)
+        self._check(plan, f"context.{method}", whole_epochs, repeat)
+        self.positioned = self.asked_for_its_part = True
+        self.examples = max(self.examples or 0, plan.size)
         if self.training:
-            epoch = Epoch(plan.size, asked.whole_epochs)
-            self.positions = self._places().of_a_training(epoch, most)
+            epoch = Epoch(plan.size, whole_epochs)
+            self.positions = self._places.of_a_training(epoch, most)
             if plan.comes_in_epochs and (self.epoch is None or self.epoch.examples < plan.size):
                 self.epoch = epoch
         else:
-            self.positions, self.batches = self._places().of_an_evaluation(plan.size)
+            self.positions, self.batches = self._places.of_an_evaluation(plan.size)
         if self._only is not None:
             return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
         return self.positions
 
-    def _places(self) -> Positions:
-        return Positions(
-            self.sizes,
-            self._start_step,
-            self.num_replicas,
-            self.pipeline_index,
-            self.num_pipelines,
-            self.replicas_per_pipeline,
-            self.numbers,
-        )
-
-    def _check(self, plan: Plan, asked: Asked) -> None:
+    def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
         """Raises `UsageError` for examples of which no batches can be made."""
-        method, size = f"context.{asked.method}", self.global_batch_size
+        size = self.global_batch_size
         if plan.size == 0:
             raise UsageError(
                 f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
                 "0 examples; check where the data is read from"
             )
-        if asked.whole_epochs and not self.of_global_batches:
+        if whole_epochs and not self.of_global_batches:
             raise UsageError(
                 f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
-        if self.training and plan.size < size and not (asked.whole_epochs or asked.repeat):
+        if self.training and plan.size < size and not (whole_epochs or repeat):
             raise UsageError(
                 f"{method} was asked for {plan.size} examples, and a global batch has {size}, so that each batch would "
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "

@@ -52,7 +52,7 @@ _CONVERTED = {
     "looplib.data.pipelines.Pipelines": "build_on_worker",
     "looplib.task.gradient_trainer.GradientTrainer": "step_fn _backward",
     "looplib.task.gradient_checks": "losses_and_metrics joined",
-    "looplib.data.input_context.InputContext": "indices positions_of _check _places seed_of located",
+    "looplib.data.input_context.InputContext": "indices positions_of _check seed_of located",
     "looplib.data.batches.Positions": "of_a_training of_an_evaluation",
     "looplib.data.batches.Batches": "full before _examples",
     "looplib.data.batches.Epoch": "after",

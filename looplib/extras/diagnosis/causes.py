@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
-from looplib.data.input_context import Reads
+from looplib.data.input_context import InputContext, Reads
 from looplib.diagnosis import Diagnosis
 from looplib.extras.diagnosis import bottleneck, places, refused
 from looplib.extras.diagnosis.speed import Speed, of_training, with_share
 from looplib.loop.base import TrainingLoop
-from looplib.task.input_context import InputContext
 
 # The beginnings of TensorFlow's names of ops, and parts of them.
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")

@@ -8,11 +8,10 @@ Names that other rooms may use, by file:
     index: none
     indexed: none
     lengths: Buckets, Packed, PackedRows
-    measured: measure
     mixture: Mixture
     order: none
     plans: Kept
     reader: RecordReader
-    reading: none
+    reading: measure
     sources: open_records
 """

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.data.input_context import Asked, InputContext
+from looplib.data.input_context import InputContext
 from looplib.data.order import Ids, Plan, plan_of, seeds_at
 from looplib.errors import UsageError, whole_number
 from looplib.extras.records.damage import given, tolerant
@@ -84,8 +84,7 @@ class RecordReader:
         tolerates = context.bad_records.most > 0
         if tolerates:
             self._tolerated = tolerant(source, context.bad_records, context.training, kept)
-        asked = Asked("records", whole_epochs, repeat)
-        picked = context.positions_of(plan, asked, most).map(
+        picked = context.positions_of(plan, "records", whole_epochs, repeat, most).map(
             picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
         context.ids = picked.map(_ids).unbatch()
