@@ -30,6 +30,7 @@ _HOMES = {
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
     "Preempted": "errors",
+    "RunConfig": "run_config",
     "Start": "checkpoint.policy",
     "Trainer": "task.trainer",
     "UsageError": "errors",

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import os
 import shlex
@@ -23,20 +22,22 @@ from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.data.input_context import BadRecords
 from looplib.diagnosis import diagnosis
-from looplib.errors import DivergenceError, Preempted, UsageError, duration, whole_number
+from looplib.errors import DivergenceError, Preempted, UsageError, shown, whole_number
 from looplib.health.guards import Diverged, Guards
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.host_loop import as_shown
-from looplib.loop.loops import Loops, LoopSettings
+from looplib.loop.loops import Loops
 from looplib.loop.schedule import Schedule
 from looplib.loop.window import Window
 from looplib.report import run_json
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
 from looplib.report.writers import Writer
+from looplib.run_config import RunConfig
+from looplib.settings import as_flags
 from looplib.task import checks, model_table
 from looplib.task.actions import ActionStates, Event, announce_saves, hooks_around, stops_of
 from looplib.task.adapter import Adapter
@@ -60,17 +61,11 @@ class Controller:
     closes the one before, or is refused while that one trains.
 
     Args:
-      global_batch_size: examples of a training step over all replicas; also for evaluators that set no size. Only
-        `OrbitTrainer` and `OrbitEvaluator`, which have data of their own, do without.
+      run_config: the `RunConfig`: batch size, steps per loop, engine, seed and the like.
       trainer: the `Trainer`; None for a job that only evaluates.
       evaluator: an `Evaluator`, whose metrics are reported as "eval", or a dict from name to `Evaluator`.
       strategy: `tf.distribute.Strategy` under whose scope the models were built; default the current one.
       model_dir: the run directory, made if missing; None keeps nothing on disk.
-      steps_per_loop: steps of one call into the device; training metrics are reported at its exact multiples. Default
-        100, or an epoch for a `KerasTrainer`.
-      loop: the engine: "graph"; "xla", chunks of steps as one program of XLA; "auto", the fastest of these for the
-        model, found in the first loops; "eager", for debugging.
-      seed: decides the order of the training data.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       guards: `Guards` against bad values, jumps of the loss and stalls.
       start: `Start`, where the run starts from, if it has no checkpoint of its own, or which of them.
@@ -80,13 +75,6 @@ class Controller:
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
-      max_time: seconds, a `datetime.timedelta` or text such as "1h30m", after which a call of `train` ends as by a
-        signal: after the current step, with a save, by `Preempted`. A binary's time counts from its own start.
-      overfit_batch: trains on the first batch of the data in each step, to see whether the model can fit it.
-      bad_records: damaged records of `context.records` that the run may leave out, at most; one more ends it. Without
-        model_dir, each worker counts its own.
-      distribute: what carries batches to the replicas: "auto" takes a plain iterator per process on CPUs and GPUs, "tf"
-        the iterators of tf.distribute everywhere.
 
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
@@ -103,41 +91,33 @@ class Controller:
 
     def __init__(
         self,
+        run_config: RunConfig = RunConfig(),
         *,
-        global_batch_size: int | None = None,
         trainer: Trainer | None = None,
         evaluator: Evaluator | Mapping[str, Evaluator] | None = None,
         strategy: tf.distribute.Strategy | None = None,
         model_dir: str | os.PathLike[str] | None = None,
-        steps_per_loop: int | None = None,
-        loop: str = "graph",
-        seed: int = 0,
         checkpoints: CheckpointPolicy | None = None,
         guards: Guards | None = None,
         start: Start | None = None,
         writers: Sequence[Writer | str] | None = None,
         actions: Sequence[Callable[[Event], object]] | None = None,
         config: Any = None,
-        max_time: float | str | datetime.timedelta | None = None,
-        overfit_batch: bool = False,
-        bad_records: int = 0,
-        distribute: str = "auto",
     ) -> None:
         files.check_temporary()
+        if not isinstance(run_config, RunConfig):
+            raise UsageError(f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument")
         strategy = strategy or tf.distribute.get_strategy()
         self.policy, self.guards = checkpoints or CheckpointPolicy(), guards or Guards()
         self._start, actions = start or Start(), actions or ()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
-        own_steps = trainer.own_steps_per_loop if isinstance(trainer, Adapter) and steps_per_loop is None else None
-        self._own_steps = functools.partial(own_steps or (lambda _: steps_per_loop), global_batch_size)
+        steps = run_config.steps_per_loop
+        own_steps = trainer.own_steps_per_loop if isinstance(trainer, Adapter) and steps is None else lambda _: steps
+        self._own_steps = functools.partial(own_steps, run_config.global_batch_size)
+        self._config = run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
         self.model_dir = model_dir = resolve(model_dir) if model_dir else None
-        left_out = BadRecords(bad_records, f"{model_dir}/bad_records" if model_dir else None)
-        self._settings = LoopSettings(
-            strategy, loop, global_batch_size, self.steps_per_loop, seed, overfit_batch, left_out, distribute
-        )
-        self._max_time = duration("max_time", max_time)
-        checks.check_together(trainer, evaluators, strategy, loop)
+        checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
         self._actions = [*own, *actions]
@@ -149,7 +129,8 @@ class Controller:
         self._trained = 0  # steps of this start
         log_once()
         self.clock = Clock()
-        self._loops = Loops(self._settings, self.clock)
+        left_out = BadRecords(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
+        self._loops = Loops(run_config, strategy, self.clock, left_out)
         action_states = ActionStates(self._actions)
         self._open(trainer, evaluators, writers, config)
         self._build(trainer, evaluators, action_states)
@@ -174,7 +155,7 @@ class Controller:
                 raise UsageError(
                     "a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)"
                 )
-        strategy = self._settings.strategy
+        strategy = self._loops.strategy
         workers = Workers(strategy)
         self._directory = directory = RunDirectory(
             self.model_dir, self.policy, self._start, trainer is not None, workers, self._give_up
@@ -191,7 +172,7 @@ class Controller:
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,
             flags={
-                **self._settings.flags,
+                **as_flags(self._config),
                 "checkpoint_interval": self.policy.every_steps,
                 "keep_best": str(self.policy.best) if self.policy.best else None,
                 "guards": dataclasses.asdict(self.guards),
@@ -213,7 +194,7 @@ class Controller:
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
             self.report.model = model_table.note(trainer)
-            self.report.speed = diagnosis().speed(loops.training, self._settings.strategy)
+            self.report.speed = diagnosis().speed(loops.training, self._loops.strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         parts = RecordedParts(trainer, objects, loops, self._window, action_states)
         self._checkpointer = Checkpointer(directory, self._reporter, parts, guards, objects)
@@ -309,16 +290,16 @@ class Controller:
         return self._train(self._loops.steps_of(steps, epochs), None, -1)
 
     def train_and_evaluate(
-        self, train_steps: int | None = None, eval_interval: int | None = None, eval_steps: int = -1, *,
+        self, steps: int | None = None, eval_interval: int | None = None, eval_steps: int = -1, *,
         epochs: float | None = None,
     ) -> dict[str, Metrics]:  # fmt: skip
         """Trains, saving and evaluating at exact multiples of `eval_interval` and at the end.
 
         Args:
-          train_steps: the global step to train to; -1 for the end of the data.
+          steps: the global step to train to; -1 for the end of the data.
           eval_interval: steps between evaluations; default an epoch.
           eval_steps: steps of each evaluation; -1 for all data.
-          epochs: in place of train_steps, how often the data is to come.
+          epochs: in place of steps, how often the data is to come.
 
         Returns:
           dict from evaluator name to metrics, of the last evaluation.
@@ -327,10 +308,10 @@ class Controller:
           UsageError: for bad input.
         """
         loops = self._loops
-        train_steps = loops.steps_of(train_steps, epochs)
+        end = loops.steps_of(steps, epochs)
         interval = whole_number("eval_interval", loops.steps_of_an_epoch() if eval_interval is None else eval_interval)
         eval_steps = task_loop.check_evaluation(loops.evaluations, eval_steps)
-        self._train(train_steps, interval, eval_steps)
+        self._train(end, interval, eval_steps)
         return self._reporter.last_evaluation
 
     def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
@@ -662,15 +643,15 @@ class Controller:
     def _training(self) -> Iterator[None]:
         """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
         clock, checkpointer, reporter = self.clock, self._checkpointer, self._reporter
-        self._state = _TRAINS
+        self._state, limit = _TRAINS, self._config.max_time
         self._loops.own(self._loops.training.task)
         try:
             with (
                 console.guarded(),
-                reporter.training(self.restored_from, self._settings.flags, lambda: self.global_step),
+                reporter.training(self.restored_from, as_flags(self._config), lambda: self.global_step),
                 notice.listening(),
                 notice.deferred(lambda: clock.current[0] == "save" or checkpointer.saving),
-                notice.limited(clock.left_of(self._max_time), f"max_time of {self._max_time or 0:g} s"),
+                notice.limited(clock.left_of(limit), f"max_time of {limit or 0:g} s"),
                 self._watchdog.watching(),
             ):
                 if self.guards.may_roll_back and checkpointer and self._directory.agreed_latest() is None:
@@ -740,7 +721,7 @@ class Controller:
         seconds = self.clock.of("train") + self.clock.of("input")
         if self.report.speed and self.is_chief and self._trained:
             with self.clock.phase("report"):
-                strategy = self._settings.strategy
+                strategy = self._loops.strategy
                 self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, self._trained, seconds)
 
     # What is refused.

@@ -37,12 +37,15 @@ from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.diagnosis import diagnosis
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
+from looplib.health.guards import Guards
 from looplib.health.preemption import notice
 from looplib.masks import masked, masked_text
 from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
 from looplib.report.program import this_program
 from looplib.report.writers import DEFAULT_WRITERS, Writer, named_writers
+from looplib.run_config import RunConfig
+from looplib.settings import from_flags
 from looplib.task.actions import Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -96,14 +99,13 @@ def run(
         raise TypeError(f"config is {what}; expected an instance of a dataclass, such as Config()")
     if experiments and (settings or config is None):
         raise TypeError("launch.run got experiments without a config, of which they are variants")
-    for name, define, default, help_text, *values in FLAGS:
-        arguments = [(*values[0], *(modes or {}))] if name == "mode" else values[:1]
-        define(name, defaults.pop(name, default), *arguments, help=help_text)
+    for flag in FLAGS:
+        flag.make(defaults.pop(flag.name, flag.default), modes or {} if flag.name == "mode" else ())
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
     own = (configuration.PRINT_FLAG,) if settings or config is None else configuration.FLAGS
-    for name, define, default, help_text in own:
-        define(name, default, help_text)
+    for flag in own:
+        flag.make(flag.default)
     if settings is None and config is not None:
         read = _define_config(config, experiments or {}, argv)
     else:
@@ -291,24 +293,17 @@ def _make_controller(
     if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
+        from_flags(RunConfig, values),
         trainer=trainer if mode in TRAINING_MODES or evaluator is None else None,
         evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
-        global_batch_size=values["global_batch_size"],
         model_dir=values["model_dir"],
-        steps_per_loop=values["steps_per_loop"],
-        loop=values["loop"],
-        seed=values["seed"],
         checkpoints=command_line.policy(values),
-        guards=command_line.guards_of(values),
+        guards=from_flags(Guards, values),
         start=command_line.start(values),
         actions=[*binary.actions, *command_line.actions(values)],
         writers=[*DEFAULT_WRITERS, *trackers],
         config=config,
-        max_time=values["max_time"] or None,
-        overfit_batch=values["overfit_batch"],
-        bad_records=command_line.bad_records(values),
-        distribute=values["distribute"],
     )
     controller.report.flags = values
     if controller.report.path:  # a controller with a trainer may be that of an export

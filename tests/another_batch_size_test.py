@@ -293,13 +293,10 @@ def unbatched(context):
 def read_plain(folder, size, end, varies=False, distribute="auto"):
     trainer = Plain(unbatched, varies)
     with looplib.Controller(
+        looplib.RunConfig(global_batch_size=size, steps_per_loop=1, loop="eager", distribute=distribute),
         trainer=trainer,
-        global_batch_size=size,
         model_dir=folder,
-        steps_per_loop=1,
         writers=[],
-        loop="eager",
-        distribute=distribute,
     ) as controller:
         controller.train(end)
     return sum(trainer.seen, [])
@@ -346,8 +343,12 @@ def test_whole_epochs_still_hold_each_example_once(strategy, tmp_path):
         trainer = Noting(model, np.arange(50, dtype="float32")[:, None], np.zeros(50, "float32"))
         trainer.rows = []
         with looplib.Controller(
-            trainer=trainer, global_batch_size=size, model_dir=tmp_path, steps_per_loop=1, writers=[], loop="eager",
-            strategy=make_strategy(strategy), actions=[lambda event: log.append((event.step, event.metrics["epoch"]))],
+            looplib.RunConfig(global_batch_size=size, steps_per_loop=1, loop="eager"),
+            trainer=trainer,
+            model_dir=tmp_path,
+            writers=[],
+            strategy=make_strategy(strategy),
+            actions=[lambda event: log.append((event.step, event.metrics["epoch"]))],
         ) as controller:  # fmt: skip
             controller.train(**to)
         seen.append([row for rows in trainer.rows for row in rows])
@@ -377,7 +378,9 @@ def test_keras_callbacks_refuse_epochs_that_do_not_end_with_a_report(tmp_path):
         model = keras3.Sequential([keras3.Input((1,)), keras3.layers.Dense(1)])
         model.compile(keras3.optimizers.SGD(0.0), "mse")
         trainer = looplib.KerasTrainer(model, x, x, callbacks=[keras3.callbacks.ReduceLROnPlateau("loss")])
-        with looplib.Controller(trainer=trainer, global_batch_size=size, model_dir=tmp_path, writers=[]) as controller:
+        with looplib.Controller(
+            looplib.RunConfig(global_batch_size=size), trainer=trainer, model_dir=tmp_path, writers=[]
+        ) as controller:
             if size == 8:
                 controller.train(epochs=1)
                 continue

@@ -214,7 +214,9 @@ class Waiting(looplib.Trainer):
 
 def train(make):
     """(what is said about the input after 40 steps of 8 examples, the seconds that these waited)."""
-    with looplib.Controller(trainer=Waiting(make), global_batch_size=8, steps_per_loop=10, writers=[]) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=10), trainer=Waiting(make), writers=[]
+    ) as controller:
         controller.train(10)  # compiles
         before = controller.clock.of("input")
         controller.train(50)

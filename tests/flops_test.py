@@ -45,7 +45,9 @@ def by_hand():
 def test_a_step_has_the_operations_of_its_layers(strategy, options):
     with make_strategy(strategy).scope():
         trainer = Network(**options)
-    with looplib.Controller(trainer=trainer, strategy=make_strategy(strategy), global_batch_size=BATCH) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=make_strategy(strategy)
+    ) as controller:
         speed = controller.report.speed
     assert (speed.flops_per_step, speed.dtype) == (by_hand(), "float32")
 

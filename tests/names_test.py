@@ -311,8 +311,12 @@ def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, capl
         with strategy.scope():
             trainer = Phase(keras, **settings)
         with looplib.Controller(
-            trainer=trainer, strategy=strategy, global_batch_size=16, steps_per_loop=2, model_dir=tmp_path,
-            start=looplib.Start(partial=until > 4), writers=[],
+            looplib.RunConfig(global_batch_size=16, steps_per_loop=2),
+            trainer=trainer,
+            strategy=strategy,
+            model_dir=tmp_path,
+            start=looplib.Start(partial=until > 4),
+            writers=[],
         ) as controller:  # fmt: skip
             controller.train(until)
             assert controller.global_step == until

@@ -343,7 +343,9 @@ def test_a_record_that_the_program_refuses_is_named(files):
     assert refused_by(Refusing(kept, block=2), context(), 0) == said
 
     with looplib.Controller(
-        trainer=Refusing(files), global_batch_size=20, loop="eager", seed=3, steps_per_loop=5, writers=[]
+        looplib.RunConfig(global_batch_size=20, loop="eager", seed=3, steps_per_loop=5),
+        trainer=Refusing(files),
+        writers=[],
     ) as controller:
         with pytest.raises(looplib.UsageError, match=f"{said}, is refused by Refusing.dataset: .*; restore the file"):
             controller.train(40)

@@ -47,6 +47,7 @@ TESTS = {
         "controller",
         "errors",
         "exports",
+        "flags",
         "imports",
         "launch",
         "lifecycle",

@@ -65,7 +65,7 @@ class Checkpointer:
         self._saver: Checkpoints | None = None
         self._state_check: StateCheck | None = None
         self._continued_from: tuple[int, int] | None = None  # a step, and the last report before it
-        trainer, strategy = parts.trainer, parts.loops.settings.strategy
+        trainer, strategy = parts.trainer, parts.loops.strategy
         if trainer:
             parts.loops.training.warn_of_what_is_not_saved(objects)
             differing = differing_variables(strategy, trainer, objects)
@@ -259,7 +259,7 @@ class Checkpointer:
             self.saved_step = step if os.path.dirname(path) == self.directory.checkpoints else None
         parts.renew_constants()
         if parts.trainer:
-            self._warn_of_changes(step, parts.loops.settings.recorded)
+            self._warn_of_changes(step, parts.loops.config.recorded)
         self.restored_from, parts.loops.torn = path, False
         self._reporter.say(f"restored step {step} from {path}")
         if parts.trainer:

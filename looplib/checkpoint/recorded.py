@@ -52,13 +52,13 @@ class RecordedParts:
 
     def fill_in(self, record: RunRecord) -> None:
         """Sets the fields of the record that are not kept up to date while the run trains."""
-        settings, training = self.loops.settings, self.loops.training
+        config, training = self.loops.config, self.loops.training
         record.running = training.reducer.state()
         record.optimizers = self.optimizers
         record.learning_rates = self._learning_rates.built
         record.actions = self._actions.save()
         record.engines = self.loops.engines
-        record.seed, record.global_batch_size, record.loop = settings.seed, settings.global_batch_size, settings.loop
+        record.seed, record.global_batch_size, record.loop = config.seed, config.global_batch_size, config.loop
         record.examples, record.files = training.examples, training.fingerprint
 
     def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
@@ -72,7 +72,7 @@ class RecordedParts:
         self._warn_of_other_data(record, step)
         self._learning_rates.after_restore(record.learning_rates, step)
         self._actions.load(record.actions)
-        batches = self.loops.settings.batches_after(record, step)
+        batches = self.loops.batches_after(record, step)
         if batches:
             record.batches_are(batches)
         self.loops.training.rewind(step + record.input_offset, position, batches)

@@ -18,6 +18,7 @@ from looplib.data.pipelines import Pipelines, Task, makes_global_batches
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
+from looplib.run_config import RunConfig
 
 _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
 
@@ -25,33 +26,41 @@ _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are g
 def distribute(
     strategy: tf.distribute.Strategy,
     task: Task,
+    config: RunConfig,
+    left_out: BadRecords | None = None,
     *,
-    global_batch_size: int,
-    seed: int,
     training: bool,
     start_step: int = 0,
     earlier: Sequence[Span] = (),
-    overfit_batch: bool = False,
-    bad_records: BadRecords | None = None,
-    how: str = "auto",
     in_blocks: bool = False,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy; see `Specification` and `BlockStream`.
+
+    Args:
+      strategy: runs the steps.
+      task: has the `dataset`.
+      config: the settings of the controller; of an evaluator, with its own global batch size.
+      left_out: the damaged records that the run has left out, and how many it may; None for none.
+      training: whether the data is that of a training.
+      start_step: global batches that were consumed before.
+      earlier: those of other sizes.
+      in_blocks: whether the loop takes the batches of several steps at once.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
+    global_batch_size, overfit_batch = config.global_batch_size, config.overfit_batch
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    local = devices.local_devices(strategy) if how == "auto" else None
+    local = devices.local_devices(strategy) if config.distribute == "auto" else None
     on_host = remote or local is not None
     settings = dict(
         global_batch_size=global_batch_size,
         num_replicas=replicas,
-        seed=seed,
+        seed=config.seed,
         training=training,
         of_global_batches=makes_global_batches(task),
-        bad_records=bad_records,
+        bad_records=left_out,
     )
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own

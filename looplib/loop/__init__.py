@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     auto: none
     backend: Backend, Decorator
-    base: ENGINES, InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
+    base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     batch_sizes: none
     device_loop: none
     example_checksum: hash_of_each, METRIC, VARIABLE
@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     global_share: none
     host_loop: as_shown
     lending: none
-    loops: Loops, LoopSettings
+    loops: Loops
     metric_sums: none
     optimizers: refuse_others, Replacement, TrainingOptimizers
     packing: batch_size

@@ -74,7 +74,7 @@ class LocalReplicas(Backend):
         """See `Backend`."""
         spec = self._spec
         collect = spec.task.collect if isinstance(spec.task, Evaluator) else None
-        if spec.engine == "eager":
+        if spec.config.loop == "eager":
             if spec.skips:
                 raise UsageError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
             return HostLoop(EagerStep(spec.strategy, step_fn, reducer, stream, spec.counter), collect)
@@ -84,7 +84,9 @@ class LocalReplicas(Backend):
         if reducer.hands_over:
             return HostLoop(step, collect)
         # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
-        steps_per_loop = (spec.steps_per_loop if spec.training else min(stream.sure, 1000)) - bool(reducer.collects)
+        steps_per_loop = (spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)) - bool(
+            reducer.collects
+        )
         loop = self._device_loop(step, max(1, steps_per_loop), tracing)
         return ShowingLoop(loop, first=not spec.training) if reducer.collects else loop
 
@@ -100,9 +102,9 @@ class LocalReplicas(Backend):
           UsageError: if XLA is requested and cannot take the step.
         """
         spec = self._spec
-        if spec.engine == "xla":
+        if spec.config.loop == "xla":
             return _xla_loop(step, steps_per_loop)
-        if spec.engine == "auto" and spec.may_compile:
+        if spec.config.loop == "auto" and spec.may_compile:
             return AutoLoop(step, steps_per_loop, spec.clock, tracing, spec.chosen)
         return single_steps(step)
 

@@ -17,11 +17,11 @@ from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
 from looplib.report.clock import Clock
 from looplib.report.shown import Shown
+from looplib.run_config import RunConfig
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
 
-ENGINES = ("auto", "graph", "xla", "eager")
 Metrics = dict[str, Any]  # what a user's metrics are, before `loop_end`: Python numbers and numpy arrays by name
 Iterator = Any  # what the stream's `iterate` returns; only the stream knows its type
 
@@ -139,36 +139,26 @@ class Specification:
       task: the `Trainer` or `Evaluator`.
       strategy: the strategy that the steps run on.
       clock: gets the time of tracing as "compile".
-      engine: one of `ENGINES`.
-      global_batch_size: examples of a step over all replicas; None for a task with data of its own.
-      seed: the run's seed.
-      steps_per_loop: steps of a call.
+      config: the settings of the controller; of an evaluator, with its own global batch size.
       counter: int64 `tf.Variable` of finished steps, or None.
       start_step: global batches that were consumed before.
       earlier: those of other sizes.
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
-      overfit_batch: whether each step gets the first batch of the data.
-      bad_records: the damaged records that the run has left out, and how many it may; None for none.
-      distribute: what carries batches to the replicas, one of `devices.DISTRIBUTES`.
+      left_out: the damaged records that the run has left out, and how many it may; None for none.
     """
 
     split: str
     task: Trainer | Evaluator
     strategy: tf.distribute.Strategy
     clock: Clock
-    engine: str = "graph"
-    global_batch_size: int | None = None
-    seed: int = 0
-    steps_per_loop: int = 1
+    config: RunConfig
     counter: tf.Variable | None = None
     start_step: int = 0
     earlier: tuple[Span, ...] = ()
     non_finite: str = "off"
     chosen: EngineChoice | None = None
-    overfit_batch: bool = False
-    bad_records: BadRecords | None = None
-    distribute: str = "auto"
+    left_out: BadRecords | None = None
 
     @property
     def training(self) -> bool:

@@ -63,7 +63,7 @@ class TaskLoop(TrainingLoop):
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
-        self.batches = Batches(spec.global_batch_size, spec.earlier)
+        self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
         self._stream = self._distribute()
         self.epoch, self.examples = self._stream.epoch, self._stream.examples
@@ -114,14 +114,11 @@ class TaskLoop(TrainingLoop):
         return distribution.distribute(
             spec.strategy,
             spec.task,
-            global_batch_size=spec.global_batch_size,
-            seed=spec.seed,
+            spec.config,
+            spec.left_out,
             training=spec.training,
             start_step=self._start_step,
             earlier=self.batches.earlier,
-            overfit_batch=spec.overfit_batch,
-            bad_records=spec.bad_records,
-            how=spec.distribute,
             in_blocks=spec.may_compile,
         )
 
@@ -216,7 +213,7 @@ class TaskLoop(TrainingLoop):
         if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
             return
         steps = int(self._spec.counter) - self._counted_before
-        steps = 0 if self._spec.overfit_batch else steps
+        steps = 0 if self._spec.config.overfit_batch else steps
         named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
         if named is not None:
             raise DataError(
@@ -330,7 +327,7 @@ class TaskLoop(TrainingLoop):
         if self._iterator is None:
             return self._slowest
         reader = self._stream.context().reader
-        reads = reader.reads if reader else []
+        reads = reader.reads if reader else ()
         return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
 
     def _end_data(self, wait: bool = False) -> None:
@@ -436,7 +433,7 @@ def _end_all_data() -> None:
 
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
-    if spec.overfit_batch and (
+    if spec.config.overfit_batch and (
         isinstance(spec.task, OwnLoop) or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy)
     ):
         raise UsageError(

@@ -26,10 +26,10 @@ class Event:
       step: the global step.
       split: "train", or the evaluator's name ("eval" for the only one).
       metrics: dict from metric name to number, as reported.
-      evaluation_due: whether an evaluation of this step follows, or is under way.
-      ending: whether this step is the last of the training.
       controller: the `Controller`; call `controller.stop()` to end the training after this event, or
         `controller.save_checkpoint()`.
+      evaluation_due: whether an evaluation of the reported step follows.
+      ending: whether the reported step is the last of this training.
 
     Example:
         ```python

@@ -689,8 +689,11 @@ def train(run, path, steps, most=len(BAD), plan=None):
             return {"loss": tf.cast(inputs, tf.float32)}
 
     with looplib.Controller(
-        trainer=Sum(), global_batch_size=20, loop="eager", seed=3, steps_per_loop=5, writers=[], bad_records=most,
-        model_dir=run, checkpoints=looplib.CheckpointPolicy(every_steps=5),
+        looplib.RunConfig(global_batch_size=20, loop="eager", seed=3, steps_per_loop=5, bad_records=most),
+        trainer=Sum(),
+        writers=[],
+        model_dir=run,
+        checkpoints=looplib.CheckpointPolicy(every_steps=5),
     ) as controller:  # fmt: skip
         controller.train(steps)
     return found

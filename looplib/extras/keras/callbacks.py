@@ -72,7 +72,7 @@ class KerasCallbacks(Action):
         if self._logs is None:
             self._begin_epoch(controller.global_step // steps)
         elif not self._missing:  # the run has stopped there
-            self._end_epoch(controller.global_step, controller)
+            self._end_epoch(controller.global_step, controller, ending=False)
 
     def __call__(self, event: Event) -> None:
         """Ends an epoch with its report, or with the last evaluation after that."""
@@ -155,7 +155,7 @@ class KerasCallbacks(Action):
             for callback in self._callbacks:
                 callback.on_epoch_begin(epoch, {})
 
-    def _end_epoch(self, step: int, controller: Any, ending: bool = False) -> bool:
+    def _end_epoch(self, step: int, controller: Any, ending: bool) -> bool:
         """Ends the epoch of a step; returns whether the weights to restore at the end are now those of this step."""
         epoch = step // controller.steps_per_epoch - 1
         before, logs, self._logs = self._state(), self._logs, None

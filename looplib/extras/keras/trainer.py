@@ -48,7 +48,9 @@ class KerasTrainer(Adapter, Trainer):
     Example:
         ```python
         trainer = looplib.KerasTrainer(model, x, y, validation_data=(x_test, y_test))
-        controller = looplib.Controller(trainer=trainer, evaluator=trainer.evaluator(), global_batch_size=32)
+        controller = looplib.Controller(
+            looplib.RunConfig(global_batch_size=32), trainer=trainer, evaluator=trainer.evaluator()
+        )
         controller.train_and_evaluate(epochs=5)
         ```
     """

@@ -151,8 +151,8 @@ class _OrbitLoop(Loop):
         self._clock = spec.clock
         self._counter = spec.counter
         self._running = False
-        if spec.engine != "graph":
-            raise UsageError(f"loop is {spec.engine}, and {self.who} has its own loop; use loop=graph with it")
+        if spec.config.loop != "graph":
+            raise UsageError(f"loop is {spec.config.loop}, and {self.who} has its own loop; use loop=graph with it")
         if Workers(spec.strategy).count > 1 or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError(
                 f"{self.who} has its own loop, which looplib cannot synchronize across workers; run it in one "

@@ -116,11 +116,11 @@ def _predict_into(
         if chief:
             source = Source(
                 step=step,
-                weights=_checksum(loops.settings.strategy, evaluator),
+                weights=_checksum(loops.strategy, evaluator),
                 examples=loop.stream.examples,
                 outputs=", ".join(f"{output} {kind}" for output, kind in task.outputs.items()),
-                global_batch_size=loop.stream.batch_size * loops.settings.strategy.num_replicas_in_sync,
-                replicas=None if in_order else loops.settings.strategy.num_replicas_in_sync,
+                global_batch_size=loop.stream.batch_size * loops.strategy.num_replicas_in_sync,
+                replicas=None if in_order else loops.strategy.num_replicas_in_sync,
                 format=kind,
                 piece=piece,
             )

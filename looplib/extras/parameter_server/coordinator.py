@@ -43,10 +43,15 @@ class ParameterServers(Backend):
     def check(self, stream: Stream) -> None:
         """Raises `UsageError` for settings that steps of several workers in no fixed order cannot keep."""
         spec = self._spec
-        if spec.engine in ("xla", "eager"):
+        if spec.config.loop in ("xla", "eager"):
             raise UsageError(
-                f"loop is {spec.engine}, but with the strategy parameter_server steps run on workers, and the "
+                f"loop is {spec.config.loop}, but with the strategy parameter_server steps run on workers, and the "
                 "variables are on parameter servers; use loop=graph"
+            )
+        if spec.config.distribute == "tf":
+            raise UsageError(
+                "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
+                "another strategy"
             )
         if spec.skips:
             raise UsageError(
