@@ -1,7 +1,7 @@
 """What can go wrong while a run trains: values that are not finite, jumps of the loss, signals, and stalls.
 
 Names that other rooms may use, by file:
-    guards: Guards, Trouble, check_loss, check_skipped
+    guards: Diverged, Guards, check_loss, check_skipped
     non_finite: GRADIENT_OF, StateCheck, note_gradients, run_watched
     preemption: notice
     watchdog: Watchdog

@@ -6,20 +6,19 @@ Names that other rooms may use, by file:
     base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     batch_sizes: none
     device_loop: none
-    example_checksum: METRIC, VARIABLE, hash_of_each
+    example_checksum: hash_of_each, METRIC, VARIABLE
     fused_optimizers: none
     global_share: none
     host_loop: as_shown
     lending: none
     loops: Loops
     metric_sums: none
-    optimizers: Replacement, TrainingOptimizers, refuse_others
+    optimizers: refuse_others, Replacement, TrainingOptimizers
     packing: batch_size
-    recorded: RecordedParts
     reducer: Accumulator, Reducer, State
-    schedule: Boundary, Schedule
-    step: Step, StepFn, raise_refusal, timed
-    task_loop: TaskLoop, as_numbers, check_evaluation
+    schedule: Schedule
+    step: raise_refusal, Step, StepFn, timed
+    task_loop: as_numbers, check_evaluation, TaskLoop
     traced: none
     window: Window
     xla: none
