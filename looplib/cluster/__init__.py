@@ -6,6 +6,7 @@ Names that other rooms may use, by file:
     gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, times, varies
     links: none
     peers: Peers, current
+    remote: check_placement, RemoteStrategy, connect, connected, named, names, plugin_of
     rendezvous: none
     tpu: connect, is_here, is_lost, start_again
 """

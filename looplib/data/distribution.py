@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.cluster import remote
 from looplib.cluster.collectives import Workers
 from looplib.data import devices, refused
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
@@ -46,9 +47,9 @@ def distribute(
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
-    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    plugin = remote.plugin_of(strategy)
     local = devices.local_devices(strategy) if how == "auto" else None
-    on_host = remote or local is not None
+    on_host = plugin is not None or local is not None
     settings = dict(
         global_batch_size=global_batch_size,
         num_replicas=replicas,
@@ -58,12 +59,12 @@ def distribute(
         bad_records=bad_records,
     )
     batch_size = per_replica_batch_size(global_batch_size, replicas)
-    whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own
+    whole = settings["of_global_batches"] and plugin is None  # whose workers each read batches of their own
     sizes = Batches(global_batch_size, tuple(earlier))
     pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, overfit_batch)
 
     def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
-        if remote:  # each worker builds its own; the coordinator looks at one
+        if plugin is not None:  # each worker builds its own; the coordinator looks at one
             return pipelines.build(tf.distribute.InputContext())
         distributed = strategy.distribute_datasets_from_function(pipelines.build)
         # The default strategy hands back the pipeline itself. Of the others, CPUs and GPUs read the one pipeline that
@@ -74,15 +75,18 @@ def distribute(
     context = pipelines.contexts[0]
     cardinalities, shares = pipelines.of_all_workers()
     by_number = context.positioned and cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
-    if remote:
-        _refuse_on_parameter_servers(pipelines.who, context, by_number)
-    lengths = Lengths(shares, 1 if whole else max(1, replicas // workers.count)) if training and not remote else None
+    if plugin is not None:
+        others = context.training and bool(context.made) and not by_number
+        plugin.check_data(pipelines.who, by_python=bool(context.by_python), by_other_ids=others)
+    lengths = (
+        Lengths(shares, 1 if whole else max(1, replicas // workers.count)) if training and plugin is None else None
+    )
     if start_step == 0:
         _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
     on_cpus = devices.runs_on_host(strategy)
     stream, arrays = Stream, context.arrays
-    if remote:
+    if plugin is not None:
         stream = functools.partial(RemoteStream, make=pipelines.build_on_worker, by_number=by_number)
     elif on_host and in_blocks and on_cpus and training and workers.count == 1:
         stream, dataset, arrays = _in_blocks(dataset, context, global_batch_size, replicas)
@@ -112,22 +116,6 @@ def distribute(
         refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
         lengths=lengths,
     )
-
-
-def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
-    """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves."""
-    if context.by_python:
-        raise UsageError(
-            f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
-            "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
-            "strategy"
-        )
-    if context.training and context.made and not by_number:
-        raise UsageError(
-            f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
-            "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "
-            "one batch of ids, as map does"
-        )
 
 
 def _refuse_without_batches(

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.cluster import remote
 from looplib.data import devices
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
@@ -16,6 +17,7 @@ from looplib.loop.host_loop import EagerStep, HostLoop, ShowingLoop
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn
 from looplib.loop.xla import XlaChunk, size_of_chunk, why_not_xla
+from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 
 Decorator = Callable[[StepFn], StepFn]
@@ -33,7 +35,10 @@ class Backend(abc.ABC):
         self._spec = spec
 
     def check(self, stream: Stream) -> None:
-        """Raises `UsageError` for data or settings that this backend cannot keep its promises with."""
+        """Raises `UsageError` for data that this backend cannot take; the constructor does so for settings."""
+
+    def check_earlier(self, before: Batches, now: Batches) -> None:
+        """Raises `UsageError` if the data cannot continue behind batches of the sizes of a checkpoint."""
 
     @abc.abstractmethod
     def reducer(self) -> Reducer:
@@ -105,6 +110,12 @@ class LocalReplicas(Backend):
         if spec.engine == "auto" and spec.may_compile:
             return AutoLoop(step, steps_per_loop, spec.clock, tracing, spec.chosen)
         return single_steps(step)
+
+
+def backend_of(spec: Specification) -> Backend:
+    """Returns the backend of a loop: that of a plug-in for the strategy, or `LocalReplicas`."""
+    plugin = remote.plugin_of(spec.strategy)
+    return LocalReplicas(spec) if plugin is None else plugin.backend(spec)
 
 
 def _xla_loop(step: Step, steps_per_loop: int) -> DeviceLoop:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import runtime, source_locations
+from looplib import source_locations
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.data import bottleneck, distribution
@@ -18,7 +18,7 @@ from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum, global_share, metric_sums
-from looplib.loop.backend import Backend, Decorator, LocalReplicas
+from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.optimizers import TrainingOptimizers, refuse_others
@@ -63,11 +63,11 @@ class TaskLoop(TrainingLoop):
         self._start_step = spec.start_step
         self.batches = Batches(spec.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
+        self._backend = backend = backend_of(spec)
         self._stream = self._distribute()
         self.epoch, self.examples = self._stream.epoch, self._stream.examples
         self.fingerprint = self._stream.fingerprint or None
         self._first_stream = self._stream  # which the inner loop reads all iterators with
-        backend = _backend(spec)
         backend.check(self._stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.
@@ -279,12 +279,7 @@ class TaskLoop(TrainingLoop):
         self._end_data()
         self._position = position
         batches = batches or self.batches
-        remote = isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
-        if remote and batches.earlier != self.batches.earlier:
-            raise UsageError(
-                f"the checkpoint is of a run with batches of {batches}, and the workers of the strategy "
-                "parameter_server read theirs already; build a new controller to continue from it"
-            )
+        self._backend.check_earlier(self.batches, batches)
         if (start_step, batches) != (self._start_step, self.batches):
             self._start_step, self.batches = start_step, batches
             self.renew()
@@ -431,20 +426,12 @@ def _end_all_data() -> None:
 
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
-    if spec.overfit_batch and (
-        isinstance(spec.task, OwnLoop) or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy)
-    ):
+    if spec.overfit_batch and isinstance(spec.task, OwnLoop):
         raise UsageError(
             f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a trainer "
             "with data of looplib's, and no parameter servers; leave out --overfit_batch"
         )
     return spec.task.make_loop(spec) if isinstance(spec.task, OwnLoop) else TaskLoop(spec)
-
-
-def _backend(spec: Specification) -> Backend:
-    if isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
-        return runtime.parameter_server_backend(Backend)(spec)
-    return LocalReplicas(spec)
 
 
 def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:

@@ -22,9 +22,10 @@ from looplib.extras.parameter_server.processes import counts
 from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
-from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request
+from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
+from looplib.task.batches import Batches
 from looplib.task.trainer import Trainer
 
 _AHEAD = 2  # calls for each worker that are under way or wait for it
@@ -40,9 +41,13 @@ _Result = TypeVar("_Result")
 class ParameterServers(Backend):
     """Steps on the workers of a cluster with parameter servers."""
 
-    def check(self, stream: Stream) -> None:
-        """Raises `UsageError` for settings that steps of several workers in no fixed order cannot keep."""
-        spec = self._spec
+    def __init__(self, spec: Specification) -> None:
+        super().__init__(spec)
+        if spec.overfit_batch:
+            raise UsageError(
+                f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a "
+                "trainer with data of looplib's, and no parameter servers; leave out --overfit_batch"
+            )
         if spec.engine in ("xla", "eager"):
             raise UsageError(
                 f"loop is {spec.engine}, but with the strategy parameter_server steps run on workers, and the "
@@ -58,8 +63,19 @@ class ParameterServers(Backend):
                 f"each worker has {spec.strategy.num_replicas_in_sync} GPUs; with the strategy parameter_server "
                 "looplib uses one, so start a worker for each GPU (CUDA_VISIBLE_DEVICES)"
             )
-        if spec.training:
+
+    def check(self, stream: Stream) -> None:
+        """See `Backend`."""
+        if self._spec.training:
             _check_training_data(stream)
+
+    def check_earlier(self, before: Batches, now: Batches) -> None:
+        """See `Backend`."""
+        if now.earlier != before.earlier:
+            raise UsageError(
+                f"the checkpoint is of a run with batches of {now}, and the workers of the strategy "
+                "parameter_server read theirs already; build a new controller to continue from it"
+            )
 
     def reducer(self) -> RemoteReducer:
         """See `Backend`."""
