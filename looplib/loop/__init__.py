@@ -4,24 +4,21 @@ Names that other rooms may use, by file:
     auto: none
     backend: Backend, Decorator
     base: ENGINES, InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
-    batch_sizes: none
     device_loop: none
     example_checksum: METRIC, VARIABLE, hash_of_each
     flops: SHORT_TRAINING, of_training, with_share
     fused_optimizers: none
-    global_share: none
     host_loop: as_shown
-    lending: none
     loops: LoopSettings, Loops
-    metric_sums: none
     optimizers: Replacement, TrainingOptimizers, refuse_others
     packing: batch_size
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
     step: Step, StepFn, raise_refusal, timed
+    step_additions: none
+    step_checks: none
     task_loop: TaskLoop, as_numbers, check_evaluation
-    traced: none
     window: Window
     xla: none
 """

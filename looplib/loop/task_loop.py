@@ -17,14 +17,14 @@ from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import example_checksum, global_share, metric_sums
+from looplib.loop import example_checksum
 from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
-from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
-from looplib.loop.traced import TracedValues
+from looplib.loop.step_additions import BatchSizes, add_share, check_share
+from looplib.loop.step_checks import TracedValues, check_metrics
 from looplib.report.shown import Shown
 from looplib.task import own_names
 from looplib.task.batches import Batches
@@ -82,8 +82,8 @@ class TaskLoop(TrainingLoop):
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
         if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
-            global_share.check(spec.task, self._inner.step)
-            metric_sums.check(self._inner.step, spec.step_name, self.reducer.packer.keras)
+            check_share(spec.task, self._inner.step)
+            check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
@@ -99,7 +99,7 @@ class TaskLoop(TrainingLoop):
             rows = _rows_in_turn if self._stream.in_turn else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
-            decorators.append(functools.partial(global_share.add_to, task=self.task))
+            decorators.append(functools.partial(add_share, task=self.task))
         return [*decorators, *backend.decorators()]
 
     @property
