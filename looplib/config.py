@@ -41,17 +41,15 @@ from looplib.field_types import (
     update,
 )  # fmt: skip
 from looplib.masks import MASK, masked
+from looplib.settings import Flag
 
 FILE = "config.yaml"  # in the run directory
 _MOST_BYTES = 1 << 18  # of a --config_file
 
-# As `command_line.FLAGS`: (name, define, default, help).
-PRINT_FLAG = (
-    "print_config", flags.DEFINE_boolean, False, "Prints the configuration as YAML and ends."
-)  # fmt: skip
+PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 FLAGS = (
-    ("experiment", flags.DEFINE_string, None, "Named variant of the configuration to start from."),
-    ("config_file", flags.DEFINE_multi_string, None, "YAML file of settings; of several, later ones win."),
+    Flag("experiment", str, None, "Named variant of the configuration to start from."),
+    Flag("config_file", tuple, None, "YAML file of settings; of several, later ones win."),
     PRINT_FLAG,
 )
 

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import command_line, console, field_types, files, folders, plugins, runtime, source_locations
+from looplib import command_line, console, field_types, files, folders, plugins, runtime
 from looplib import config as configuration
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, remote, tpu
@@ -35,6 +35,7 @@ from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
+from looplib.diagnosis import diagnosis
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
 from looplib.masks import masked, masked_text
@@ -42,6 +43,8 @@ from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
 from looplib.report.program import this_program
 from looplib.report.writers import DEFAULT_WRITERS, Writer, named_writers
+from looplib.run_config import RunConfig
+from looplib.settings import from_flags
 from looplib.task.actions import Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -95,14 +98,13 @@ def run(
         raise TypeError(f"config is {what}; expected an instance of a dataclass, such as Config()")
     if experiments and (settings or config is None):
         raise TypeError("launch.run got experiments without a config, of which they are variants")
-    for name, define, default, help_text, *values in FLAGS:
-        arguments = [(*values[0], *(modes or {}))] if name == "mode" else values[:1]
-        define(name, defaults.pop(name, default), *arguments, help=help_text)
+    for flag in FLAGS:
+        flag.make(defaults.pop(flag.name, flag.default), modes or {} if flag.name == "mode" else ())
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
     own = (configuration.PRINT_FLAG,) if settings or config is None else configuration.FLAGS
-    for name, define, default, help_text in own:
-        define(name, default, help_text)
+    for flag in own:
+        flag.make(flag.default)
     if settings is None and config is not None:
         read = _define_config(config, experiments or {}, argv)
     else:
@@ -207,7 +209,7 @@ class _Session:
     def place_of(self, error: Exception) -> str:
         """Returns the user's line that an error comes from, "" if it is not known."""
         loops = self.controller.loops.values() if self.controller else ()
-        places = (source_locations.place_of(error), *(loop.place_of(error) for loop in loops))
+        places = (diagnosis().place_of(error), *(loop.place_of(error) for loop in loops))
         return next(filter(None, places), "")
 
     def close(self, status: str, sentence: str = "") -> None:
@@ -290,22 +292,15 @@ def _make_controller(
     if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
+        from_flags(RunConfig, values),
         trainer=trainer if mode in TRAINING_MODES or evaluator is None else None,
         evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
-        global_batch_size=values["global_batch_size"],
         model_dir=values["model_dir"],
-        steps_per_loop=values["steps_per_loop"],
-        loop=values["loop"],
-        seed=values["seed"],
         checkpoints=command_line.policy(values),
         actions=[*binary.actions, *command_line.actions(values)],
         writers=[*DEFAULT_WRITERS, *trackers],
         config=config,
-        max_time=values["max_time"] or None,
-        overfit_batch=values["overfit_batch"],
-        bad_records=command_line.bad_records(values),
-        distribute=values["distribute"],
     )
     controller.report.flags = values
     if controller.report.path:  # a controller with a trainer may be that of an export

@@ -4,6 +4,7 @@ import functools
 import shutil
 import time
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ class Counted(looplib.Evaluator):
 def train(loop, steps=200, trainer=None, steps_per_loop=10, **settings):
     trainer = trainer or Images()
     settings = dict(global_batch_size=8, steps_per_loop=steps_per_loop, writers=[], loop=loop, **settings)
-    with looplib.Controller(trainer=trainer, **settings) as controller:
+    with flat_config.controller(trainer=trainer, **settings) as controller:
         controller.train(steps)
         return controller, trainer
 
@@ -212,7 +213,9 @@ def test_boundaries_that_no_chunk_divides_lose_no_step_and_no_example(loop, by_b
 @pytest.mark.parametrize("loop", ["graph", "xla", "auto"])
 @pytest.mark.parametrize("examples", [1, 333, *more([7, 8, 9, 80])])
 def test_an_evaluation_is_exact_whatever_is_left_at_the_end(loop, examples, fast_trials):
-    controller = looplib.Controller(evaluator=Counted(examples), global_batch_size=8, loop=loop, writers=[])
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=8, loop=loop), evaluator=Counted(examples), writers=[]
+    )
     for _ in range(40 if (loop, examples) == ("auto", 333) else 2):
         results = controller.evaluate()["eval"]
         ids = np.arange(examples)
@@ -254,7 +257,7 @@ class Noisy(Images):
 def test_an_interrupted_run_of_chunks_resumes_bit_by_bit(tmp_path):
     whole = Noisy()
     settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
-    with looplib.Controller(trainer=whole, model_dir=tmp_path / "whole", **settings) as controller:
+    with flat_config.controller(trainer=whole, model_dir=tmp_path / "whole", **settings) as controller:
         controller.train(30)
         shutil.copytree(tmp_path / "whole", tmp_path / "stopped")  # what a process that is killed now leaves behind
         controller.train(60)
@@ -295,7 +298,7 @@ class NoisyShuffled(Shuffled, Noisy):
 def test_a_run_that_reads_many_batches_at_once_resumes_bit_by_bit_at_any_step(make, tmp_path):
     whole = make()
     settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop="xla")
-    with looplib.Controller(trainer=whole, model_dir=tmp_path / "whole", **settings) as controller:
+    with flat_config.controller(trainer=whole, model_dir=tmp_path / "whole", **settings) as controller:
         controller.train(33)  # within the batches that were read together
         shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
         controller.train(70)
@@ -438,7 +441,7 @@ def test_a_chunk_reads_more_batches_than_tensorflow_expects_of_an_unrolled_loop(
 
     monkeypatch.setattr(backend, "_PINNED_CHUNK", 40)  # TensorFlow raises at more than 32 batches
     settings = dict(global_batch_size=8, steps_per_loop=120, loop="xla", writers=[])
-    with looplib.Controller(trainer=Numbers(), **settings) as controller:
+    with flat_config.controller(trainer=Numbers(), **settings) as controller:
         assert controller.train(-1)["sum"] == 79800 and controller.global_step == 50
 
 
@@ -462,7 +465,7 @@ def test_the_time_that_steps_wait_for_their_data_is_reported():
     for loop in ("graph", "xla"):
         trainer, clocks = Slow(), []
         settings = dict(global_batch_size=8, steps_per_loop=10, writers=[], loop=loop)
-        with looplib.Controller(trainer=trainer, **settings) as controller:
+        with flat_config.controller(trainer=trainer, **settings) as controller:
             for last_step in (10, 30):  # the first part compiles, while the input reads ahead
                 controller.train(last_step)
                 clocks.append(controller.clock.seconds())
@@ -477,7 +480,7 @@ def test_the_time_that_steps_wait_for_their_data_is_reported():
 @pytest.mark.parametrize("loop", ["graph", "xla"])
 def test_what_tensorflow_does_in_the_first_call_is_no_training(loop):
     trainer, settings = Images(), dict(global_batch_size=8, steps_per_loop=40, writers=[], loop=loop)
-    with looplib.Controller(trainer=trainer, **settings) as controller:
+    with flat_config.controller(trainer=trainer, **settings) as controller:
         before = controller.clock.seconds()["compile"]
         controller.train(40)
         first = controller.clock.seconds()
@@ -515,7 +518,9 @@ class ChangingEvaluator(Counted):
 def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
     _, trainer = train(loop, 100, Changing())
     np.testing.assert_allclose(trainer.losses, graph_losses(Changing, 100), rtol=2e-4)
-    controller = looplib.Controller(evaluator=ChangingEvaluator(200), global_batch_size=8, loop=loop, writers=[])
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=8, loop=loop), evaluator=ChangingEvaluator(200), writers=[]
+    )
     for _ in range(10):
         results = controller.evaluate()["eval"]
         assert results == {"sum": 19900, "mean": pytest.approx((np.arange(200) ** 2).mean()), "examples": 200}

@@ -237,8 +237,13 @@ class Stalling(toy.Regression):
 
 trainer = Stalling()
 policy = looplib.CheckpointPolicy(every_steps=4, guards=looplib.Guards(stall_limit={limit}))
-controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000,
-                                checkpoints=policy, writers=[])
+controller = looplib.Controller(
+    looplib.RunConfig(global_batch_size=8, steps_per_loop=1000),
+    trainer=trainer,
+    model_dir={folder!r},
+    checkpoints=policy,
+    writers=[],
+)
 controller.train(20)
 print("weights", [w.tolist() for w in trainer.weights()])
 """
@@ -326,7 +331,9 @@ class Slow(toy.Regression):
 
 again = []
 trainer = Slow()
-controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000, writers=[])
+controller = looplib.Controller(
+    looplib.RunConfig(global_batch_size=8, steps_per_loop=1000), trainer=trainer, model_dir={folder!r}, writers=[]
+)
 if {first}:
     controller.train({first})  # what follows is traced and compiled
 took = lambda: sum(map(controller.clock.of, ("train", "input", "suspended")))

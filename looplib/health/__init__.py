@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     debuggers: none
-    guards: Guards, POLICIES, Trouble
+    guards: Guards, Trouble
     non_finite: GRADIENT_OF, StateCheck, check_skipped, note_gradients, run_watched
     preemption: notice
     running_time: none

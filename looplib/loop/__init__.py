@@ -6,10 +6,9 @@ Names that other rooms may use, by file:
     base: ENGINES, InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     device_loop: none
     example_checksum: METRIC, VARIABLE, hash_of_each
-    flops: SHORT_TRAINING, of_training, with_share
     fused_optimizers: none
     host_loop: as_shown
-    loops: LoopSettings, Loops
+    loops: Loops
     optimizers: Replacement, TrainingOptimizers, refuse_others
     packing: batch_size
     recorded: RecordedParts

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib.cluster import remote
 from looplib.data import devices
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.loop.auto import AutoLoop
@@ -17,7 +18,6 @@ from looplib.loop.host_loop import EagerStep, HostLoop, ShowingLoop
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn
 from looplib.loop.xla import XlaChunk, size_of_chunk, why_not_xla
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 
 Decorator = Callable[[StepFn], StepFn]
@@ -79,7 +79,7 @@ class LocalReplicas(Backend):
         """See `Backend`."""
         spec = self._spec
         collect = spec.task.collect if isinstance(spec.task, Evaluator) else None
-        if spec.engine == "eager":
+        if spec.config.loop == "eager":
             if spec.skips:
                 raise UsageError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
             return HostLoop(EagerStep(spec.strategy, step_fn, reducer, stream, spec.counter), collect)
@@ -89,7 +89,9 @@ class LocalReplicas(Backend):
         if reducer.hands_over:
             return HostLoop(step, collect)
         # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
-        steps_per_loop = (spec.steps_per_loop if spec.training else min(stream.sure, 1000)) - bool(reducer.collects)
+        steps_per_loop = (spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)) - bool(
+            reducer.collects
+        )
         loop = self._device_loop(step, max(1, steps_per_loop), tracing)
         return ShowingLoop(loop, first=not spec.training) if reducer.collects else loop
 
@@ -105,9 +107,9 @@ class LocalReplicas(Backend):
           UsageError: if XLA is requested and cannot take the step.
         """
         spec = self._spec
-        if spec.engine == "xla":
+        if spec.config.loop == "xla":
             return _xla_loop(step, steps_per_loop)
-        if spec.engine == "auto" and spec.may_compile:
+        if spec.config.loop == "auto" and spec.may_compile:
             return AutoLoop(step, steps_per_loop, spec.clock, tracing, spec.chosen)
         return single_steps(step)
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
-from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.report.shown import Shown
-from looplib.task.batches import Batches, Epoch, Span
+from looplib.run_config import RunConfig
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
@@ -139,36 +140,26 @@ class Specification:
       task: the `Trainer` or `Evaluator`.
       strategy: the strategy that the steps run on.
       clock: gets the time of tracing as "compile".
-      engine: one of `ENGINES`.
-      global_batch_size: examples of a step over all replicas; None for a task with data of its own.
-      seed: the run's seed.
-      steps_per_loop: steps of a call.
+      config: the settings of the controller; of an evaluator, with its own global batch size.
       counter: int64 `tf.Variable` of finished steps, or None.
       start_step: global batches that were consumed before.
       earlier: those of other sizes.
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
-      overfit_batch: whether each step gets the first batch of the data.
-      bad_records: the damaged records that the run has left out, and how many it may; None for none.
-      distribute: what carries batches to the replicas, one of `devices.DISTRIBUTES`.
+      left_out: the damaged records that the run has left out, and how many it may; None for none.
     """
 
     split: str
     task: Trainer | Evaluator
     strategy: tf.distribute.Strategy
     clock: Clock
-    engine: str = "graph"
-    global_batch_size: int | None = None
-    seed: int = 0
-    steps_per_loop: int = 1
+    config: RunConfig
     counter: tf.Variable | None = None
     start_step: int = 0
     earlier: tuple[Span, ...] = ()
     non_finite: str = "off"
     chosen: EngineChoice | None = None
-    overfit_batch: bool = False
-    bad_records: LeftOut | None = None
-    distribute: str = "auto"
+    left_out: BadRecords | None = None
 
     @property
     def training(self) -> bool:
@@ -188,7 +179,7 @@ class Specification:
     @property
     def may_compile(self) -> bool:
         """Returns whether steps may run as chunks in XLA, which takes one replica."""
-        return self.engine in ("auto", "xla") and self.strategy.num_replicas_in_sync == 1
+        return self.config.loop in ("auto", "xla") and self.strategy.num_replicas_in_sync == 1
 
     @property
     def guarded(self) -> bool:
@@ -293,7 +284,7 @@ class TrainingLoop(Loop):
       batches: the sizes of the global batches; None for data that looplib does not read.
       epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples the data has; None where that is not known.
-      fingerprint: of the files of the data, see `records.fingerprint`; None where it is not known.
+      fingerprint: of the files of the data, see `input_context.Reader`; None where it is not known.
     """
 
     batches: Batches | None = None

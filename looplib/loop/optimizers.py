@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from looplib.cluster import gradient_sum, remote
 from looplib.compat import keras as _keras
+from looplib.data import shares
 from looplib.errors import UsageError
 from looplib.health import non_finite
 from looplib.loop import fused_optimizers
-from looplib.task import shares
 from looplib.task.trainer import Trainer
 
 # The class by which Keras 3 adapts its optimizers to tf.distribute, and what of it is changed here. None is public.

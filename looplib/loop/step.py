@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from looplib import source_locations
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.data.stream import Stream
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 from looplib.loop.reducer import Reducer
 
@@ -183,7 +183,7 @@ def raise_refusal(error: Exception) -> None:
         raise UsageError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
             "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts), which TensorFlow cannot do "
-            f"({source_locations.place_of(error)}); call it outside, in every step. For an update in every n-th step, "
+            f"({diagnosis().place_of(error)}); call it outside, in every step. For an update in every n-th step, "
             "give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device without a strategy"
         ) from error
 

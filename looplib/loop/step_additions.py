@@ -8,14 +8,15 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.data import shares
+from looplib.data.shares import Share
 from looplib.errors import UsageError, join_names
 from looplib.loop.packing import Packer, batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_checks import is_summed
-from looplib.task import own_names, reductions, shares
+from looplib.task import own_names, reductions
 from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction, total
-from looplib.task.shares import Share
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 

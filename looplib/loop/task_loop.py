@@ -10,11 +10,12 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import source_locations
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
-from looplib.data import bottleneck, distribution
+from looplib.data import distribution
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
+from looplib.diagnosis import diagnosis
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum
@@ -27,7 +28,6 @@ from looplib.loop.step_additions import BatchSizes, add_share, check_share
 from looplib.loop.step_checks import TracedValues, check_metrics
 from looplib.report.shown import Shown
 from looplib.task import own_names
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
@@ -61,7 +61,7 @@ class TaskLoop(TrainingLoop):
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
-        self.batches = Batches(spec.global_batch_size, spec.earlier)
+        self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
         self._backend = backend = backend_of(spec)
         self._stream = self._distribute()
@@ -112,14 +112,11 @@ class TaskLoop(TrainingLoop):
         return distribution.distribute(
             spec.strategy,
             spec.task,
-            global_batch_size=spec.global_batch_size,
-            seed=spec.seed,
+            spec.config,
+            spec.left_out,
             training=spec.training,
             start_step=self._start_step,
             earlier=self.batches.earlier,
-            overfit_batch=spec.overfit_batch,
-            bad_records=spec.bad_records,
-            how=spec.distribute,
             in_blocks=spec.may_compile,
         )
 
@@ -214,7 +211,9 @@ class TaskLoop(TrainingLoop):
         if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
             return
         steps = int(self._spec.counter) - self._counted_before
-        if (named := self._stream.refused(steps)) is not None:
+        steps = 0 if self._spec.overfit_batch else steps
+        named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
+        if named is not None:
             raise DataError(
                 f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or fix "
                 f"{self.place_of(error) or 'the functions of its maps'}"
@@ -320,8 +319,8 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        found = bottleneck.of(self._iterator, self._stream.copy_seconds(), self._stream.reads())
-        return (str(found), found.advice) if found else None
+        reads = self._stream.context().reads
+        return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
 
     def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
@@ -333,9 +332,9 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         if error is not self._failed:
             return ""
-        place = source_locations.place_of(error, [self._inner.step.function] if self._inner.step else [])
+        place = diagnosis().place_of(error, [self._inner.step.function] if self._inner.step else [])
         if not place and _tf.is_of_the_input(error):
-            place = source_locations.place_of_function(type(self.task).dataset)
+            place = diagnosis().place_of_function(type(self.task).dataset)
         return place
 
     def left_whole(self, error: BaseException) -> bool:
@@ -426,7 +425,7 @@ def _end_all_data() -> None:
 
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
-    if spec.overfit_batch and isinstance(spec.task, OwnLoop):
+    if spec.config.overfit_batch and isinstance(spec.task, OwnLoop):
         raise UsageError(
             f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a trainer "
             "with data of looplib's, and no parameter servers; leave out --overfit_batch"

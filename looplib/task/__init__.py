@@ -3,8 +3,6 @@
 Names that other rooms may use, by file:
     actions: Action, ActionStates, Event, attending, stops_of, tell_saves, warn_of_other_memories
     averages: WeightAverages
-    batches: Batches, Epoch, Span
-    buckets: Buckets
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     derived: Constants, starting
     evaluator: Evaluator
@@ -12,25 +10,19 @@ Names that other rooms may use, by file:
     gradient_checks: none
     gradient_trainer: GradientTrainer
     gradients: none
-    input_context: InputContext, per_replica_batch_size
     learning_rates: LearningRates, constant_rate, learning_rate, updating
     loss_scale: none
     media: Media, histogram, image, text
     micro_batches: none
-    mixture: Mixture
     model_table: note, variables
     monitored: mode_of
     own_loop: OwnLoop
     own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in
-    packed: Packed, PackedRows
     parts: none
     perturbation: VARIABLE, nudge, requested
     plain: as_array, as_bytes, as_json, as_number, is_number
-    plans: Kept
-    positions: none
     record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
     reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
-    shares: KINDS, Share, in_use, of_means, weighed
     state: InputState, ReplicaState, SlotOptimizer, differing_variables, no_weights, state_of, tables_of, unheld,
         variables_of
     trainer: Trainer

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from looplib.cluster import gradient_sum
 from looplib.compat import keras as _keras
+from looplib.data import shares as global_shares
 from looplib.errors import UsageError, whole_number
 from looplib.task import gradient_checks as checks
 from looplib.task import gradients as gradient_math
 from looplib.task import loss_scale as scaling
 from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
-from looplib.task import shares as global_shares
 from looplib.task.averages import WeightAverages
 from looplib.task.exported import Exported
 from looplib.task.learning_rates import learning_rate

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from looplib.data import shares
+from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
-from looplib.task import exported, shares
+from looplib.task import exported
 from looplib.task.actions import Event
 from looplib.task.exported import Exported
-from looplib.task.input_context import InputContext
 
 
 class Trainer(abc.ABC):

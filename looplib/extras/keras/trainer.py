@@ -7,6 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.data import shares
+from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
@@ -14,9 +16,7 @@ from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import Results
-from looplib.task import shares
 from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
 
 
@@ -47,7 +47,9 @@ class KerasTrainer(Trainer):
     Example:
         ```python
         trainer = looplib.KerasTrainer(model, x, y, validation_data=(x_test, y_test))
-        controller = looplib.Controller(trainer=trainer, evaluator=trainer.evaluator(), global_batch_size=32)
+        controller = looplib.Controller(
+            looplib.RunConfig(global_batch_size=32), trainer=trainer, evaluator=trainer.evaluator()
+        )
         controller.train_and_evaluate(epochs=5)
         ```
     """

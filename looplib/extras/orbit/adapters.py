@@ -13,6 +13,7 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
+from looplib.data.batches import Batches
 from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
 from looplib.extras.orbit.results import Results, flat, is_bad_loss
@@ -22,7 +23,6 @@ from looplib.loop.optimizers import TrainingOptimizers
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
 from looplib.task import own_names
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of, variables_of
@@ -151,8 +151,8 @@ class _OrbitLoop(Loop):
         self._clock = spec.clock
         self._counter = spec.counter
         self._running = False
-        if spec.engine != "graph":
-            raise UsageError(f"loop is {spec.engine}, and {self.who} has its own loop; use loop=graph with it")
+        if spec.config.loop != "graph":
+            raise UsageError(f"loop is {spec.config.loop}, and {self.who} has its own loop; use loop=graph with it")
         if Workers(spec.strategy).count > 1 or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError(
                 f"{self.who} has its own loop, which looplib cannot synchronize across workers; run it in one "

@@ -15,6 +15,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import tensorflow as _tf
+from looplib.data.batches import Batches
 from looplib.data.remote_stream import Place, RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
@@ -25,7 +26,6 @@ from looplib.loop.backend import Backend, Decorator
 from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
-from looplib.task.batches import Batches
 from looplib.task.trainer import Trainer
 
 _AHEAD = 2  # calls for each worker that are under way or wait for it
@@ -43,15 +43,20 @@ class ParameterServers(Backend):
 
     def __init__(self, spec: Specification) -> None:
         super().__init__(spec)
-        if spec.overfit_batch:
+        if spec.config.overfit_batch:
             raise UsageError(
                 f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a "
                 "trainer with data of looplib's, and no parameter servers; leave out --overfit_batch"
             )
-        if spec.engine in ("xla", "eager"):
+        if spec.config.loop in ("xla", "eager"):
             raise UsageError(
-                f"loop is {spec.engine}, but with the strategy parameter_server steps run on workers, and the "
+                f"loop is {spec.config.loop}, but with the strategy parameter_server steps run on workers, and the "
                 "variables are on parameter servers; use loop=graph"
+            )
+        if spec.config.distribute == "tf":
+            raise UsageError(
+                "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
+                "another strategy"
             )
         if spec.skips:
             raise UsageError(

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import files, source_locations
+from looplib import files
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.data.shares import Share
 from looplib.errors import gist
+from looplib.extras.diagnosis import places
 from looplib.extras.page import values
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
@@ -22,7 +24,6 @@ from looplib.report.records import Record
 from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number
-from looplib.task.shares import Share
 from looplib.task.trainer import Trainer
 
 _SHOWN_IDS = 16
@@ -264,7 +265,7 @@ class _View:
             if found is None:
                 return [f"the search for an op whose output is not finite failed: {gist(error)}"]
             op, what = found
-            layer, place = _keras.layer_of(error), source_locations.place_of(error)
+            layer, place = _keras.layer_of(error), places.place_of(error)
             lines = [f"first op whose output is not finite: {op}{f' in layer {layer}' * bool(layer)}, {what}"]
             return [*lines, *([f"  {place}"] if place else [])]
         finally:

@@ -14,13 +14,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import source_locations
+from looplib.diagnosis import is_installed
 from looplib.errors import UsageError, gist, is_utf8, join_names, shown
+from looplib.extras.records.files import Files, absolute
+from looplib.extras.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
+from looplib.extras.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
 from looplib.files import resolve
-from looplib.records.files import Files, absolute
-from looplib.records.formats import ArrayRecords, FixedLength, Lines, Parquet
-from looplib.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process
-from looplib.records.tfrecord import TFRecords
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _OPTIONS = {
@@ -243,7 +242,7 @@ def items(source: Source, numbers: Sequence[int]) -> list[Any]:
 def _is_installed(source: Source) -> bool:
     module = sys.modules.get(type(source).__module__)
     path = getattr(module, "__file__", None)
-    return path is not None and not source_locations.is_users(path)
+    return path is not None and is_installed(path)
 
 
 def mean_bytes(source: Source) -> float:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from looplib.errors import UsageError, gist
+from looplib.extras.records.files import Files
+from looplib.extras.records.index import Layout, refuse_misfit
 from looplib.files import safe_name
-from looplib.records.files import Files
-from looplib.records.index import Layout, refuse_misfit
 
 MOST_BYTES = (1 << 31) - (1 << 12)  # of a record, or a row group: what a system call reads at most
 

@@ -8,10 +8,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.data.input_context import InputContext
 from looplib.errors import gist
-from looplib.records.damage import given
-from looplib.records.sources import Subset, named
-from looplib.task.input_context import InputContext
 
 _STEPS = 64  # whose batches are tried: many may be read at once
 _SECONDS = 10.0  # that this may take
@@ -30,7 +28,7 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
       Such as "record 17 of a.tfrecord, at byte 1234"; None if no record is to blame: each one fails, or none does by
       itself, or it cannot be found out.
     """
-    if not context.positioned or len(context.made) != 1 or not context.sources:
+    if not context.positioned or len(context.made) != 1 or context.reader is None:
         return None
     try:
         following = context.again(start_step=max(0, step - 1))  # one replica may have counted the step that failed
@@ -41,10 +39,8 @@ def find(dataset: Callable[[InputContext], tf.data.Dataset], context: InputConte
         found = _first_bad(iter(dataset(alone)), len(positions))
         if found is None:
             return None
-        source, (number,) = alone.sources[0], next(alone.ids.skip(found).as_numpy_iterator())
-        if isinstance(source, Subset):
-            number = np.flatnonzero(source.ids == number)[0]
-        return named(source, given(alone.tolerated, int(number)) if context.tolerates else int(number))
+        (number,) = next(alone.ids.skip(found).as_numpy_iterator())
+        return alone.reader.name_of(int(number))
     except Exception as error:  # the run has failed anyway, and its own error is the one to show
         logging.debug("which record the run failed at cannot be found out: %s", gist(error))
         return None

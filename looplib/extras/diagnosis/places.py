@@ -1,11 +1,11 @@
 """Lines of the user's program: where an op of a traced function, an error, or the start of the devices comes from."""
 
+import inspect
 import itertools
 import linecache
 import os
 import re
 import sys
-import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Iterable
@@ -14,18 +14,15 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.diagnosis import LIBRARIES, OURS, is_installed
+from looplib.loop.reducer import Reducer
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_CALLS_THE_STEP = os.path.join(_OURS, "loop", "reducer.py")
-_LIBRARIES = (
-    os.path.dirname(os.path.abspath(tf.__file__)) + os.sep,
-    *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib", "stdlib")),
-)
+_CALLS_THE_STEP = os.path.abspath(inspect.getfile(Reducer))
 
 
 def line_of(op: tf.Operation) -> str:
     """Returns the line of the user's program that made an op, as "file:line: text"; "" if none did."""
-    frame = next((frame for frame in _frames(op) if not _is_library(frame.filename)), None)
+    frame = next((frame for frame in _frames(op) if not is_installed(frame.filename)), None)
     if frame is None:
         return ""
     return _as_text(frame.filename, frame.lineno)
@@ -69,7 +66,7 @@ def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | Non
     if isinstance(error, SyntaxError) and error.filename:
         return [(error.filename, error.lineno or 0, (error.text or "").strip())]
     frames = traceback.extract_tb(error.__traceback__)
-    start = next((number for number, frame in enumerate(frames) if frame.filename.startswith(_OURS)), 0)
+    start = next((number for number, frame in enumerate(frames) if frame.filename.startswith(OURS)), 0)
     return [(frame.filename, frame.lineno or 0, None) for frame in frames[:start:-1] if is_users(frame.filename)]
 
 
@@ -104,7 +101,7 @@ def is_users(filename: str) -> bool:
     """Returns whether a file is of the user's program: not of looplib, an installed package or AutoGraph."""
     made = filename.startswith("<") or os.path.basename(filename).startswith("__autograph_generated_file")
     compiled = filename.endswith((".pyx", ".pxi")) and not os.path.exists(filename)  # Cython of an installed package
-    return not made and not compiled and not _is_library(filename)
+    return not made and not compiled and not is_installed(filename)
 
 
 def _as_text(filename: str, line: int, text: str | None = None) -> str:
@@ -116,13 +113,13 @@ def _as_text(filename: str, line: int, text: str | None = None) -> str:
 
 def is_ours(op: tf.Operation) -> bool:
     """Returns whether looplib made an op, and not the user's program that it called."""
-    frame = next((f for f in _frames(op) if not f.filename.startswith(_LIBRARIES)), None)
-    return frame is not None and frame.filename.startswith(_OURS)
+    frame = next((f for f in _frames(op) if not f.filename.startswith(LIBRARIES)), None)
+    return frame is not None and frame.filename.startswith(OURS)
 
 
 def is_of_keras(op: tf.Operation) -> bool:
     """Returns whether Keras made an op, called by the user's program."""
-    frames = list(itertools.takewhile(lambda frame: _is_library(frame.filename), _frames(op)))
+    frames = list(itertools.takewhile(lambda frame: is_installed(frame.filename), _frames(op)))
     return any(re.search(r"[/\\](tf_)?keras[/\\]", frame.filename) for frame in frames)
 
 
@@ -131,7 +128,3 @@ def _frames(op: tf.Operation) -> list[traceback.FrameSummary]:
     frames = [frame for frame in op.traceback or () if not frame.filename.startswith("<")]
     start = next((number for number, frame in enumerate(frames) if frame.filename == _CALLS_THE_STEP), 0)
     return frames[:start:-1]
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith((_OURS, *_LIBRARIES))

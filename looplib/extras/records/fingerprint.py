@@ -11,9 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.errors import join_names
-from looplib.records.files import THREADS, Files
-from looplib.records.indexed import Numbered
-from looplib.records.sources import Chain, Source, Subset, items
+from looplib.extras.records.files import THREADS, Files
+from looplib.extras.records.indexed import Numbered
+from looplib.extras.records.sources import Chain, Source, Subset, items
 
 _PIECES, _PIECE_BYTES = 4, 1 << 10  # of a file, spread over it evenly, its ends included
 _MOST = 1024  # names of a fingerprint; of more files, several share one

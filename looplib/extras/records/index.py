@@ -22,8 +22,8 @@ from absl import logging
 from looplib import files as whole_files
 from looplib import folders
 from looplib.errors import UsageError, gist, join_names
+from looplib.extras.records.files import Files, absolute
 from looplib.files import is_remote
-from looplib.records.files import Files, absolute
 
 _MAGIC = b"looplib index of records 1\n"
 _PIECE = 1 << 20  # offsets that are read at once

@@ -1,8 +1,11 @@
-"""The floating-point operations of a traced step: those of its products of matrices and its convolutions."""
+"""The floating-point operations of a traced step, and the share of the devices' peak that a training reaches."""
 
 import collections
+import dataclasses
+import functools
 import math
 import re
+import time
 
 import tensorflow as tf
 from absl import logging
@@ -11,9 +14,9 @@ from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
 from looplib.loop.base import TrainingLoop
-from looplib.report.speed import Speed
 
 SHORT_TRAINING = 1.0  # seconds, below which the peak, which takes 0.1 s, is not measured
+_ENOUGH, _TIMES, _LARGEST = 0.005, 4, 8192  # seconds of a product, products of each size, rows
 _LOOPS, _BRANCHES = ("While", "StatelessWhile"), ("If", "StatelessIf", "Case", "StatelessCase")
 _PRODUCTS = ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
 _CONVOLUTION = re.compile(r"(Conv2D|Conv3D|(DepthwiseConv2dNative))(Backprop(Input|Filter))?(V2)?")
@@ -21,6 +24,65 @@ _CONVOLUTION = re.compile(r"(Conv2D|Conv3D|(DepthwiseConv2dNative))(Backprop(Inp
 
 class _Unknown(Exception):
     """A shape, or how often a loop runs, is not known before it runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How much a training computes.
+
+    Attributes:
+      flops_per_step: floating-point operations of a step on all replicas: those of products of matrices and
+        convolutions, forward and backward.
+      dtype: in which most of them are computed.
+      peak: operations a second of the devices in products of large matrices; None until it is measured.
+      share_of_peak: share of them that the training reached, with the time in which it waited for its data; None until
+        the training has ended.
+    """
+
+    flops_per_step: int
+    dtype: str
+    peak: float | None = None
+    share_of_peak: float | None = None
+
+    def after(self, steps_per_second: float, device: str, devices: int) -> "Speed":
+        """Returns the speed of a training that has ended, and measures the peak if that was not done.
+
+        Args:
+          steps_per_second: of the training.
+          device: the name of one of its devices.
+          devices: how many such devices there are on all workers.
+        """
+        peak = devices * measured_peak(device, self.dtype)
+        return dataclasses.replace(self, peak=peak, share_of_peak=self.flops_per_step * steps_per_second / peak)
+
+    def __str__(self) -> str:
+        text = f"a step takes {_short(self.flops_per_step)}FLOPs"
+        if self.share_of_peak is None:
+            return text
+        share = f"{100 * self.share_of_peak:.2g}%" if self.share_of_peak >= 0.001 else "<0.1%"
+        return f"{text}, {share} of the measured peak ({_short(self.peak)}FLOPs a second, {self.dtype})"
+
+
+@functools.cache
+def measured_peak(device: str, dtype: str) -> float:
+    """Measures the floating-point operations a second of a product of matrices; once in a process, in about 0.1 s.
+
+    Args:
+      device: the name of the device, such as "CPU:0".
+      dtype: the name of the dtype.
+    """
+    size, seconds = 128, 0.0
+    while seconds < _ENOUGH and size < _LARGEST:
+        size, taken = 2 * size, []
+        with tf.device(device):
+            # Not random: to draw the numbers would take longer than the products.
+            matrix = tf.cast(tf.reshape(tf.range(size * size) % 7 - 3, [size, size]), dtype)
+            for _ in range(_TIMES):
+                started = time.perf_counter()
+                tf.matmul(matrix, matrix)[0, 0].numpy()  # waits for a GPU
+                taken.append(time.perf_counter() - started)
+        seconds = min(taken)
+    return 2 * size**3 / seconds
 
 
 def of_training(loop: TrainingLoop, strategy: tf.distribute.Strategy) -> Speed | None:
@@ -41,21 +103,17 @@ def of_training(loop: TrainingLoop, strategy: tf.distribute.Strategy) -> Speed |
     return Speed(workers * sum(counted.values()), max(counted, key=counted.get)) if counted else None
 
 
-def with_share(speed: Speed, strategy: tf.distribute.Strategy, steps_per_second: float) -> Speed:
-    """Returns the speed of a training that has ended, with the peak of its devices; without it if that fails.
-
-    Args:
-      speed: from `of_training`.
-      strategy: what it ran on.
-      steps_per_second: how fast it was.
-    """
+def with_share(speed: Speed, strategy: tf.distribute.Strategy, steps: int, seconds: float) -> Speed:
+    """See `Diagnosis.speed_of_ended`; without the peak if that cannot be measured."""
+    if seconds < SHORT_TRAINING:
+        return speed
     try:
         devices = strategy.extended.worker_devices
     except RuntimeError:  # the default strategy, which uses one device
         devices = [device.name for device in tf.config.list_logical_devices("GPU")][:1] or ["CPU:0"]
     count = len(devices) if "GPU" in devices[0] else 1  # replicas on a CPU share it
     try:
-        return speed.after(steps_per_second, devices[0], count * Workers(strategy).count)
+        return speed.after(steps / seconds, devices[0], count * Workers(strategy).count)
     except Exception as error:  # what is only shown never ends a run
         logging.warning("the peak of %s cannot be measured (%s)", devices[0], gist(error))
         return speed
@@ -163,3 +221,12 @@ def _sizes(shape: tf.TensorShape) -> list[int]:
     if not shape.is_fully_defined():
         raise _Unknown
     return shape.as_list()
+
+
+def _short(number: float) -> str:
+    """Returns a number with a prefix, such as "45.8 M"."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} P"

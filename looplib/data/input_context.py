@@ -1,37 +1,96 @@
-"""The input context: what a `dataset` function learns about its pipeline, batch sizes, and the keyed permutation."""
+"""The input context: what a `dataset` function learns about its pipeline, batch sizes and the order of examples."""
 
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from looplib import plugins
+from looplib.data.batches import CHUNK_IDS, Batches, Epoch, Positions, Span
+from looplib.data.order import Ids, Locate, OrderKey, Plan, derived_seed, plan_of, seeds_at
 from looplib.errors import UsageError, whole_number
-from looplib.records import reading, sources
-from looplib.records.damage import LeftOut, tolerant
-from looplib.records.order import BlockOrder, Order, Picks, RecordOrder, seeds_at
-from looplib.task.batches import Batches, Epoch, Span
-from looplib.task.plans import Ids, Kept, Plan, Run, beside, derived_seed, plan_of
-from looplib.task.positions import CHUNK_IDS, Positions
 
-_CHUNK_BYTES = 1 << 22  # of records that are drawn at once
-_ALONE = 256  # records of a batch that is read by itself: taking chunks apart would cost more
-_BLOCK_BYTES = 1 << 18  # of neighbouring records that are read at once
-_LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What was asked of an `InputContext`: the name of the method, and two of its arguments."""
+@dataclasses.dataclass
+class BadRecords:
+    """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
 
-    method: str
-    whole_epochs: bool
-    repeat: bool
+    Attributes:
+      most: how many there may be.
+      folder: the folder in which the processes of the run note them; None counts those of this process alone.
+      names: of those that are known to this process.
+      lock: held while they are counted.
+
+    Raises:
+      UsageError: if `most` is not a whole number of at least 0.
+    """
+
+    most: int = 0
+    folder: str | None = None
+    names: set[str] = dataclasses.field(default_factory=set, init=False)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.most = whole_number("bad_records", self.most, least=0)
+
+
+class Reads(Protocol):
+    """How the records of a data set are read, of which tf.data says only that it is a map. Its text names the reader.
+
+    Attributes:
+      calls: of its stages.
+      records: how many were read.
+      at_once: how many are read at once.
+      advice: what to change if reading takes the time.
+    """
+
+    calls: list[int]
+    records: int
+
+    @property
+    def at_once(self) -> int:
+        """See above."""
+
+    @property
+    def advice(self) -> str:
+        """See above."""
+
+
+class Reader(Protocol):
+    """What reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context.
+
+    Attributes:
+      reads: how, of each call.
+    """
+
+    reads: list[Reads]
+
+    def batches(
+        self,
+        source: Any,
+        *,
+        block: int | None,
+        shuffle: bool,
+        seeds: bool,
+        whole_epochs: bool,
+        name: str | None,
+        repeat: bool,
+    ) -> tf.data.Dataset:
+        """Makes the data set of a call; see `InputContext.records`."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns checksums of a part of what is read, by the name of the file."""
+
+    def name_of(self, number: int) -> str:
+        """Returns what an error calls the record that comes for an id of the first call."""
 
 
 class InputContext:
@@ -61,9 +120,8 @@ class InputContext:
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
-      bad_records: the damaged records that `records` has left out, and how many it may; None for none.
-      sources: what `records` was given, opened.
-      reads: how these are read.
+      bad_records: the damaged records that `records` may leave out.
+      reader: what reads records, once `records` was called.
       positions: what `indices` or `records` made its batches of last: chunks of positions in the run, int64 `[k, b]`.
     """
 
@@ -79,28 +137,29 @@ class InputContext:
         start_step: int,
         of_global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
-        bad_records: LeftOut | None = None,
+        bad_records: BadRecords | None = None,
         only: np.ndarray | None = None,
         earlier: Sequence[Span] = (),
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
         self.num_replicas = num_replicas
-        self._pipeline_index = pipeline_index
         self.num_pipelines = num_pipelines
         self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
         self.seed = seed
         self.training = training
-        self._start_step = start_step
         self.of_global_batches = of_global_batches
         self.numbers = numbers
-        self.bad_records = bad_records
+        self.bad_records = bad_records or BadRecords()
         self._only = only
-        self._sizes = Batches(self.global_batch_size, tuple(earlier))
+        self.sizes = Batches(self.global_batch_size, tuple(earlier))
+        self._places = Positions(
+            self.sizes, start_step, num_replicas, pipeline_index, num_pipelines, self.replicas_per_pipeline, numbers
+        )
         self.calls_without_name = 0  # of `indices`, `records` and `resident`
         self._named: dict[str, int] = {}  # the examples of the calls with a name
         self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
-        self.positioned = self.by_python = False
+        self.positioned = False
         self.asked_for_its_part = self.asked_for_its_start = False
         self.arrays: Any = None
         self.examples: int | None = None
@@ -108,9 +167,7 @@ class InputContext:
         self.in_turn = False  # whether those of each batch follow one another
         self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
         self.epoch: Epoch | None = None
-        self.sources: list[sources.Source] = []
-        self.reads: list[reading.Reads] = []
-        self.tolerated: sources.Source | None = None  # what `records` reads where damaged records are left out
+        self.reader: Reader | None = None
         self.positions: tf.data.Dataset | None = None
         self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
 
@@ -124,7 +181,7 @@ class InputContext:
         return InputContext(
             global_batch_size=self.global_batch_size,
             num_replicas=self.num_replicas,
-            pipeline_index=self._pipeline_index,
+            pipeline_index=self._places.pipeline_index,
             num_pipelines=self.num_pipelines,
             seed=self.seed,
             training=self.training,
@@ -132,25 +189,27 @@ class InputContext:
             of_global_batches=self.of_global_batches,
             bad_records=self.bad_records,
             only=only,
-            earlier=self._sizes.earlier,
+            earlier=self.sizes.earlier,
         )
 
     @property
-    def tolerates(self) -> bool:
-        """Whether some damaged records are left out."""
-        return self.bad_records is not None and self.bad_records.most > 0
-
-    @property
     def pipeline_index(self) -> int | tf.Tensor:
-        """The index of this pipeline; a `dataset` that reads it is taken to shard its data itself."""
+        """The index of this pipeline; to read it states that `dataset` gives each pipeline a part of its own.
+
+        On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
+        Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
+        """
         self.asked_for_its_part = True
-        return self._pipeline_index
+        return self._places.pipeline_index
 
     @property
     def start_step(self) -> int:
-        """The global batches consumed before; a `dataset` that reads it may start there itself."""
+        """The global batches consumed before, where data beside that of `indices` or `records` has to start itself.
+
+        A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
+        """
         self.asked_for_its_start = True
-        return self._sizes.whole(self._start_step)
+        return self.sizes.whole(self._places.start_step)
 
     @property
     def steps_per_epoch(self) -> float | None:
@@ -218,26 +277,29 @@ class InputContext:
             of batches per replica or of a plan that has none.
         """
         plan = plan_of(num_examples, "indices", shuffle, whole_epochs)
-        seed = self._seed_of(plan, name)
-        found = plan.located(Run(seed, self._sizes) if self.training else None)
+        seed = self.seed_of(plan, name)
+        found = self.located(plan, seed)
 
         @tf.autograph.experimental.do_not_convert
         def examples(positions: tf.Tensor) -> Any:  # a chunk of batches at once, at half the cost
-            return beside(found(positions), self._seeds(positions, seed)) if seeds else found(positions)
+            given = found(positions)
+            if not seeds:
+                return given
+            return *(given if type(given) is tuple else (given,)), seeds_at(positions, seed, self.training)
 
         most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
-        chunks = self._positions(plan, Asked("indices", whole_epochs, repeat), most)
+        chunks = self.positions_of(plan, "indices", whole_epochs, repeat, most)
         self.in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
         batches = (chunks if self.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
         self.ids = batches if plan.width == 1 else None
-        epoch, order = Epoch(plan.size, whole_epochs), RecordOrder(plan.size, seed, shuffle)
-        drawn = isinstance(plan, Ids) and self.training and not seeds and self._sizes.full(epoch)
-        self.draw = functools.partial(_draw, order, self._places(), epoch) if drawn else None
+        epoch = Epoch(plan.size, whole_epochs)
+        drawn = isinstance(plan, Ids) and self.training and not seeds and self.sizes.full(epoch)
+        self.draw = functools.partial(_draw, plan, seed, self._places, epoch) if drawn else None
         self.made.append(batches)
         return batches
 
-    def _seed_of(self, plan: Plan, name: str | None) -> int:
-        """Returns the seed of the next call."""
+    def seed_of(self, plan: Plan, name: str | None) -> int:
+        """Returns the seed of the order of the next call; for the name see `indices`."""
         if name is None:
             number = self.calls_without_name = self.calls_without_name + 1
             return self.seed if number == 1 else derived_seed(self.seed, f"call {number}")
@@ -250,6 +312,10 @@ class InputContext:
                 "share an order; give them different names, or as many examples"
             )
         return derived_seed(self.seed, f"name {name}")
+
+    def located(self, plan: Plan, seed: int) -> Locate:
+        """Returns `Plan.located` of this training, whose order has a seed, or of this evaluation."""
+        return plan.located(OrderKey(seed, self.sizes) if self.training else None)
 
     def records(
         self,
@@ -294,136 +360,63 @@ class InputContext:
           UsageError: if no file matches, a file is damaged, or there is no record, or fewer than a global batch of a
             training.
         """
-        asked = Asked("records", whole_epochs, repeat)
-        if isinstance(source, Kept) and source.source is not None and block not in (None, 1):
-            source = sources.Subset(source.source, source.ids)
-        if isinstance(source, Plan):
-            kind = f"looplib.{type(source).__name__}"
-            if source.source is None:
-                raise UsageError(f"context.records was given {kind} without records; give it their source")
-            if block not in (None, 1):
-                raise UsageError(
-                    f"context.records was given {kind} and block={block}, and reads each record of such a plan by "
-                    "itself; leave out block, which looplib.Kept and records without a plan can have"
-                )
-            plan = plan_of(source, "records", shuffle, whole_epochs)
-            return self._planned(plan, self._seed_of(plan, name), seeds, asked)
-        source = sources.opened(source)
-        plan = Ids(len(source), source=source)
-        seed = self._seed_of(plan, name)
-        if self.training and shuffle:
-            block = self._block(source) if block is None else whole_number("block of context.records", block)
-        order = RecordOrder(len(source), seed, shuffle and self.training)
-        if self.training and shuffle and block > 1:
-            order = BlockOrder(len(source), seed, block, self._sizes.original)  # of which the order depends
-        return self._ordered(plan, order, seed if seeds else None, asked)
+        if self.reader is None:
+            self.reader = plugins.load("looplib.parts", "records")(self)
+        return self.reader.batches(
+            source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
+        )
 
-    def _planned(self, plan: Plan, seed: int, seeds: bool, asked: Asked) -> tf.data.Dataset:
-        found = plan.located(Run(seed, self._sizes) if self.training else None)
-
-        @tf.autograph.experimental.do_not_convert
-        def picks(positions: tf.Tensor) -> Any:
-            ids, *known = plan.to_read(found(positions))
-            return Picks(ids, ids, ids + 1), *known, *([self._seeds(positions, seed)] if seeds else [])
-
-        return self._read(plan, picks, asked, reading.Reads(plan.source, False, isinstance(plan, Kept)))
-
-    def _ordered(self, plan: Plan, order: Order, seed: int | None, asked: Asked) -> tf.data.Dataset:
-        """Makes batches of the records that an order picks, with seeds that come from one; without seeds for None."""
-
-        @tf.autograph.experimental.do_not_convert
-        def picks(positions: tf.Tensor) -> Any:
-            found = order.picks(tf.reshape(positions, [-1]))
-            found = [tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in found]
-            return (Picks(*found),) if seed is None else (Picks(*found), self._seeds(positions, seed))
-
-        by_pieces = not isinstance(order, RecordOrder)
-        return self._read(plan, picks, asked, reading.Reads(plan.source, by_pieces, by_pieces or order.shuffle))
-
-    def _read(
-        self, plan: Plan, picks: Callable[[tf.Tensor], Any], asked: Asked, reads: reading.Reads
-    ) -> tf.data.Dataset:
-        source = plan.source
-        self.sources.append(source)
-        self.reads.append(reads)
-        batch = self.per_replica_batch_size
-        most = int(_CHUNK_BYTES / (batch * sources.mean_bytes(source))) if batch < _ALONE else 1
-        if self.tolerates:
-            source = self.tolerated = tolerant(source, self.bad_records, self.training, plan.kept)
-        picked = self._positions(plan, asked, most).map(picks, **_PARALLEL)
-        self.ids = picked.map(_ids).unbatch()
-        if isinstance(plan.source, sources.Subset):
-            self.ids = self.ids.map(functools.partial(tf.gather, tf.constant(plan.source.ids)))
-        self.by_python = True
-        read = reading.read(source, picked, reads, may_lack=self.tolerates and not self.training)
-        self.made.append(batches := _batches(read))
-        return batches
-
-    def _block(self, source: sources.Source) -> int:
-        if isinstance(source, sources.Blocked):
-            return source.block
-        lanes = BlockOrder(len(source), self.seed, 1, self._sizes.original).lanes
-        return max(1, min(int(_BLOCK_BYTES / sources.mean_bytes(source)), len(source) // (_LEAST_BLOCKS * lanes)))
-
-    def _positions(self, plan: Plan, asked: Asked, most: int) -> tf.data.Dataset:
+    def positions_of(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
         """Makes the positions of this pipeline's batches in the run, or in the evaluation.
 
         Args:
           plan: what stands there.
-          asked: what was called, and how.
+          method: the name of the method that was called.
+          whole_epochs: see `indices`.
+          repeat: see `indices`.
           most: batches of a chunk, at most.
 
         Returns:
           Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
         """
-        self._check(plan, asked)
-        self.positioned, self.examples = True, max(self.examples or 0, plan.size)
+        self._check(plan, f"context.{method}", whole_epochs, repeat)
+        self.positioned = self.asked_for_its_part = True
+        self.examples = max(self.examples or 0, plan.size)
         if self.training:
-            epoch = Epoch(plan.size, asked.whole_epochs)
-            self.positions = self._places().of_a_training(epoch, most)
+            epoch = Epoch(plan.size, whole_epochs)
+            self.positions = self._places.of_a_training(epoch, most)
             if plan.comes_in_epochs and (self.epoch is None or self.epoch.examples < plan.size):
                 self.epoch = epoch
         else:
-            self.positions, self.batches = self._places().of_an_evaluation(plan.size)
+            self.positions, self.batches = self._places.of_an_evaluation(plan.size)
         if self._only is not None:
             return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
         return self.positions
 
-    def _places(self) -> Positions:
-        return Positions(
-            self._sizes,
-            self._start_step,
-            self.num_replicas,
-            self.pipeline_index,
-            self.num_pipelines,
-            self.replicas_per_pipeline,
-            self.numbers,
-        )
-
-    def _check(self, plan: Plan, asked: Asked) -> None:
+    def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
         """Raises `UsageError` for examples of which no batches can be made."""
-        method, size = f"context.{asked.method}", self.global_batch_size
+        size = self.global_batch_size
         if plan.size == 0:
             raise UsageError(
                 f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
                 "0 examples; check where the data is read from"
             )
-        if asked.whole_epochs and not self.of_global_batches:
+        if whole_epochs and not self.of_global_batches:
             raise UsageError(
                 f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
             )
-        if self.training and plan.size < size and not (asked.whole_epochs or asked.repeat):
+        if self.training and plan.size < size and not (whole_epochs or repeat):
             raise UsageError(
                 f"{method} was asked for {plan.size} examples, and a global batch has {size}, so that each batch would "
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
                 "pass repeat=True if that is intended"
             )
-        if self.training and plan.of_batches and self._sizes.earlier:
+        if self.training and plan.of_batches and self.sizes.earlier:
             raise UsageError(
                 f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
-                f"together, so that its order depends on the batch size, and this run had batches of {self._sizes}; "
-                f"continue with {self._sizes.original}, or start a new run from the weights (--warm_start)"
+                f"together, so that its order depends on the batch size, and this run had batches of {self.sizes}; "
+                f"continue with {self.sizes.original}, or start a new run from the weights (--warm_start)"
             )
 
     def resident(
@@ -466,38 +459,12 @@ class InputContext:
         self.arrays = arrays
         return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs, name=name, repeat=repeat)
 
-    def _seeds(self, positions: tf.Tensor, seed: int) -> tf.Tensor:
-        """Returns seeds int32 `[k, b, 2]` of positions `[k, b]`, which come from one seed."""
-        found = tf.reshape(
-            seeds_at(tf.reshape(positions, [-1]), seed, self.training), [*tf.unstack(tf.shape(positions)), 2]
-        )
-        return tf.ensure_shape(found, [*positions.shape, 2])
-
 
 @tf.autograph.experimental.do_not_convert
-def _draw(order: RecordOrder, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
+def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
     """Returns ids in ops that XLA compiles; see `InputContext.draw`."""
     positions = places.batches(first, count, epoch)
-    return tf.reshape(order.ids_in_xla(tf.reshape(positions, [-1])), positions.shape)
-
-
-@tf.autograph.experimental.do_not_convert
-def _ids(picks: Picks, *_: Any) -> tf.Tensor:
-    return picks.ids
-
-
-def _batches(chunks: tf.data.Dataset) -> tf.data.Dataset:
-    """Takes chunks `[k, b, ...]` apart into batches `[b, ...]`."""
-    if tf.nest.flatten(chunks.element_spec)[0].shape[0] != 1:
-        # Else tf.data adds a buffer of its own, which grows up to 512 batches.
-        return chunks.unbatch().prefetch(2)
-
-    @tf.autograph.experimental.do_not_convert
-    def first(*chunk: Any) -> Any:
-        chunk = chunk if type(chunks.element_spec) is tuple else chunk[0]  # tf.data unpacks tuples, and only those
-        return tf.nest.map_structure(lambda leaf: tf.squeeze(leaf, 0), chunk)
-
-    return chunks.map(first)
+    return tf.reshape(ids.endless_in_xla(tf.reshape(positions, [-1]), seed), positions.shape)
 
 
 def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:

@@ -11,15 +11,16 @@ from numbers import Real
 import numpy as np
 import tensorflow as tf
 
+from looplib.data.order import Locate, OrderKey
 from looplib.errors import UsageError, join_names, whole_number
-from looplib.records.sources import Chain, Source, opened
-from looplib.task.plans import Locate, Plan, Run, epochs_of
+from looplib.extras.records.plans import All, RecordPlan
+from looplib.extras.records.sources import Chain, Source, opened
 
 _MOST_EXAMPLES = 1 << 48  # of a source, so that their sum is an int64
 _MOST_PARTS = 1 << 16  # of an example that a share is a whole number of
 
 
-class Mixture(Plan):
+class Mixture(RecordPlan):
     """Examples of several sources in exact shares, for a training; for an evaluation, each example of each once.
 
     After any number of examples since the weights last changed, each source has given its share of them, give or take
@@ -53,7 +54,7 @@ class Mixture(Plan):
 
     def __init__(
         self,
-        sources: Mapping[str, int | str | os.PathLike[str] | Source | Plan],
+        sources: Mapping[str, int | str | os.PathLike[str] | Source | RecordPlan],
         weights: Mapping[str, float],
         schedule: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
@@ -83,10 +84,10 @@ class Mixture(Plan):
         self._steps = sorted(whole_number("a step of a mixture's schedule", step, least=0) for step in phases)
         self._parts = [_parts(self.names, phases[step]) for step in self._steps]
 
-    def endless(self, run: Run) -> Locate:
+    def endless(self, key: OrderKey) -> Locate:
         """See `Plan`."""
-        place = _Places([run.batches.before(step) for step in self._steps], self._parts)
-        return self._locate([plan.endless(run.part(i)) for i, plan in enumerate(self._plans)], place)
+        place = _Places([key.batches.before(step) for step in self._steps], self._parts)
+        return self._locate([plan.endless(key.part(i)) for i, plan in enumerate(self._plans)], place)
 
     def once(self) -> Locate:
         """See `Plan`; the sources come one after the other."""
@@ -120,25 +121,12 @@ class Mixture(Plan):
         return locate
 
 
-class _All(Plan):
-    """All examples of a source, which are numbered from 0."""
-
-    def __init__(self, size: int, source: Source | None) -> None:
-        self.size, self.source = size, source
-
-    def endless(self, run: Run) -> Locate:
-        return epochs_of(self.size, run)
-
-    def once(self) -> Locate:
-        return lambda positions: positions
-
-
-def _plan(name: str, source: int | str | os.PathLike[str] | Source | Plan) -> Plan:
-    if isinstance(source, Plan):
+def _plan(name: str, source: int | str | os.PathLike[str] | Source | RecordPlan) -> RecordPlan:
+    if isinstance(source, RecordPlan):
         return source
     records = opened(source) if isinstance(source, (str, os.PathLike, Source)) else None
     size = source if records is None else len(records)
-    return _All(whole_number(f"source {name!r} of a mixture", size, most=_MOST_EXAMPLES), records)
+    return All(whole_number(f"source {name!r} of a mixture", size, most=_MOST_EXAMPLES), records)
 
 
 class _Places:

@@ -1,15 +1,12 @@
-"""Orders of records: which record stands at each position of a run, in closed form."""
+"""An order of records by blocks, and keyed permutations of ranges of any size, in closed form."""
 
 import dataclasses
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import tensorflow as tf
 
-from looplib.records.index_shuffle import index_shuffle
+from looplib.data.order import mix
 
-# Rounds of the keyed permutation's cipher. With the op's default of 4, the orders of neighbouring epochs correlate by
-# up to 0.9 (60,000 examples), with 8 by 0.07 (a million); with 12 by no more than independent orders do.
-_ROUNDS = 12
 # Places of the data that a batch mixes, at most, if it is read by blocks. It must not depend on the number of replicas.
 _MOST_LANES = 64
 # What a key is for: the order of an epoch's blocks, and of the records of the piece that starts at a place.
@@ -29,49 +26,6 @@ class Picks(NamedTuple):
     ids: tf.Tensor
     starts: tf.Tensor
     stops: tf.Tensor
-
-
-class Order(Protocol):
-    """An order of the records of a source, epoch after epoch without end."""
-
-    def picks(self, positions: tf.Tensor) -> Picks:
-        """Returns the records at positions of a run, int64 `[p]` from 0."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordOrder:
-    """An order in which each record stands by itself.
-
-    Attributes:
-      num_examples: the number of records.
-      seed: the key.
-      shuffle: whether each epoch is a keyed permutation of its own; else all have the order of the ids.
-    """
-
-    num_examples: int
-    seed: int
-    shuffle: bool = True
-
-    def ids(self, positions: tf.Tensor) -> tf.Tensor:
-        """Returns the ids at positions of a run, both int64 `[p]`."""
-        epoch, position = positions // self.num_examples, positions % self.num_examples
-        if not self.shuffle:
-            return position
-        seeds = tf.stack([tf.fill(tf.shape(epoch), tf.constant(self.seed, tf.int64)), epoch, 0 * epoch], axis=1)
-        most = tf.constant(self.num_examples - 1, tf.int64)
-        return tf.raw_ops.RandomIndexShuffle(index=position, seed=seeds, max_index=most, rounds=_ROUNDS)
-
-    def ids_in_xla(self, positions: tf.Tensor) -> tf.Tensor:
-        """Returns what `ids` returns, by ops that XLA compiles."""
-        epoch, position = positions // self.num_examples, positions % self.num_examples
-        if not self.shuffle:
-            return position
-        return index_shuffle(position, (self.seed, epoch), self.num_examples - 1, _ROUNDS)
-
-    def picks(self, positions: tf.Tensor) -> Picks:
-        """See `Order`."""
-        ids = self.ids(positions)
-        return Picks(ids, ids, ids + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +56,7 @@ class BlockOrder:
         return next(lanes for lanes in range(_MOST_LANES, 0, -1) if self.batch_size % lanes == 0)
 
     def picks(self, positions: tf.Tensor) -> Picks:
-        """See `Order`."""
+        """Returns the records at positions of a run, int64 `[p]` from 0."""
         n, size, run = self.num_examples, self.batch_size, self.batch_size // self.lanes
         epoch, slot = positions // n, positions % size
         low = slot // run * run  # the first slot of the lane
@@ -180,17 +134,3 @@ def _hash(value: tf.Tensor, key: tf.Tensor) -> tf.Tensor:
     word = tf.bitwise.bitwise_xor(word, tf.bitwise.right_shift(word, tf.constant(32, tf.uint64)))
     word *= tf.constant(0x94D049BB133111EB, tf.uint64)
     return tf.bitcast(tf.bitwise.right_shift(word, tf.constant(33, tf.uint64)), tf.int64)
-
-
-def seeds_at(positions: tf.Tensor, seed: int, training: bool) -> tf.Tensor:
-    """Returns seeds int32 `[p, 2]` for int64 positions in the run `[p]`, no two alike."""
-    key = mix(tf.constant((2 * seed + training) % 2**64, tf.uint64))
-    return tf.bitcast(mix(tf.bitcast(positions, tf.uint64) + key), tf.int32)
-
-
-def mix(words: tf.Tensor) -> tf.Tensor:
-    """Scatters uint64 words one to one: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        words = tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(shift, tf.uint64)))
-        words *= tf.constant(factor, tf.uint64)
-    return tf.bitwise.bitwise_xor(words, tf.bitwise.right_shift(words, tf.constant(31, tf.uint64)))

@@ -1,0 +1,51 @@
+"""The core without its plug-ins: with `looplib/extras` removed from disk, it trains on ids and resumes."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import looplib
+
+PROGRAM = """
+import sys
+import keras, looplib, tensorflow as tf
+
+class Line(looplib.GradientTrainer):
+    def __init__(self):
+        model = keras.Sequential([keras.layers.Input([1]), keras.layers.Dense(1)])
+        super().__init__(model, keras.optimizers.SGD(0.1))
+
+    def dataset(self, context):
+        return context.indices(32).map(lambda ids: tf.cast(ids, tf.float32)[:, None] / 32)
+
+    def loss_fn(self, x):
+        return tf.reduce_sum((self.model(x) - 2 * x) ** 2, axis=1)
+
+for steps in (10, 20):
+    controller = looplib.Controller(
+        trainer=Line(), global_batch_size=8, steps_per_loop=5, model_dir=sys.argv[1], writers=[]
+    )
+    controller.train(steps)
+    print(controller.global_step, controller.restored_from)
+    controller.close()
+assert not [name for name in sys.modules if name.startswith("looplib.extras")]
+"""
+
+
+def test_the_core_trains_and_resumes_without_its_plug_ins(tmp_path):
+    copy = tmp_path / "copy" / "looplib"
+    shutil.copytree(pathlib.Path(looplib.__file__).parent, copy, ignore=shutil.ignore_patterns("extras", "__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "run")],
+        cwd=copy.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.strip().splitlines()[-2:]
+    assert first == "10 None" and second.startswith("20 ") and second.endswith("ckpt-10"), result.stdout
