@@ -1,15 +1,17 @@
 """The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
 
+import difflib
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from absl import flags
 
 from looplib import plugins, runtime
 from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
-from looplib.errors import UsageError, duration
+from looplib.errors import UsageError, duration, is_utf8
 from looplib.health.guards import Guards
 from looplib.run_config import RunConfig
 from looplib.settings import Flag, flags_of, from_flags
@@ -28,6 +30,9 @@ OF_THE_MACHINE = (
     "strategy", "tpu", "num_virtual_devices", "seed", "deterministic", "mixed_precision", "tpu_cores_per_replica",
     "tpu_replicas", "tpu_spmd", "join_limit",
 )  # fmt: skip
+
+CONFIG_FILE = "config.yaml"  # in the run directory
+PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 
 # The flags of every binary. README.md's table is made of them.
 FLAGS = (
@@ -111,6 +116,27 @@ def actions(values: dict[str, Any]) -> list[Action]:
             f"--profile is {values['profile']!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
         )
     return [plugins.load("looplib.parts", "Profile")(int(found[1]), int(found[2]))]
+
+
+def parse(argv: Sequence[str]) -> list[str]:
+    """Parses the command line, as `app.run` does; returns what it has besides flags.
+
+    Raises:
+      UsageError: for an unknown flag, or a value of another type.
+    """
+    for argument in argv:
+        if not is_utf8(argument):
+            raise UsageError(f"the argument {argument!a:.300} is not UTF-8, or the locale is not; set PYTHONUTF8=1")
+    try:
+        return flags.FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        paths = [name.removeprefix("config.") for name in flags.FLAGS if name.startswith("config.")]
+        names = {**{path.rpartition(".")[2]: path for path in reversed(paths)}, **{path: path for path in paths}}
+        close = difflib.get_close_matches(error.flagname, names, n=1, cutoff=0.8)
+        hint = f"did you mean the setting --config.{names[close[0]]}? " if close else ""
+        raise UsageError(f"{error}; {hint}--help lists the flags") from error
+    except flags.Error as error:
+        raise UsageError(f"{error}; --help lists the flags") from error
 
 
 def check(values: dict[str, Any], argv: Sequence[str]) -> None:

@@ -27,12 +27,11 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import command_line, console, field_types, files, folders, plugins, runtime
-from looplib import config as configuration
+from looplib import command_line, console, files, folders, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, remote, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
-from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
+from looplib.command_line import CONFIG_FILE, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.diagnosis import diagnosis
@@ -102,15 +101,16 @@ def run(
         flag.make(defaults.pop(flag.name, flag.default), modes or {} if flag.name == "mode" else ())
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
-    own = (configuration.PRINT_FLAG,) if settings or config is None else configuration.FLAGS
+    configuration = None if settings or config is None else _configuration()
+    own = configuration.FLAGS if configuration else (PRINT_FLAG,)
     for flag in own:
         flag.make(flag.default)
-    if settings is None and config is not None:
+    if configuration:
         read = _define_config(config, experiments or {}, argv)
     else:
         read = functools.partial(_read_others, settings)
-    for name, *_ in (*FLAGS, *own):  # so that --help shows them
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    for flag in (*FLAGS, *own):  # so that --help shows them
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     console.guard()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
     binary = _Binary(build, config, read, started, actions or (), modes or {})
@@ -132,12 +132,17 @@ class _Binary:
 def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[str] | None) -> Read:
     """Makes a flag of each field; returns the function that reads them."""
     try:
-        return configuration.define(config, experiments, sys.argv if argv is None else argv)
+        return _configuration().define(config, experiments, sys.argv if argv is None else argv)
     except UsageError as error:
         _end(_Session(), outcome.failed(str(error)))
     except flags.Error:
         app.parse_flags_with_usage(sys.argv if argv is None else argv)  # prints it, and ends
         raise
+
+
+def _configuration() -> Any:
+    """Returns the plug-in for typed configurations, which the settings of a binary without one do not need."""
+    return plugins.load("looplib.parts", "configuration")
 
 
 def _read_others(settings: Settings | None) -> tuple[Any, dict[str, Any], str]:
@@ -146,7 +151,7 @@ def _read_others(settings: Settings | None) -> tuple[Any, dict[str, Any], str]:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
-        return configuration.parse(argv)
+        return command_line.parse(argv)
     except UsageError as error:
         _end(_Session(), outcome.failed(str(error)))
 
@@ -235,7 +240,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         values.update(redirected)
     config, others, text = binary.read()
     if flags.FLAGS["print_config"].value:
-        print(text or field_types.dump(masked(run_json.as_dict(config))), end="")
+        print(text or _configuration().dump(masked(run_json.as_dict(config))), end="")
         sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings() if preflight else {})
@@ -258,7 +263,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
     if trains and text and controller.is_chief:
-        configuration.write(values["model_dir"], text)
+        _configuration().write(values["model_dir"], text)
     if not trains and controller.is_chief:
         _warn_of_other_settings(values["model_dir"], config)
     if binary.started:
@@ -320,7 +325,7 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
-        kept = os.path.join(model_dir, configuration.FILE)  # Model Garden's experiments have none
+        kept = os.path.join(model_dir, CONFIG_FILE)  # Model Garden's experiments have none
         logging.warning(
             "settings differ from those of the training: %s; they are used as given%s",
             ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),

@@ -425,7 +425,7 @@ def test_xla_is_refused_on_several_replicas_and_auto_takes_graph(name, fast_tria
         trainer = Images()
     settings = dict(trainer=trainer, strategy=strategy, global_batch_size=8, writers=[])
     with pytest.raises(looplib.UsageError, match="the strategy has [24] replicas.*jit_compile=True.*use loop=graph"):
-        looplib.Controller(loop="xla", **settings)
+        flat_config.controller(loop="xla", **settings)
     controller, trainer = train("auto", 200, trainer, strategy=strategy)
     assert controller.engines == {}
     np.testing.assert_allclose(trainer.losses, graph_losses(), rtol=2e-4)

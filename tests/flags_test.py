@@ -4,7 +4,8 @@ import pathlib
 import re
 import sys
 
-from looplib import config, launch
+from looplib import launch
+from looplib.extras.configuration import config
 
 README = pathlib.Path(__file__).absolute().parents[1] / "README.md"
 HEAD = "| flag | default | |\n|---|---|---|\n"

@@ -1,8 +1,6 @@
 """Importing looplib is cheap and never imports tf-models-official."""
 
 import os
-import pathlib
-import shutil
 import statistics
 import subprocess
 import sys
@@ -11,7 +9,6 @@ import conftest
 import pytest
 
 import looplib
-from looplib.report.records import read_jsonl
 from trainers import image_classification
 
 CODE = "import time; start = time.perf_counter(); import {}; import sys; print(time.perf_counter() - start, 'official' in sys.modules)"
@@ -102,40 +99,3 @@ def test_a_tool_prints_nothing_of_tensorflow_and_the_programs_that_it_starts_get
         [sys.executable, "-c", code, "report", tmp_path], env=environment, capture_output=True, text=True, check=True
     )
     assert (done.stdout, done.stderr) == (f"{tmp_path}/report.html: 1 run\nNone\n", "")
-
-
-WITHOUT_EXTRAS = """
-import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]  # which has other folders
-import tensorflow as tf
-import looplib
-
-class Line(looplib.Trainer):
-    def __init__(self):
-        self.weight = tf.Variable(1.0)
-
-    def dataset(self, context):
-        return tf.data.Dataset.from_tensors(tf.ones([])).repeat().batch(context.per_replica_batch_size)
-
-    def step_fn(self, inputs):
-        self.weight.assign_add(tf.reduce_mean(inputs))
-        return {"weight": looplib.last(self.weight)}
-
-with looplib.Controller(trainer=Line(), global_batch_size=4, steps_per_loop=2, model_dir=sys.argv[1]) as controller:
-    print(controller.train(int(sys.argv[2])), controller.restored_from)
-assert not [name for name in sys.modules if name.startswith("looplib.extras")]
-"""
-
-
-def test_the_core_trains_and_resumes_without_the_extras_on_disk(tmp_path):
-    root = pathlib.Path(looplib.__file__).parents[1]
-    shutil.copytree(root / "looplib", tmp_path / "looplib", ignore=shutil.ignore_patterns("extras", "__pycache__"))
-    for path in root.glob("looplib.egg-info"):
-        shutil.copytree(path, tmp_path / path.name)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    for steps, start in ((2, "None"), (4, "ckpt-2")):
-        command = [sys.executable, "-c", WITHOUT_EXTRAS, tmp_path / "run", str(steps)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert start in done.stdout and "are left out: console, tensorboard, media" in done.stderr
-    assert [record["weight"] for record in read_jsonl(str(tmp_path / "run" / "metrics.jsonl"))] == [3.0, 5.0]

@@ -22,12 +22,12 @@ FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() 
 # ground level, whose files are small and have an order of their own.
 LEVELS = [
     {"errors", "files", "folders", "masks", "console", "plugins", "settings", "diagnosis", "compat"},
-    {"cluster", "field_types", "run_config"},
+    {"cluster", "run_config"},
     {"data"},
     {"task", "report", "health"},
     {"checkpoint", "runtime"},
     {"loop"},
-    {"run", "command_line", "config"},
+    {"run", "command_line"},
     {"evaluations"},
     {"controller"},
     {"launch"},

@@ -10,7 +10,7 @@ Names that other rooms may use, by file:
     input_context: BadRecords, InputContext, Reads
     iterator_state: none
     lengths: none
-    order: Ids, Locate, OrderKey, Plan, mix, plan_of, seeds_at
+    order: Ids, Locate, OrderKey, Plan, as_plan, mix, seeds_at
     pipelines: none
     remote_stream: Place, RemoteStream
     shares: Share, counted, current, in_use, of_means, weighed

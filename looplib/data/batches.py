@@ -208,7 +208,7 @@ class Positions:
     def _batch(self) -> int:
         return self.sizes.size // self.num_replicas
 
-    def of_a_training(self, epoch: Epoch, most: int) -> tf.data.Dataset:
+    def training_batches(self, epoch: Epoch, most: int) -> tf.data.Dataset:
         """Makes the batches of a training, without end.
 
         Args:
@@ -232,7 +232,7 @@ class Positions:
 
     def batches(self, first: tf.Tensor, count: int, epoch: Epoch) -> tf.Tensor:
         """Returns the positions of `count` full batches of this pipeline from a number on, int64 `[count, b]`."""
-        batches = self._of_all_replicas(first + tf.range(count, dtype=tf.int64))
+        batches = self._global_number(first + tf.range(count, dtype=tf.int64))
         begun = self.sizes.before(self.sizes.first, epoch) - self.sizes.first * self.sizes.size
         return batches[:, None] * self._batch + (begun + tf.range(self._batch, dtype=tf.int64))
 
@@ -252,10 +252,10 @@ class Positions:
 
         return (tf.data.Dataset.counter(self.start_step) if self.numbers is None else self.numbers).map(positions)
 
-    def of_an_evaluation(self, num_examples: int) -> tuple[tf.data.Dataset, int | tf.Tensor]:
+    def evaluation_batches(self, num_examples: int) -> tuple[tf.data.Dataset, int | tf.Tensor]:
         """Makes the batches of all examples once, in their order; returns them and how many there are from step 0 on.
 
-        The last one may be smaller. See `of_a_training` for what is made.
+        The last one may be smaller. See `training_batches` for what is made.
         """
         batch = self._batch
         rounds, rest = divmod(-(-num_examples // batch), self.num_replicas)
@@ -264,7 +264,7 @@ class Positions:
 
         @tf.autograph.experimental.do_not_convert
         def positions(element: tf.Tensor) -> tf.Tensor:
-            start = self._of_all_replicas(element) * batch
+            start = self._global_number(element) * batch
             return tf.range(start, tf.minimum(start + batch, num_examples))[None]
 
         first = self.start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
@@ -273,7 +273,7 @@ class Positions:
             return tf.data.Dataset.range(first * batch, num_examples).batch(batch).batch(1, drop_remainder=True), own
         return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(positions), own
 
-    def _of_all_replicas(self, element: tf.Tensor) -> tf.Tensor:
+    def _global_number(self, element: tf.Tensor) -> tf.Tensor:
         """Returns the number of a batch of this pipeline among the batches of all replicas, in step order."""
         step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
         return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica

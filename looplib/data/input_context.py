@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from looplib import plugins
 from looplib.data.batches import CHUNK_IDS, Batches, Epoch, Positions, Span
-from looplib.data.order import Ids, Locate, OrderKey, Plan, derived_seed, plan_of, seeds_at
+from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
 from looplib.errors import UsageError, whole_number
 
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
@@ -276,8 +276,8 @@ class InputContext:
           UsageError: if there is no example, or fewer than a global batch of a training; or for whole epochs in a task
             of batches per replica or of a plan that has none.
         """
-        plan = plan_of(num_examples, "indices", shuffle, whole_epochs)
-        seed = self.seed_of(plan, name)
+        plan = as_plan(num_examples, "indices", shuffle, whole_epochs)
+        seed = self.order_seed(plan, name)
         found = self.located(plan, seed)
 
         @tf.autograph.experimental.do_not_convert
@@ -288,7 +288,7 @@ class InputContext:
             return *(given if type(given) is tuple else (given,)), seeds_at(positions, seed, self.training)
 
         most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
-        chunks = self.positions_of(plan, "indices", whole_epochs, repeat, most)
+        chunks = self.batch_positions(plan, "indices", whole_epochs, repeat, most)
         self.in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
         batches = (chunks if self.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
         self.ids = batches if plan.width == 1 else None
@@ -298,7 +298,7 @@ class InputContext:
         self.made.append(batches)
         return batches
 
-    def seed_of(self, plan: Plan, name: str | None) -> int:
+    def order_seed(self, plan: Plan, name: str | None) -> int:
         """Returns the seed of the order of the next call; for the name see `indices`."""
         if name is None:
             number = self.calls_without_name = self.calls_without_name + 1
@@ -366,7 +366,7 @@ class InputContext:
             source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
         )
 
-    def positions_of(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
+    def batch_positions(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
         """Makes the positions of this pipeline's batches in the run, or in the evaluation.
 
         Args:
@@ -384,11 +384,11 @@ class InputContext:
         self.examples = max(self.examples or 0, plan.size)
         if self.training:
             epoch = Epoch(plan.size, whole_epochs)
-            self.positions = self._places.of_a_training(epoch, most)
+            self.positions = self._places.training_batches(epoch, most)
             if plan.comes_in_epochs and (self.epoch is None or self.epoch.examples < plan.size):
                 self.epoch = epoch
         else:
-            self.positions, self.batches = self._places.of_an_evaluation(plan.size)
+            self.positions, self.batches = self._places.evaluation_batches(plan.size)
         if self._only is not None:
             return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
         return self.positions

@@ -124,7 +124,7 @@ class Ids(Plan):
         return index_shuffle(position, (seed, epoch), self.size - 1, _ROUNDS) if self.shuffle else position
 
 
-def plan_of(examples: int | Plan, asked: str, shuffle: bool, whole_epochs: bool) -> Plan:
+def as_plan(examples: int | Plan, asked: str, shuffle: bool, whole_epochs: bool) -> Plan:
     """Returns the plan of all ids, or the one that is given; for the arguments see `InputContext.indices`.
 
     Raises:

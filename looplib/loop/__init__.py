@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     auto: none
     backend: Backend, Decorator
-    base: ENGINES, InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
+    base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     device_loop: none
     example_checksum: METRIC, VARIABLE, hash_of_each
     fused_optimizers: none

@@ -22,7 +22,6 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
 
-ENGINES = ("auto", "graph", "xla", "eager")
 Metrics = dict[str, Any]  # what a user's metrics are, before `loop_end`: Python numbers and numpy arrays by name
 Iterator = Any  # what the stream's `iterate` returns; only the stream knows its type
 

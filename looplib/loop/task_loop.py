@@ -211,7 +211,7 @@ class TaskLoop(TrainingLoop):
         if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
             return
         steps = int(self._spec.counter) - self._counted_before
-        steps = 0 if self._spec.overfit_batch else steps
+        steps = 0 if self._spec.config.overfit_batch else steps
         named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
         if named is not None:
             raise DataError(
@@ -319,7 +319,8 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        reads = self._stream.context().reads
+        reader = self._stream.context().reader
+        reads = reader.reads if reader else ()
         return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
 
     def _end_data(self, wait: bool = False) -> None:

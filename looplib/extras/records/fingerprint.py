@@ -29,7 +29,7 @@ def fingerprint(sources: Sequence[Source]) -> dict[str, str]:
     """
     whole = [source.source if isinstance(source, Subset) else source for source in sources]
     parts = [part for source in whole for part in (source.sources if isinstance(source, Chain) else [source])]
-    of_each = [_of_files(part.files) if isinstance(part, Numbered) else _of_any(part) for part in parts]
+    of_each = [_of_files(part.files) if isinstance(part, Numbered) else _any_digests(part) for part in parts]
     found = list(itertools.chain(*of_each))
     folder = os.path.commonprefix([name for name, _ in found if "/" in name]).rpartition("/")[0]
     named: dict[str, str] = {}
@@ -65,7 +65,7 @@ def _of_files(files: Files) -> list[tuple[str, str]]:
         return list(zip(files.paths, pool.map(digest, range(len(files.paths)))))
 
 
-def _of_any(source: Source) -> list[tuple[str, str]]:
+def _any_digests(source: Source) -> list[tuple[str, str]]:
     numbers = sorted({part * (len(source) - 1) // (_PIECES - 1) for part in range(_PIECES)})
     try:
         first, again = (_hash(len(source), *map(_content, items(source, numbers))) for _ in range(2))

@@ -12,7 +12,7 @@ import numpy as np
 
 from looplib.errors import UsageError, gist, join_names, whole_number
 from looplib.extras.records.files import THREADS, Files, refuse_compressed
-from looplib.extras.records.index import Layout, offsets_of
+from looplib.extras.records.index import Layout, find_offsets
 from looplib.extras.records.indexed import MOST_BYTES, IndexedFiles, Numbered, ReadElsewhere
 
 _WINDOW = 1 << 22  # bytes that are read at once to find the records
@@ -39,7 +39,7 @@ class TFRecords(IndexedFiles):
     def __init__(self, paths: Sequence[str]) -> None:
         files = Files(paths)
         layout = Layout("tfrecord", _BEFORE + _AFTER, _scan_tfrecords, _fits_tfrecords)
-        super().__init__(files, offsets_of(files, layout), layout)
+        super().__init__(files, find_offsets(files, layout), layout)
 
     def _take(self, raw: bytes, starts: np.ndarray, stops: np.ndarray, _: np.ndarray) -> tuple[list[bytes], int | None]:
         """See `IndexedFiles`."""
@@ -142,7 +142,7 @@ class Lines(IndexedFiles):
     def __init__(self, paths: Sequence[str]) -> None:
         files = Files(paths)
         layout = Layout("lines", 1, _scan_lines, _fits_lines)
-        super().__init__(files, offsets_of(files, layout), layout)
+        super().__init__(files, find_offsets(files, layout), layout)
 
     def _take(
         self, raw: bytes, starts: np.ndarray, stops: np.ndarray, last: np.ndarray

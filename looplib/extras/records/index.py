@@ -51,7 +51,7 @@ class Layout:
     fits: Callable[[Files, int, np.ndarray, np.ndarray], bool]
 
 
-def offsets_of(files: Files, layout: Layout) -> list[np.ndarray]:
+def find_offsets(files: Files, layout: Layout) -> list[np.ndarray]:
     """Returns where the records of files start: of each file what `Layout.scan` returns."""
     head = json.dumps([layout.kind, list(map(os.path.basename, files.paths)), files.sizes, files.times]).encode()
     places = _places(files.paths)

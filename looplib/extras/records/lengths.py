@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from looplib.data.order import Locate, OrderKey
 from looplib.errors import UsageError, whole_number
-from looplib.extras.records.order import key_of, shuffled
-from looplib.extras.records.plans import RecordPlan, chosen_ids, epochs_of, of_examples, whole_numbers
+from looplib.extras.records.order import permutation_key, shuffled
+from looplib.extras.records.plans import RecordPlan, chosen_ids, opened_for, shuffled_epochs, whole_numbers
 from looplib.extras.records.sources import Source
 
 _Kind = tuple[tuple[tuple[int, int], ...], int]  # (length, times) of the pieces of a row, the number of such rows
@@ -111,7 +111,7 @@ class Packed(RecordPlan):
 
     def endless(self, key: OrderKey) -> Locate:
         """See `Plan`."""
-        locate, rows = self._locate(key), epochs_of(self.size, key)
+        locate, rows = self._locate(key), shuffled_epochs(self.size, key)
         return lambda positions: locate(rows(positions), positions // self.size)
 
     def once(self) -> Locate:
@@ -144,7 +144,9 @@ class Packed(RecordPlan):
             same = tf.gather(numbers - tf.gather(row_firsts, kinds), row)  # rows of this kind before it
             places = tf.gather(before, slots) + same * tf.gather(times, slots)
             if key is not None:
-                places = shuffled(places, tf.gather(counts, length), key_of(key.seed, tf.gather(epochs, row), length))
+                places = shuffled(
+                    places, tf.gather(counts, length), permutation_key(key.seed, tf.gather(epochs, row), length)
+                )
             pieces = tf.gather(firsts, length) + places
             used = tf.math.segment_sum(length, row)
             offsets = tf.cumsum(length, exclusive=True) - tf.gather(tf.cumsum(used, exclusive=True), row)
@@ -253,7 +255,7 @@ class Buckets(RecordPlan):
 
     def __init__(self, lengths: np.ndarray, boundaries: Sequence[int], source: Source | str | None = None) -> None:
         lengths = whole_numbers("the lengths of looplib.Buckets", lengths)
-        self.source = of_examples(source, len(lengths))
+        self.source = opened_for(source, len(lengths))
         edges = [whole_number("a boundary of looplib.Buckets", edge) for edge in boundaries]
         if edges != sorted(set(edges)) or not edges or edges[-1] < lengths.max():
             raise UsageError(
@@ -285,13 +287,13 @@ class Buckets(RecordPlan):
             before = begins(epochs)
             own = begins(epochs + 1) - before  # batches of each bucket in the epoch, [batches, buckets]
             turns, number = batches - tf.reduce_sum(before, axis=1), tf.reduce_sum(own, axis=1)
-            turns, ends = shuffled(turns, number, key_of(key.seed, epochs, 0)), tf.cumsum(own, axis=1)
+            turns, ends = shuffled(turns, number, permutation_key(key.seed, epochs, 0)), tf.cumsum(own, axis=1)
             bucket = tf.reduce_sum(tf.cast(ends <= turns[:, None], tf.int64), axis=1)
             came = turns + tf.gather(before - ends + own, bucket, batch_dims=1)  # batches of this bucket, ever
             bucket = tf.gather(bucket, index)
             came = tf.gather(came, index) * size + positions % size
             count = tf.gather(counts, bucket)  # each bucket has epochs of its own size
-            found = shuffled(came % count, count, key_of(key.seed, came // count, bucket + 1))
+            found = shuffled(came % count, count, permutation_key(key.seed, came // count, bucket + 1))
             return tf.gather(ids, tf.gather(firsts, bucket) + found), tf.gather(edges, bucket)
 
         return locate

@@ -83,14 +83,14 @@ class BlockOrder:
             shuffled(
                 tf.stack([tf.minimum(number, blocks - 1), place - piece_start]),
                 tf.stack([blocks, piece_stop - piece_start]),
-                key_of(self.seed, epoch, tf.stack([0 * epoch + _BLOCKS, _PIECES + piece_start])),
+                permutation_key(self.seed, epoch, tf.stack([0 * epoch + _BLOCKS, _PIECES + piece_start])),
             )
         )
         first = tf.where(number < whole, block, number) * self.block + piece_start % self.block
         return Picks(first + offset, first, first + piece_stop - piece_start)
 
 
-def key_of(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
+def permutation_key(seed: int, epoch: tf.Tensor, use: tf.Tensor | int) -> tf.Tensor:
     """Returns keys uint64 `[..., p]` of permutations of epochs, int64 `[p]`; `use` says what for, int64 `[..., p]`."""
     first = mix(tf.fill(tf.shape(epoch), tf.constant(seed % 2**64, tf.uint64)))
     return mix(mix(first + tf.bitcast(epoch, tf.uint64)) + tf.bitcast(0 * epoch + use, tf.uint64))

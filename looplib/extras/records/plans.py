@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from looplib.data.order import Locate, OrderKey, Plan
 from looplib.errors import UsageError
-from looplib.extras.records.order import key_of, shuffled
+from looplib.extras.records.order import permutation_key, shuffled
 from looplib.extras.records.sources import Source, opened
 
 
@@ -45,7 +45,7 @@ class All(RecordPlan):
 
     def endless(self, key: OrderKey) -> Locate:
         """See `Plan`; each epoch is a keyed permutation."""
-        return epochs_of(self.size, key)
+        return shuffled_epochs(self.size, key)
 
     def once(self) -> Locate:
         """See `Plan`."""
@@ -71,13 +71,13 @@ class Kept(RecordPlan):
     """
 
     def __init__(self, chosen: np.ndarray, source: Source | str | None = None) -> None:
-        self.source = of_examples(source, len(chosen) if np.asarray(chosen).dtype == bool else None)
+        self.source = opened_for(source, len(chosen) if np.asarray(chosen).dtype == bool else None)
         self.ids = chosen_ids(chosen, None if self.source is None else len(self.source))
         self.size, self.kept = len(self.ids), (self.ids,)
 
     def endless(self, key: OrderKey) -> Locate:
         """See `Plan`; examples are int64 ids `[b]`."""
-        ids, places = tf.constant(self.ids), epochs_of(self.size, key)
+        ids, places = tf.constant(self.ids), shuffled_epochs(self.size, key)
         return lambda positions: tf.gather(ids, places(positions))
 
     def once(self) -> Locate:
@@ -86,7 +86,7 @@ class Kept(RecordPlan):
         return lambda positions: tf.gather(ids, positions)
 
 
-def epochs_of(size: int, key: OrderKey) -> Locate:
+def shuffled_epochs(size: int, key: OrderKey) -> Locate:
     """Returns the function from positions in a training to places below `size`, each epoch a keyed permutation.
 
     It is not the one of `Ids`, whose op is slow for small sizes, and takes no empty tensor.
@@ -94,7 +94,7 @@ def epochs_of(size: int, key: OrderKey) -> Locate:
 
     def locate(positions: tf.Tensor) -> tf.Tensor:
         sizes = tf.fill(tf.shape(positions), tf.constant(size, tf.int64))
-        return shuffled(positions % size, sizes, key_of(key.seed, positions // size, 0))
+        return shuffled(positions % size, sizes, permutation_key(key.seed, positions // size, 0))
 
     return locate
 
@@ -122,7 +122,7 @@ def chosen_ids(chosen: Any, count: int | None = None) -> np.ndarray:
     return ids.astype(np.int64)
 
 
-def of_examples(source: Source | str | None, examples: int | None) -> Source | None:
+def opened_for(source: Source | str | None, examples: int | None) -> Source | None:
     """Opens the records of a plan, and checks that there is one for each example that the plan knows of.
 
     Raises:

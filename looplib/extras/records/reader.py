@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.data.input_context import InputContext
-from looplib.data.order import Ids, Plan, plan_of, seeds_at
+from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.errors import UsageError, whole_number
 from looplib.extras.records.damage import given, tolerant
 from looplib.extras.records.fingerprint import fingerprint
@@ -54,12 +54,12 @@ class RecordReader:
             source = Subset(source.source, source.ids)
         if isinstance(source, Plan):
             plan, order = _checked(source, block, shuffle, whole_epochs), None
-            seed, source, kept, to_read = context.seed_of(plan, name), plan.source, plan.kept, plan.to_read
+            seed, source, kept, to_read = context.order_seed(plan, name), plan.source, plan.kept, plan.to_read
             may_be_by_pieces = isinstance(plan, Kept)
         else:
             source = opened(source)
             plan, to_read = Ids(len(source), shuffle), lambda ids: (ids,)
-            seed = context.seed_of(plan, name)
+            seed = context.order_seed(plan, name)
             may_be_by_pieces = shuffle and context.training
             order = self._blocks(source, seed, block) if may_be_by_pieces else None
         found = context.located(plan, seed) if order is None else None
@@ -84,7 +84,7 @@ class RecordReader:
         tolerates = context.bad_records.most > 0
         if tolerates:
             self._tolerated = tolerant(source, context.bad_records, context.training, kept)
-        picked = context.positions_of(plan, "records", whole_epochs, repeat, most).map(
+        picked = context.batch_positions(plan, "records", whole_epochs, repeat, most).map(
             picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
         context.ids = picked.map(_ids).unbatch()
@@ -129,7 +129,7 @@ def _checked(plan: Plan, block: int | None, shuffle: bool, whole_epochs: bool) -
             f"context.records was given {kind} and block={block}, and reads each record of such a plan by itself; "
             "leave out block, which looplib.Kept and records without a plan can have"
         )
-    return plan_of(plan, "records", shuffle, whole_epochs)
+    return as_plan(plan, "records", shuffle, whole_epochs)
 
 
 @tf.autograph.experimental.do_not_convert

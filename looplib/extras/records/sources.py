@@ -66,7 +66,7 @@ class Blocked(Protocol):
 
 
 @runtime_checkable
-class OfSplit(Protocol):
+class TfdsSplit(Protocol):
     """A data source of TFDS, `builder.as_data_source(split)`: a split, which knows its files."""
 
     dataset_info: Any
@@ -88,7 +88,7 @@ def open_records(files: Paths, format: str | None = None, **options: Any) -> Sou
       UsageError: if no file matches, the format is not known, or files are not of this format; names what is damaged.
     """
     paths = _matching(files)
-    format = format or _format_of(paths)
+    format = format or _format_by_name(paths)
     if format not in FORMATS:
         raise UsageError(f"the format of {paths[0]} is {format!r}; expected one of {', '.join(FORMATS)}")
     try:
@@ -127,10 +127,10 @@ def opened(source: Any) -> Source:
             f"context.records was given a {type(source).__name__}; expected files, or an object with __len__ and "
             "__getitem__"
         )
-    return _of_its_files(source) if isinstance(source, OfSplit) and _is_installed(source) else source
+    return _guarded(source) if isinstance(source, TfdsSplit) and _is_installed(source) else source
 
 
-def _of_its_files(source: Any) -> Source:
+def _guarded(source: Any) -> Source:
     """Returns a data source of TFDS, guarded against changes of its files."""
     try:
         parts = source.dataset_info.splits[source.split].file_instructions
@@ -295,7 +295,7 @@ def _matching(files: Paths) -> list[str]:
     return paths
 
 
-def _format_of(paths: list[str]) -> str:
+def _format_by_name(paths: list[str]) -> str:
     names = {"tfrecords": "tfrecord", "txt": "lines", "jsonl": "lines", "csv": "lines", "tsv": "lines"}
     found = set()
     for path in paths:

@@ -10,7 +10,6 @@ The dataclass is made once, of the values of all of these, so that its `__post_i
 import contextlib
 import copy
 import dataclasses
-import difflib
 import functools
 import os
 import re
@@ -23,8 +22,9 @@ import tensorflow as tf
 from absl import flags, logging
 
 from looplib import files
-from looplib.errors import UsageError, is_utf8, shown, with_cure
-from looplib.field_types import (
+from looplib.command_line import CONFIG_FILE, PRINT_FLAG
+from looplib.errors import UsageError, shown, with_cure
+from looplib.extras.configuration.field_types import (
     At,
     check,
     dump,
@@ -43,10 +43,8 @@ from looplib.field_types import (
 from looplib.masks import MASK, masked
 from looplib.settings import Flag
 
-FILE = "config.yaml"  # in the run directory
 _MOST_BYTES = 1 << 18  # of a --config_file
 
-PRINT_FLAG = Flag("print_config", bool, False, "Prints the configuration as YAML and ends.")
 FLAGS = (
     Flag("experiment", str, None, "Named variant of the configuration to start from."),
     Flag("config_file", tuple, None, "YAML file of settings; of several, later ones win."),
@@ -280,33 +278,6 @@ def _written(config: Any, tree: Mapping[str, Any], derived: dict[str, Any], path
     return found
 
 
-def parse(argv: Sequence[str]) -> list[str]:
-    """Parses the command line, as `app.run` does.
-
-    Args:
-      argv: the command line.
-
-    Returns:
-      What it has besides flags.
-
-    Raises:
-      UsageError: for an unknown flag, or a value of another type.
-    """
-    for argument in argv:
-        if not is_utf8(argument):
-            raise UsageError(f"the argument {argument!a:.300} is not UTF-8, or the locale is not; set PYTHONUTF8=1")
-    try:
-        return flags.FLAGS(argv)
-    except flags.UnrecognizedFlagError as error:
-        paths = [name.removeprefix("config.") for name in flags.FLAGS if name.startswith("config.")]
-        names = {**{path.rpartition(".")[2]: path for path in reversed(paths)}, **{path: path for path in paths}}
-        close = difflib.get_close_matches(error.flagname, names, n=1, cutoff=0.8)
-        hint = f"did you mean the setting {_flag(names[close[0]])}? " if close else ""
-        raise UsageError(f"{error}; {hint}--help lists the flags") from error
-    except flags.Error as error:
-        raise UsageError(f"{error}; --help lists the flags") from error
-
-
 def text_in(path: str) -> str:
     """Returns the text of a --config_file, which may be a link; see `files.read_text`."""
     return files.read_text(path if files.is_remote(path) else os.path.realpath(path), _MOST_BYTES)
@@ -334,7 +305,7 @@ def write(directory: str, text: str) -> None:
       directory: the run directory.
       text: the configuration as YAML.
     """
-    path = os.path.join(directory, FILE)
+    path = os.path.join(directory, CONFIG_FILE)
     try:
         files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
