@@ -5,5 +5,6 @@ Names that other rooms may use, by file:
     environment: Cluster, EXPECTED, resolve
     gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, times, varies
     peers: Peers, current
+    remote: check_placement, RemoteStrategy, connect, connected, named, names, plugin_of
     rendezvous: none
 """

@@ -1,7 +1,7 @@
 """What looplib uses of Keras and TensorFlow that they do not publish, each with what happens where it is missing.
 
 Names that other rooms may use, by file:
-    keras: adapts, averaged, changes_when_called, check_one_family, check_placement, computes_in, export_archive,
+    keras: adapts, averaged, changes_when_called, check_one_family, computes_in, export_archive,
         family, finalizes, float_type, given_constants, GLOBAL_SEED, inner_metrics, input_specs, is_a, is_layer,
         is_metric, is_metrics, is_model, is_optimizer, is_own_class, is_variable, layer_of, load_model, optimizers,
         parts, rate_or_schedule, scales_loss, sublayers, tf_variable, UNSEEDED, untracked_variables, value_now,

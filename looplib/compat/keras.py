@@ -344,39 +344,6 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
     return []
 
 
-def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iterable[Any]) -> None:
-    """Checks that variables were made in the scope of the strategy that will run them.
-
-    Args:
-      strategy: the strategy.
-      what: the name of their owner, for the message.
-      variables: Keras or TensorFlow variables.
-
-    Raises:
-      UsageError: if not.
-    """
-    replicas = strategy.num_replicas_in_sync
-    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    for variable in variables:
-        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
-        distributed = isinstance(value, tf.distribute.DistributedValues)
-        if distributed and getattr(value, "distribute_strategy", strategy) is not strategy:
-            raise UsageError(
-                f"{what} holds variables made under another strategy than the {type(strategy).__name__} of the "
-                "controller; pass the controller the strategy that they were made under"
-            )
-        if remote and tf.DeviceSpec.from_string(getattr(value, "device", "") or "").job != "ps":
-            raise UsageError(
-                f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
-                "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
-            )
-        if not distributed and replicas > 1:
-            raise UsageError(
-                f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
-                "build models, optimizers and metrics inside `with strategy.scope():`"
-            )
-
-
 @contextlib.contextmanager
 def whole_tracebacks() -> Iterator[None]:
     """Keeps Keras 3's and TensorFlow's own frames in the tracebacks of errors, inside a `with` block."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.cluster import gradient_sum
+from looplib.cluster import gradient_sum, remote
 from looplib.compat import keras as _keras
 from looplib.data import shares
 from looplib.errors import UsageError
@@ -67,7 +67,7 @@ class TrainingOptimizers:
                 self._change(optimizer)
                 if fuse and (update := fused_optimizers.update_step(optimizer)):
                     self._replace(optimizer, "update_step", update)
-            if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+            if remote.plugin_of(strategy) is not None:
                 for optimizer in _keras.with_inner(self._held):
                     self._count_exactly(optimizer)
         except BaseException:

@@ -37,7 +37,7 @@ _CONVERTED = {
     "looplib.loop.step.Step": "*_trace/step __init__/replica_step __call__",
     "looplib.loop.step": "timed",
     "looplib.loop.task_loop.TaskLoop": "_decorators/<lambda>/<lambda>",
-    "looplib.loop.batch_sizes.BatchSizes": "add_to/measured",
+    "looplib.loop.step_additions.BatchSizes": "add_to/measured",
     "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _of_rows add_to/checked",
     "looplib.loop.optimizers.TrainingOptimizers": "_applying_pairs/apply_gradients",
     "looplib.loop.optimizers.Replacement": "__call__",

@@ -15,6 +15,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.compat import tensorflow as _tf
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.extras.parameter_server.processes import counts
@@ -22,7 +23,7 @@ from looplib.extras.parameter_server.remote_stream import Place, RemoteStream
 from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
-from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request
+from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
 from looplib.task.trainer import Trainer
@@ -42,10 +43,13 @@ class ParameterServers(Backend):
 
     remote_stream = RemoteStream
 
-    def check(self, stream: RemoteStream) -> None:
-        """Raises `UsageError` for data and settings that steps of several workers in no fixed order cannot keep."""
-        _check_data(stream)
-        spec = self._spec
+    def __init__(self, spec: Specification) -> None:
+        super().__init__(spec)
+        if spec.config.overfit_batch:
+            raise UsageError(
+                f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a "
+                "trainer with data of looplib's, and no parameter servers; leave out --overfit_batch"
+            )
         if spec.config.loop in ("xla", "eager"):
             raise UsageError(
                 f"loop is {spec.config.loop}, but with the strategy parameter_server steps run on workers, and the "
@@ -66,8 +70,20 @@ class ParameterServers(Backend):
                 f"each worker has {spec.strategy.num_replicas_in_sync} GPUs; with the strategy parameter_server "
                 "looplib uses one, so start a worker for each GPU (CUDA_VISIBLE_DEVICES)"
             )
-        if spec.training:
+
+    def check(self, stream: RemoteStream) -> None:
+        """See `Backend`."""
+        _check_data(stream)
+        if self._spec.training:
             _check_training_data(stream)
+
+    def check_earlier(self, before: Batches, now: Batches) -> None:
+        """See `Backend`."""
+        if now.earlier != before.earlier:
+            raise UsageError(
+                f"the checkpoint is of a run with batches of {now}, and the workers of the strategy "
+                "parameter_server read theirs already; build a new controller to continue from it"
+            )
 
     def reducer(self) -> RemoteReducer:
         """See `Backend`."""

@@ -19,7 +19,6 @@ from looplib.health.preemption import notice
 
 # A coordinator counts as gone when its port has not answered this often, with this many seconds in between.
 _TRIES, _PAUSE = 3, 1.0
-_connected = False
 
 
 def connect() -> tf.distribute.ParameterServerStrategy:
@@ -45,11 +44,6 @@ def counts() -> tuple[int, int]:
     return sum(job == "worker" for job, _ in tasks), sum(job == "ps" for job, _ in tasks)
 
 
-def connected() -> bool:
-    """Returns whether this process is a coordinator that has connected to its servers."""
-    return _connected
-
-
 def _cluster() -> environment.Cluster:
     found = environment.resolve()
     if found is None or not found.parameter_servers:
@@ -67,7 +61,6 @@ def _cluster() -> environment.Cluster:
 
 
 def _strategy(found: environment.Cluster) -> tf.distribute.ParameterServerStrategy:
-    global _connected
     spec = tf.train.ClusterSpec(found.spec)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         spec, task_type=found.task_type, task_id=found.task_index, rpc_layer="grpc"
@@ -79,7 +72,6 @@ def _strategy(found: environment.Cluster) -> tf.distribute.ParameterServerStrate
             f"the workers and parameter servers of TF_CONFIG cannot be reached ({gist(error)}); start every one of "
             "them with the same command"
         ) from error
-    _connected = True
     _tf.shorten_messages_about_workers()
     return strategy
 
