@@ -325,7 +325,7 @@ def test_memory_is_what_the_layers_come_to():
 )  # fmt: skip
 def test_a_step_without_variables_computes_what_the_step_does(optimizer, keras, monkeypatch):
     """With Keras's own updates: a fused one becomes a subtraction, which compiles where the update does."""
-    monkeypatch.setattr("looplib.loop.fused_optimizers.update_step", lambda optimizer: None)
+    monkeypatch.setattr("looplib.compat.optimizers.fused_update", lambda optimizer: None)
     trainer = toy.Regression(keras, optimizer)
     controller = looplib.Controller(trainer=trainer, global_batch_size=8, writers=[])
     step = controller.loops["train"].step

@@ -3,9 +3,10 @@
 Names that other rooms may use, by file:
     collectives: OF_OTHERS, Workers
     environment: Cluster, EXPECTED, resolve
-    gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, times, varies
     links: none
-    peers: Peers, current
+    peers: current, Peers
     rendezvous: none
+    replicas: counted, current, in_use, KINDS, of_means, over_replicas, Share, times, watching
     tpu: connect, is_here, is_lost, start_again
+    updates: apply_gradients, refuse_others, TrainingOptimizers
 """

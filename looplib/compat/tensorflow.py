@@ -19,6 +19,7 @@ import logging as python_logging
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -293,6 +294,15 @@ def name_of(strategy: tf.distribute.Strategy) -> str:
     """Returns the public name of a strategy's class; TensorFlow 2.21 and older have other ones for two of them."""
     name = type(strategy).__name__.removesuffix("V2")
     return _STRATEGIES.get(name, name)
+
+
+def worker_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the names of the devices of this process's replicas.
+
+    Raises:
+      RuntimeError: for the default strategy.
+    """
+    return tuple(strategy.extended.worker_devices)
 
 
 def log_warnings_only() -> None:
@@ -653,6 +663,13 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
 def message_without_op(error: tf.errors.OpError) -> str:
     """Returns the message of an error without the op's name, which TensorFlow 2.20 and 2.21 put before and after it."""
     return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
+
+
+class ReplicaLocal(threading.local):
+    """Values that belong to the step of one replica, for what this calls without handing them on.
+
+    tf.distribute keeps none for a replica, but traces and runs each in a thread of its own.
+    """
 
 
 watch()

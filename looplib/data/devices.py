@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from looplib.compat import tensorflow as _tf
+
 # What carries batches: "auto" is a plain iterator wherever that can stand in for one of tf.distribute, "tf" is never.
 DISTRIBUTES = ("auto", "tf")
 
@@ -15,10 +17,11 @@ def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:
     kinds = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
     if not isinstance(strategy, kinds):
         return None
-    devices = [tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices]
+    names = _tf.worker_devices(strategy)
+    devices = [tf.DeviceSpec.from_string(name) for name in names]
     one_process = len({(device.job, device.task) for device in devices}) == 1
     plain = all(device.device_type in ("CPU", "GPU") for device in devices)
-    return tuple(strategy.extended.worker_devices) if plain and one_process else None
+    return names if plain and one_process else None
 
 
 def runs_on_host(strategy: tf.distribute.Strategy) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.task.shares import Share
+from looplib.cluster.replicas import Share
 
 
 def to_replicas(dataset: tf.data.Dataset, first: int, count: int, replicas: int, shares: bool) -> tf.data.Dataset:

@@ -7,13 +7,13 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
+from looplib.cluster.replicas import KINDS
 from looplib.compat import tensorflow as _tf
 from looplib.data import doubts, global_batches
 from looplib.errors import UsageError
 from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
-from looplib.task.shares import KINDS
 from looplib.task.trainer import Trainer
 
 _ENDLESS = 2**62

@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     debuggers: none
     guards: Guards, POLICIES, Trouble
-    non_finite: GRADIENT_OF, StateCheck, check_skipped, note_gradients, run_watched
+    non_finite: check_skipped, GRADIENT_OF, run_watched, StateCheck
     preemption: notice
     running_time: none
     spikes: check_loss

@@ -11,25 +11,23 @@ Names that other rooms may use, by file:
     eager: none
     engines: ENGINES
     evaluation: none
-    example_checksum: METRIC, VARIABLE, hash_of_each
-    flops: SHORT_TRAINING, of_training, with_share
-    fused_optimizers: none
+    example_checksum: hash_of_each, METRIC, VARIABLE
+    flops: of_training, SHORT_TRAINING, with_share
     global_share: none
     graph: none
     lending: none
-    loops: LoopSettings, Loops
+    loops: Loops, LoopSettings
     media: as_shown
     metric_sums: none
     one_program: none
-    optimizers: Replacement, TrainingOptimizers, refuse_others
     packing: batch_size
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
     showing: none
-    step: Step, StepFn, raise_refusal
+    step: raise_refusal, Step, StepFn
     stepwise: none
-    task_loop: TaskLoop, as_numbers, check_evaluation
+    task_loop: as_numbers, check_evaluation, TaskLoop
     timing: timed
     traced: none
     window: Window

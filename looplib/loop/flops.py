@@ -50,7 +50,7 @@ def with_share(speed: Speed, strategy: tf.distribute.Strategy, steps_per_second:
       steps_per_second: how fast it was.
     """
     try:
-        devices = strategy.extended.worker_devices
+        devices = _tf.worker_devices(strategy)
     except RuntimeError:  # the default strategy, which uses one device
         devices = [device.name for device in tf.config.list_logical_devices("GPU")][:1] or ["CPU:0"]
     count = len(devices) if "GPU" in devices[0] else 1  # replicas on a CPU share it

@@ -6,15 +6,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.cluster import replicas
+from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, join_names
 from looplib.loop.metric_sums import is_summed
 from looplib.loop.packing import batch_size
 from looplib.loop.step import Step, StepFn
-from looplib.task import reductions, shares
+from looplib.task import reductions
 from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction
-from looplib.task.shares import Share
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
@@ -32,8 +33,8 @@ def add_to(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
         batch = batch_size(inputs)
         if batch is None:
             return step_fn(inputs)
-        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-        with shares.in_use(Share(inputs, batch[1], batch[1] * replicas)):  # as large as the others
+        count = tf.distribute.get_replica_context().num_replicas_in_sync
+        with replicas.in_use(Share(inputs, batch[1], batch[1] * count)):  # as large as the others
             return step_fn(inputs)
 
     return with_share
@@ -78,7 +79,7 @@ def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training
     """Runs a step, of which nothing counts where the replica has no example of the global batch."""
     counts = share.examples > 0
     before = [variable.read_value() for variable in metrics]
-    with shares.in_use(share):
+    with replicas.in_use(share):
         outputs = step_fn(share.inputs)
     for variable, value in zip(metrics, before):
         variable.assign(tf.where(counts, variable.read_value(), value))

@@ -12,6 +12,7 @@ from absl import logging
 
 from looplib import runtime, source_locations
 from looplib.cluster.collectives import Workers
+from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
 from looplib.data import bottleneck, distribution
 from looplib.data.stream import Stream
@@ -21,7 +22,6 @@ from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
 from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
-from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues

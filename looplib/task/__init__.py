@@ -1,7 +1,7 @@
 """What a user subclasses, what a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
-    actions: Action, ActionStates, Event, attending, stops_of, tell_saves, warn_of_other_memories
+    actions: Action, ActionStates, attending, Event, stops_of, tell_saves, warn_of_other_memories
     averages: WeightAverages
     batches: Batches, Epoch, Span
     buckets: Buckets
@@ -13,25 +13,24 @@ Names that other rooms may use, by file:
     gradient_trainer: GradientTrainer
     gradients: none
     input_context: InputContext, per_replica_batch_size
-    learning_rates: LearningRates, constant_rate, learning_rate, updating
+    learning_rates: constant_rate, learning_rate, LearningRates, updating
     loss_scale: none
-    media: Media, histogram, image, text
+    media: histogram, image, Media, text
     micro_batches: none
     mixture: Mixture
     model_table: note, variables
     monitored: mode_of
     own_loop: OwnLoop
-    own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in
+    own_names: BATCH_SIZES, check, check_finished, CHECKSUM, refuse_in
     packed: Packed, PackedRows
     parts: none
-    perturbation: VARIABLE, nudge, requested
+    perturbation: nudge, requested, VARIABLE
     plain: as_array, as_bytes, as_json, as_number, is_number
     plans: Kept
     positions: none
-    record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
-    reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
-    shares: KINDS, Share, in_use, of_means, weighed
-    state: InputState, ReplicaState, SlotOptimizer, differing_variables, no_weights, state_of, tables_of, unheld,
+    record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
+    reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
+    state: differing_variables, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of, unheld,
         variables_of
     trainer: Trainer
 """

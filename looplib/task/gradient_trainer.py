@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.cluster import gradient_sum
+from looplib.cluster import replicas, updates
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.task import gradient_checks as checks
@@ -15,7 +15,6 @@ from looplib.task import gradients as gradient_math
 from looplib.task import loss_scale as scaling
 from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
-from looplib.task import shares as global_shares
 from looplib.task.averages import WeightAverages
 from looplib.task.exported import Exported
 from looplib.task.learning_rates import learning_rate
@@ -221,7 +220,7 @@ class GradientTrainer(Trainer):
             values = _at_least_float32(losses.value)
             weights = tf.ones_like(values) if losses.weight is None else tf.cast(losses.weight, values.dtype)
             checks.check_weights(type(self).__name__, values, weights)
-            weights = global_shares.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
+            weights = replicas.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
             target = tf.reduce_sum(tf.math.multiply_no_nan(values, weights)) / self.global_batch_size
             weight = tf.reduce_sum(weights)
         else:
@@ -239,7 +238,7 @@ class GradientTrainer(Trainer):
             if weight is None:
                 target, auxiliary = target + auxiliary, None
         scale = None if self.loss_scale is None else self.loss_scale.scale
-        return gradient_sum.times(target, scale), weight, gradient_sum.times(auxiliary, scale), metrics
+        return replicas.times(target, scale), weight, replicas.times(auxiliary, scale), metrics
 
     def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
         """Computes the gradients in `count` parts, for `fitting`."""
@@ -302,27 +301,26 @@ class GradientTrainer(Trainer):
         strategy, weight = tf.distribute.get_strategy(), backward.weight
         values = [*backward.data, *backward.auxiliary, *([] if weight is None else [weight])]
         if strategy.num_replicas_in_sync > 1:
-            values = gradient_sum.over_replicas(strategy, type(self).__name__, values)
+            values = replicas.over_replicas(type(self).__name__, values)
         data, count = values[: len(backward.data)], len(backward.data)
         auxiliary = values[count : count + len(backward.auxiliary)]
         factor = None
         if weight is not None:
             factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1])
         inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
-        data = [gradient_sum.times(gradient_sum.times(gradient, factor), inverse) for gradient in data]
+        data = [replicas.times(replicas.times(gradient, factor), inverse) for gradient in data]
         if auxiliary:
-            data = [_added(gradient, gradient_sum.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
+            data = [_added(gradient, replicas.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
         return data
 
     def _apply(self, gradients: Sequence[Any]) -> None:
         number_of = {id(variable): number for number, variable in enumerate(self._gradient_plan.trained)}
-        with gradient_sum.summed_already():
-            for _, optimizer, variables in self._gradient_plan.parts:
-                own = [gradients[number_of[id(variable)]] for variable in variables]
-                if _keras.family(optimizer) == "keras":
-                    # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
-                    own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
-                optimizer.apply_gradients(list(zip(own, variables)))
+        for _, optimizer, variables in self._gradient_plan.parts:
+            own = [gradients[number_of[id(variable)]] for variable in variables]
+            if _keras.family(optimizer) == "keras":
+                # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
+                own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
+            updates.apply_gradients(optimizer, zip(own, variables), summed=True)
         if self.averages is not None:
             self.averages.update()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.cluster import replicas
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.extras.keras import means, models
@@ -14,7 +15,6 @@ from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import Results
-from looplib.task import shares
 from looplib.task.evaluator import Evaluator
 from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
@@ -126,7 +126,7 @@ class KerasTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
-        with shares.of_means(), alone():
+        with replicas.of_means(), alone():
             return self._keras_results.of_step(self._keras_data.whole(inputs))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import files, source_locations
+from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
@@ -22,7 +23,6 @@ from looplib.report.records import Record
 from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number
-from looplib.task.shares import Share
 from looplib.task.trainer import Trainer
 
 _SHOWN_IDS = 16
