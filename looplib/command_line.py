@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from absl import flags
 
-from looplib import runtime
+from looplib import plugins, runtime
 from looplib.checkpoint import choice
 from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
 from looplib.data.devices import DISTRIBUTES
@@ -55,7 +55,7 @@ FLAGS = (
     ("eval_interval", flags.DEFINE_integer, 1000, "Steps between evaluations."),
     ("eval_steps", flags.DEFINE_integer, -1, "Steps of each evaluation; -1 evaluates all data."),
     ("eval_timeout", flags.DEFINE_float, None, "Seconds that continuous_eval waits for a checkpoint; none: no limit."),
-    ("trackers", flags.DEFINE_list, None, "Trackers of the training's metrics: some of csv, mlflow, wandb."),
+    ("trackers", flags.DEFINE_list, None, "Further writers of metrics: csv, mlflow, wandb, or other plug-ins."),
     ("predictions", flags.DEFINE_string, None, "Directory for --mode=predict; none: predictions in the run directory."),
     ("predictions_format", flags.DEFINE_enum, "jsonl", "Files of the predictions.", PREDICTIONS),
     ("predictions_piece", flags.DEFINE_integer, 10_000, "Records of a file of predictions."),
@@ -133,9 +133,7 @@ def actions(values: dict[str, Any]) -> list[Action]:
         raise UsageError(
             f"--profile is {values['profile']!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
         )
-    from looplib.extras.actions.profiling import Profile  # here, because few runs need it
-
-    return [Profile(int(found[1]), int(found[2]))]
+    return [plugins.load("looplib.parts", "Profile")(int(found[1]), int(found[2]))]
 
 
 def bad_records(values: dict[str, Any]) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import files
+from looplib import files, plugins
 from looplib.checkpoint import choice
+from looplib.checkpoint.directory import resolve
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
-from looplib.checkpoint.run_directory import resolve
 from looplib.errors import DivergenceError, UsageError, duration, whole_number
 from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
@@ -23,7 +23,7 @@ from looplib.loop.loops import LoopSettings
 from looplib.loop.media import as_shown
 from looplib.loop.schedule import Schedule
 from looplib.records.damage import LeftOut
-from looplib.report.writer import Writer
+from looplib.report.writers import Writer
 from looplib.run import Metrics, Run
 from looplib.task import checks
 from looplib.task.actions import Event, attending, stops_of, tell_saves
@@ -57,9 +57,9 @@ class Controller:
         model, found in the first loops; "eager", for debugging.
       seed: decides the order of the training data.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
-      writers: list of `Writer`; default TensorBoard and `metrics.jsonl` in `model_dir`, and the console.
-      trackers: list of further `Writer`s, beside those of `writers`, such as
-        `looplib.BackgroundWriter(looplib.MlflowWriter(model_dir))`.
+      writers: list of `Writer`, or names of plug-ins of the group `looplib.writers`, such as
+        `[*looplib.DEFAULT_WRITERS, "mlflow"]`; default `DEFAULT_WRITERS`: the console, and in `model_dir` TensorBoard,
+        `metrics.jsonl` and `media.jsonl`.
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
@@ -97,8 +97,7 @@ class Controller:
         loop: str = "graph",
         seed: int = 0,
         checkpoints: CheckpointPolicy | None = None,
-        writers: Sequence[Writer] | None = None,
-        trackers: Sequence[Writer] | None = None,
+        writers: Sequence[Writer | str] | None = None,
         actions: Sequence[Callable[[Event], object]] | None = None,
         config: Any = None,
         max_time: float | str | datetime.timedelta | None = None,
@@ -133,7 +132,6 @@ class Controller:
             model_dir=model_dir,
             policy=checkpoints,
             writers=writers,
-            trackers=trackers or (),
             actions=self._actions,
             config=config,
             max_time=duration("max_time", max_time),
@@ -293,8 +291,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no evaluator predicts.
         """
-        from looplib.extras.outputs.predictions import predict
-
+        predict = plugins.load("looplib.parts", "predict")
         directory = files.resolve(directory, "the directory of the predictions") if directory is not None else None
         return predict(self._run, directory, format, piece)
 
@@ -318,8 +315,7 @@ class Controller:
         Raises:
           UsageError: for bad input, or a model that cannot be exported.
         """
-        from looplib.extras.outputs.exports import export
-
+        export = plugins.load("looplib.parts", "export")
         directory = files.resolve(directory, "the directory of the export") if directory is not None else None
         return export(self._run, directory, averages, tflite)
 

@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import command_line, console, field_types, files, folders, runtime, source_locations
+from looplib import command_line, console, field_types, files, folders, plugins, runtime, source_locations
 from looplib import config as configuration
-from looplib.checkpoint.run_directory import resolve
+from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
@@ -38,10 +38,10 @@ from looplib.controller import Controller
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
 from looplib.masks import masked, masked_text
-from looplib.report import outcome, run_file, run_json
+from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
 from looplib.report.program import this_program
-from looplib.report.writer import Writer
+from looplib.report.writers import DEFAULT_WRITERS, Writer, named_writers
 from looplib.task.actions import Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -175,7 +175,7 @@ class _Session:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     strategy: tf.distribute.Strategy | None = None
     controller: Controller | None = None
-    earlier: run_file.Report = dataclasses.field(default_factory=dict)
+    earlier: run_json.Report = dataclasses.field(default_factory=dict)
     temporary: str = ""
     tried: str = ""
 
@@ -189,7 +189,7 @@ class _Session:
     @property
     def report_path(self) -> str:
         """The path of the run's report."""
-        return run_file.path_of(self.values["model_dir"], self.values["mode"] in TRAINING_MODES)
+        return run_json.path_of(self.values["model_dir"], self.values["mode"] in TRAINING_MODES)
 
     @property
     def advice(self) -> str:
@@ -223,8 +223,9 @@ class _Session:
 
 
 def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> None:
-    from looplib.extras.tools import dry_run, preflight, replayer
-
+    dry_run, preflight, replayer = (
+        plugins.find("looplib.parts", name) for name in ("dry_run", "preflight", "replayer")
+    )
     values = session.values
     if values["dry_run"]:
         redirected = dry_run.redirect(values["strategy"], values["mode"])
@@ -235,7 +236,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         print(text or field_types.dump(masked(run_json.as_dict(config))), end="")
         sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
-    values.update(preflight.settings())
+    values.update(preflight.settings() if preflight else {})
     if values["deterministic"] and values["loop"] == "auto":  # which chooses by time
         values["loop"] = "graph"
     values["model_dir"] = values["model_dir"] and resolve(values["model_dir"])
@@ -243,13 +244,14 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         values[name] = values[name] and files.resolve(values[name], f"--{name}")
     command_line.check(values, argv)
     trains = values["mode"] in TRAINING_MODES
-    trackers = _make_trackers(values) if trains and values["trackers"] and not values["dry_run"] else []
-    session.earlier = run_file.read(session.report_path)
+    tracked = trains and values["trackers"] and not values["dry_run"]
+    trackers = named_writers(values["trackers"], values["model_dir"]) if tracked else []
+    session.earlier = run_json.read(session.report_path)
     session.strategy = runtime.setup(**{name: values[name] for name in OF_THE_MACHINE})
     if not Workers(session.strategy).is_chief and not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # one line of progress is enough
     session.controller = controller = _make_controller(binary, config, values, session.strategy, trackers)
-    if preflight.requested():
+    if preflight and preflight.requested():
         preflight.answer(controller)
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
@@ -259,7 +261,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         _warn_of_other_settings(values["model_dir"], config)
     if binary.started:
         binary.started(config, controller)
-    if replayer.requested():
+    if replayer and replayer.requested():
         replayer.answer(controller, values["eval_interval"] if values["mode"] == "train_and_eval" else None)
         sys.exit(EXIT_DONE)
     if values["dry_run"]:
@@ -272,12 +274,6 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         _run_mode(controller, values)
     controller.close()  # here, because a save that fails is a failure of the run
     controller.report.write("done")
-
-
-def _make_trackers(values: dict[str, Any]) -> list[Writer]:
-    from looplib.extras.trackers import by_name
-
-    return by_name.make(values["trackers"], values["model_dir"])
 
 
 def _make_controller(
@@ -304,7 +300,7 @@ def _make_controller(
         seed=values["seed"],
         checkpoints=command_line.policy(values),
         actions=[*binary.actions, *command_line.actions(values)],
-        trackers=trackers,
+        writers=[*DEFAULT_WRITERS, *trackers],
         config=config,
         max_time=values["max_time"] or None,
         overfit_batch=values["overfit_batch"],
@@ -313,7 +309,7 @@ def _make_controller(
     )
     controller.report.flags = values
     if controller.report.path:  # a controller with a trainer may be that of an export
-        controller.report.path = run_file.path_of(values["model_dir"], mode in TRAINING_MODES)
+        controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
     controller.report.program = this_program() if records_program else None
     controller.report.defaults = {
@@ -325,7 +321,7 @@ def _make_controller(
 
 def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     """Names the settings of a job that does not train that differ from those of the training."""
-    trained = run_file.read(run_file.path_of(model_dir, trains=True)) if model_dir else {}
+    trained = run_json.read(run_json.path_of(model_dir, trains=True)) if model_dir else {}
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
@@ -363,7 +359,7 @@ def _where(controller: Controller) -> str:
 
 
 def _served(session: _Session, gone: CoordinatorGone) -> Outcome:
-    report = run_file.read(session.report_path)
+    report = run_json.read(session.report_path)
     return outcome.served(gone, "not known" if report == session.earlier else report.get("status"))
 
 
@@ -403,8 +399,7 @@ _OUTCOMES = (
 
 def _end(session: _Session, how: Outcome) -> NoReturn:
     """Closes and reports what is open, tells the other workers, prints the last line, and ends the process."""
-    from looplib.extras.parameter_server import processes
-
+    processes = plugins.find("looplib.backends", "parameter_server_processes")
     failed, controller = how.code == EXIT_FAILED, session.controller
     how = dataclasses.replace(how, line=masked_text(how.line), sentence=masked_text(how.sentence))
     if how.code != EXIT_DONE:
@@ -426,7 +421,7 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
         peers.current.last_words(how.code, how.sentence)  # has no effect the second time
     peers.current.leave()  # has no effect after last words
     # TensorFlow would wait for other processes, or complain of those that have ended.
-    if how.at_once or processes.connected() or peers.current.joined:
+    if how.at_once or (processes and processes.connected()) or peers.current.joined:
         sys.stdout.flush()
         os._exit(how.code)
     sys.exit(how.code)

@@ -1,19 +1,27 @@
 """Plug-ins: what other packages, and looplib's own extras, register by entry points.
 
-Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core names no plug-in; it asks
-for one by its group and name.
+Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core names no plug-in; it
+asks for one by its group and name.
 """
 
+import argparse
+import dataclasses
 import functools
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
+from looplib import files
 from looplib.errors import UsageError
 
 
 @functools.cache
+def _all() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points()  # takes some 20 ms, for one group as for all
+
+
 def _registered(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    return {one.name: one for one in importlib.metadata.entry_points(group=group)}
+    return {one.name: one for one in _all().select(group=group)}
 
 
 def names(group: str) -> list[str]:
@@ -43,3 +51,60 @@ def load(group: str, name: str) -> Any:
             "install looplib again"
         )
     return found.load()
+
+
+def find(group: str, name: str) -> Any | None:
+    """Returns the object of a plug-in, imported now, or None if it is not installed.
+
+    Args:
+      group: such as "looplib.parts".
+      name: the plug-in's name in the group.
+    """
+    found = _registered(group).get(name)
+    try:
+        return found.load() if found else None
+    except ModuleNotFoundError as error:
+        if error.name and f"{found.module}.".startswith(f"{error.name}."):  # and not another package that it needs
+            return None
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A tool of `python -m looplib`, which its parser sets as `tool`.
+
+    Attributes:
+      run: function of the parsed options; returns the exit code.
+      check: function of the options that raises `UsageError` for what can be seen to be wrong without TensorFlow, whose
+        import takes seconds.
+      needs_tensorflow: function of the options, whether TensorFlow is imported before the tool runs.
+      own_signals: whether the tool starts in a moment, and handles signals itself.
+      has_verdict: whether exit code 0 says something of runs, so that it must not stand for a closed pipe.
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    check: Callable[[argparse.Namespace], object] = lambda options: None
+    needs_tensorflow: Callable[[argparse.Namespace], bool] = lambda options: True
+    own_signals: bool = False
+    has_verdict: bool = False
+
+
+def arguments(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what the parser of a tool has added to its options, by name."""
+    return {name: value for name, value in vars(options).items() if name not in ("tool", "command")}
+
+
+def path(text: str) -> str:
+    """Returns a path of the command line; the type of an option.
+
+    Args:
+      text: as the user gives it.
+
+    Raises:
+      argparse.ArgumentTypeError: if it is none.
+    """
+    try:
+        found = files.resolve(text, "the path")
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return found if text.startswith(("~", "file://")) else text  # names in tables are those that the user gives

@@ -13,10 +13,10 @@ from absl import logging
 
 from looplib import console, runtime
 from looplib.checkpoint.beginning import begin
-from looplib.checkpoint.matching import stable_names
+from looplib.checkpoint.directory import RunDirectory
+from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.recovery import Recovery
-from looplib.checkpoint.run_directory import RunDirectory
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
@@ -30,13 +30,11 @@ from looplib.loop.loops import Loops, LoopSettings
 from looplib.loop.recorded import RecordedParts
 from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
-from looplib.report import run_file, run_json
-from looplib.report.clock import Clock
+from looplib.report import run_json
+from looplib.report.clock import Clock, Pace
 from looplib.report.page import Page
-from looplib.report.progress import Pace
 from looplib.report.shown import Shown
-from looplib.report.writer import Writer
-from looplib.report.writers import Writers, make_writers
+from looplib.report.writers import Writer, Writers, make_writers
 from looplib.task import checks, model_table
 from looplib.task.actions import ActionStates, Event
 from looplib.task.derived import Constants, starting
@@ -80,8 +78,7 @@ class Run:
         *,
         model_dir: str | None,
         policy: CheckpointPolicy,
-        writers: Sequence[Writer] | None,
-        trackers: Sequence[Writer],
+        writers: Sequence[Writer | str] | None,
         actions: Sequence[Callable[[Event], object]],
         config: Any,
         max_time: float | None = None,
@@ -109,7 +106,7 @@ class Run:
         self.directory.check_nothing_is_lost(self.report.saved_step)
         if self.workers.is_chief:
             place = model_dir if self.directory.writable else None
-            self.writers = make_writers(writers, trackers, place, self.directory.check_lock)
+            self.writers = make_writers(writers, place, self.directory.check_lock)
         self.loops.build(trainer, evaluators, *self.directory.peek(), policy.guards.non_finite)
         if trainer:
             policy.check({name: loop.metric_names for name, loop in self.loops.evaluations.items()}, model_dir)
@@ -131,7 +128,7 @@ class Run:
         strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
         self._page = Page(self.model_dir if writes and self.directory.writes else None, self._flush_for_page)
         return run_json.RunReport(
-            path=run_file.path_of(self.model_dir, self.directory.writes) if writes else None,
+            path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
             clock=self.clock,
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import source_locations
+from looplib import plugins, source_locations
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
 from looplib.compat import tensorflow as _tf
@@ -82,9 +82,7 @@ def setup(
         chosen = tpus.connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
     elif strategy == "parameter_server":
-        from looplib.extras.parameter_server import processes
-
-        chosen, why = processes.connect(), "asked for"
+        chosen, why = plugins.load("looplib.backends", "parameter_server_processes").connect(), "asked for"
     elif strategy == "multi_worker" or (strategy == "auto" and _has_other_workers()):
         chosen, why = _multi_worker(join_limit, num_virtual_devices)
     else:
@@ -120,9 +118,7 @@ def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
     Args:
       contract: the abstract class that it implements, `loop.backend.Backend`, of a room above this file.
     """
-    from looplib.extras.parameter_server import coordinator
-
-    backend = coordinator.ParameterServers
+    backend = plugins.load("looplib.backends", "parameter_server")
     if not issubclass(backend, contract):
         raise TypeError(f"{backend} does not implement {contract}")
     return backend
@@ -131,8 +127,7 @@ def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Names a strategy for logs and `run.json`, such as "MirroredStrategy, 2 replicas"."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        from looplib.extras.parameter_server import processes
-
+        processes = plugins.load("looplib.backends", "parameter_server_processes")
         workers, parameter_servers = processes.counts()
         return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
     replicas = strategy.num_replicas_in_sync

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import looplib
-from looplib.checkpoint.manager import peek
+from looplib.checkpoint.restoring import peek
 from looplib.task.batches import Batches, Epoch, Span
 from looplib.task.plans import Run
 

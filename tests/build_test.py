@@ -1,18 +1,8 @@
-"""The BUILD files say what the code says: one target a Python file, its imports, and who may import it.
+"""The BUILD files say what the code says: one target a room, its files, and the rooms that it imports.
 
-Every folder of `looplib` that is a Python package has a BUILD file, and so have `benchmarks`, `examples`,
-`tests` and `trainers`.
-`python tests/build_test.py --write` makes them; `data`, `size` and the like, which no import shows, stay as they are.
-
-The deps of a target are
-- the project's modules that its file imports anywhere, also inside functions;
-- the `__init__` of their packages, which Python runs first. A module of a package does not name its own, which imports
-  most of them: that would be a cycle, and whoever imports the module from outside has the `__init__` already. A test or
-  a binary is outside of every package, because Python runs it under the name `__main__`;
-- outside of `looplib`, `//looplib:public` in place of its `__init__`: with the modules that it loads when they are used;
-- for a test, also the `conftest.py` and `__init__.py` of its folder and of those above, which pytest loads.
-
-The visibility of a target is the order of the rooms, `LEVELS` in rooms_test.py.
+`python tests/build_test.py --write` makes them. A room is a folder of `looplib`, or one of `benchmarks`, `examples`, `tests`
+and `trainers`. Of the files beside the rooms of `looplib`, those of the ground level are one target, and each other file is
+one. A binary and a test have a target of their own. `data`, `size` and the like, which no import shows, stay as they are.
 """
 
 import ast
@@ -28,24 +18,15 @@ import pytest
 
 # Not resolved: under Bazel this is a tree of links, with only the files that BUILD names.
 ROOT = pathlib.Path(__file__).absolute().parents[1]
-FOLDERS = ["benchmarks", "examples", "looplib", "tests", "trainers"]
-FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-KNOWN = set(FILES)
-PACKAGES = sorted(
-    {path.parent for path in FILES if path.name == "__init__.py"} | {pathlib.Path(folder) for folder in FOLDERS}
-)
 LOOPLIB = pathlib.Path("looplib")
-INIT = LOOPLIB / "__init__.py"
-RUNNER = pathlib.Path("tests/run_pytest.py")
-RULES = ["py_binary", "py_library", "py_test"]
-CHECKED = ["name", "testonly", "srcs", "args", "main", "visibility", "deps"]
-EVERYBODY = ["//visibility:public"]
+BESIDE = ["benchmarks", "examples", "tests", "trainers"]
+FILES = sorted(path.relative_to(ROOT) for folder in [*BESIDE, "looplib"] for path in (ROOT / folder).rglob("*.py"))
+KNOWN = set(FILES)
+PACKAGES = sorted({path.parent for path in FILES if path.name == "__init__.py"} | set(map(pathlib.Path, BESIDE)))
 USERS = "//:users"  # the folders beside looplib
-HEADER = """\
-# Made by `python tests/build_test.py --write`, which keeps data, size and the like; tests/build_test.py checks it.
-
-"""
-# What this test reads under Bazel.
+GROUND = "ground"
+CHECKED = ["name", "testonly", "srcs", "args", "main", "visibility", "deps"]
+HEADER = "# Made by `python tests/build_test.py --write`, which keeps data, size and the like.\n\n"
 SOURCES = """\
 filegroup(
     name = "sources",
@@ -53,6 +34,10 @@ filegroup(
     visibility = ["//:__pkg__"],
 )
 """
+LOADS = {
+    "py_test": 'load("//tests:pytest.bzl", "py_test")\n',
+    "rules": 'load("@rules_python//python:defs.bzl", {})\n',
+}
 
 
 @functools.cache
@@ -60,50 +45,47 @@ def parse(path: pathlib.Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), str(path))
 
 
-def assigned(path: pathlib.Path, name: str) -> Any:
-    """The literal that a file assigns to a name."""
-    return next(
-        ast.literal_eval(node.value)
-        for node in parse(path).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-    )
+def levels() -> list[set[str]]:
+    (value,) = [
+        node.value
+        for node in parse(pathlib.Path("tests/rooms_test.py")).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LEVELS"
+    ]
+    return ast.literal_eval(value)
 
 
-LEVELS: list[set[str]] = assigned(pathlib.Path("tests/rooms_test.py"), "LEVELS")
+LEVELS: list[set[str]] = levels()
 
 
-# Names.
+# What the code says.
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.ClassDef))
 
 
 def package_of(path: pathlib.Path) -> pathlib.Path:
     return next(folder for folder in path.parents if folder in PACKAGES)
 
 
-def name_of(path: pathlib.Path) -> str:
-    """looplib/task/trainer.py -> trainer; looplib/task/__init__.py -> task; tests/faults/lives.py -> faults/lives."""
-    package = package_of(path)
-    return package.name if path.name == "__init__.py" else str(path.relative_to(package).with_suffix(""))
-
-
-def label(package: pathlib.Path, name: str, seen_from: pathlib.Path) -> str:
-    if package == seen_from:
-        return f":{name}"
-    return f"//{package}" if name == package.name else f"//{package}:{name}"
-
-
-def in_order(labels: Iterable[str]) -> list[str]:
-    """Sorts labels, those of the own package first, as Bazel's formatter does."""
-    return sorted(set(labels), key=lambda text: (text.startswith("//"), text))
-
-
-# What the code says.
-
-
-def rule_of(path: pathlib.Path) -> str:
-    if path.parts[0] == "tests" and path.name.endswith("_test.py"):
-        return "py_test"
+def is_binary(path: pathlib.Path) -> bool:
     tests = [ast.unparse(node.test) for node in parse(path).body if isinstance(node, ast.If)]
-    return "py_binary" if "__name__ == '__main__'" in tests else "py_library"
+    return "__name__ == '__main__'" in tests
+
+
+def is_test(path: pathlib.Path) -> bool:
+    return path.parts[0] == "tests" and path.name.endswith("_test.py")
+
+
+def target_of(path: pathlib.Path) -> str:
+    """The label of the library that holds a file; of a test, its own."""
+    package = package_of(path)
+    name = package.name
+    if is_test(path):
+        name = str(path.relative_to(package).with_suffix(""))
+    elif package == LOOPLIB:
+        name = GROUND if path.stem in LEVELS[0] or path.name == "__init__.py" else path.stem
+    return f"//{package}:{name}"
 
 
 def find(module: str, importer: pathlib.Path) -> pathlib.Path | None:
@@ -118,90 +100,94 @@ def find(module: str, importer: pathlib.Path) -> pathlib.Path | None:
     return None
 
 
-def imports(path: pathlib.Path) -> Iterator[pathlib.Path | None]:
-    """Yields the project's files that a file imports by name."""
-    for node in ast.walk(parse(path)):
+def imports(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the project's files that a file imports.
+
+    Those of functions of looplib are left out: they load a plug-in on demand, which has its own target.
+    """
+    tree = parse(path)
+    lazy = LOOPLIB in path.parents
+    nodes = (node for statement in tree.body for node in ast.walk(statement) if not (lazy and is_function(statement)))
+    for node in nodes:
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield find(alias.name, path)
+            yield from filter(None, (find(alias.name, path) for alias in node.names))
         elif isinstance(node, ast.ImportFrom):
             package = ".".join(path.parent.parts)
             module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            for alias in node.names:
-                yield find(f"{module}.{alias.name}", path) or find(module, path)
+            found = (find(f"{module}.{alias.name}", path) or find(module, path) for alias in node.names)
+            yield from filter(None, found)
 
 
-def deps_of(path: pathlib.Path) -> list[str]:
-    rule = rule_of(path)
-    files = set(imports(path)) - {None}
-    for file in list(files):
-        for folder in file.parents:
-            if rule != "py_library" or folder not in path.parents:
-                files.add(folder / "__init__.py")
-    if rule == "py_test":
-        files.update(folder / name for folder in path.parents for name in ["conftest.py", "__init__.py"])
-    package, outside = package_of(path), LOOPLIB not in path.parents
-    return in_order(
-        label(LOOPLIB, "public", package)
-        if outside and file == INIT
-        else label(package_of(file), name_of(file), package)
-        for file in files & KNOWN - {path}
-    )
+def short(labels: Iterable[str], package: pathlib.Path) -> list[str]:
+    """Writes labels as seen from a package, its own first, as Bazel's formatter does."""
+    texts = set()
+    for label in labels:
+        folder, name = label.split(":")
+        texts.add(f":{name}" if folder == f"//{package}" else folder if folder.endswith(f"/{name}") else label)
+    return in_order(texts)
 
 
-def public_deps() -> list[str]:
-    """The modules that `import looplib` loads when they are used."""
-    homes = {*assigned(INIT, "_HOMES").values(), *assigned(INIT, "_MODULES").values()}
-    files = {find(f"looplib.{home}", INIT) for home in homes} | {INIT}
-    files |= {package_of(file) / "__init__.py" for file in files}
-    return in_order(label(package_of(file), name_of(file), LOOPLIB) for file in files)
+def deps_of(files: Iterable[pathlib.Path], own: str, package: pathlib.Path) -> list[str]:
+    if package == LOOPLIB and own == f"//{LOOPLIB}:{GROUND}":
+        return []
+    found = {target_of(other) for path in files for other in imports(path) if other in KNOWN and not is_test(other)}
+    if LOOPLIB not in (package, *package.parents) and any(label.startswith("//looplib") for label in found):
+        found = {label for label in found if not label.startswith("//looplib")} | {"//looplib:public"}
+    if LOOPLIB in (package, *package.parents):
+        found.add(f"//{LOOPLIB}:{GROUND}")  # the package itself
+    return short(found - {own}, package)
+
+
+def in_order(labels: Iterable[str], *more: str) -> list[str]:
+    return sorted({*labels, *more}, key=lambda text: (text.startswith("//"), text))
+
+
+def expected_targets(package: pathlib.Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The rule and the attributes of each Python target of a package, by name."""
+    targets: dict[str, tuple[str, dict[str, Any]]] = {}
+    files = [path for path in FILES if package_of(path) == package]
+    libraries: dict[str, list[pathlib.Path]] = {}
+    for path in files:
+        if not is_test(path):
+            libraries.setdefault(target_of(path), []).append(path)
+    for label, members in sorted(libraries.items()):
+        name = label.split(":")[1]
+        attributes: dict[str, Any] = {"name": name, "testonly": package.name == "tests"}
+        attributes["srcs"] = [str(path.relative_to(package)) for path in members]
+        if package == LOOPLIB:
+            attributes["visibility"] = visibility_of(package, members[0].stem)
+        targets[name] = ("py_library", {**attributes, "deps": deps_of(members, label, package)})
+    for path in files:
+        own, stem = str(path.relative_to(package)), str(path.relative_to(package).with_suffix(""))
+        if is_test(path):
+            targets[stem] = ("py_test", {"name": stem, "deps": in_order(deps_of([path], "", package), ":tests")})
+        elif is_binary(path) and package.name != "tests":  # the tests start their programs by path
+            name = f"{stem}_binary"
+            attributes = {"name": name, "srcs": [own], "main": own, "deps": [f":{target_of(path).split(':')[1]}"]}
+            targets[name] = ("py_binary", attributes)
+    if package == LOOPLIB:
+        public = {target_of(path) for path in FILES if LOOPLIB in path.parents}
+        everybody = ["//visibility:public"]
+        deps = short(public, package)
+        targets["public"] = ("py_library", {"name": "public", "visibility": everybody, "deps": deps})
+    return targets
 
 
 def visibility_of(folder: pathlib.Path, room: str) -> list[str]:
     """Who may depend on a room of a folder: the rooms above it, by LEVELS, and the folders beside looplib."""
     if LOOPLIB not in (folder, *folder.parents):
         return [USERS]
-    if room in LEVELS[0]:
+    if room in LEVELS[0] or room == "__init__":  # of the ground level, or of the package
         return ["//looplib:__subpackages__", USERS]
-    if room == "__init__":
-        return EVERYBODY
     own = next((number for number, rooms in enumerate(LEVELS) if room in rooms), len(LEVELS))
     folders = {package.parts[1] for package in PACKAGES if package.parts[0] == "looplib" and len(package.parts) > 1}
     above = [f"//looplib/{name}:__pkg__" for rooms in LEVELS[own + 1 :] for name in sorted(rooms & folders)]
-    top = [] if folder == LOOPLIB else ["//looplib:__pkg__"]  # controller, launch and __main__
+    top = [] if folder == LOOPLIB else ["//looplib:__pkg__"]
     return [*top, *above, "//looplib/extras:__subpackages__", USERS]
 
 
 def default_visibility(package: pathlib.Path) -> list[str]:
-    room = package.parts[1] if len(package.parts) > 1 else next(iter(LEVELS[0]))
-    return visibility_of(package, room)
-
-
-def attributes_of(path: pathlib.Path) -> dict[str, Any]:
-    """The attributes of a file's target, in the order in which BUILD has them."""
-    rule, package = rule_of(path), package_of(path)
-    attributes: dict[str, Any] = {"name": name_of(path)}
-    if path.parts[0] == "tests" and rule != "py_test":
-        attributes["testonly"] = True
-    own = str(path.relative_to(package))
-    if rule == "py_test":
-        attributes.update(srcs=sorted([own, RUNNER.name]), args=[str(path)], main=RUNNER.name)
-    else:
-        attributes["srcs"] = [own]
-    if rule == "py_binary":
-        attributes["main"] = own
-    if package == LOOPLIB and visibility_of(package, path.stem) != default_visibility(package):
-        attributes["visibility"] = visibility_of(package, path.stem)
-    return {**attributes, "deps": deps_of(path)}
-
-
-def expected_targets(package: pathlib.Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The rule and the attributes of each Python target of a package, by name."""
-    files = [path for path in FILES if package_of(path) == package]
-    targets = {name_of(path): (rule_of(path), attributes_of(path)) for path in files}
-    if package == LOOPLIB:
-        targets["public"] = ("py_library", {"name": "public", "visibility": EVERYBODY, "deps": public_deps()})
-    return targets
+    return visibility_of(package, package.parts[1] if len(package.parts) > 1 else next(iter(LEVELS[0])))
 
 
 # BUILD files as text.
@@ -213,35 +199,34 @@ def written(key: str, value: Any) -> str:
     return f"    {key} = {value if isinstance(value, bool) else json.dumps(value)},\n"
 
 
-def target_text(rule: str, attributes: dict[str, Any], more: str = "") -> str:
-    return f"{rule}(\n" + "".join(written(*item) for item in attributes.items() if item[1]) + more + ")\n"
-
-
 def build_text(package: pathlib.Path) -> str:
     """The BUILD file of a package, with the attributes of the present one that no import shows."""
     targets = expected_targets(package)
-    loaded = ", ".join(json.dumps(rule) for rule in sorted({rule for rule, _ in targets.values()}))
-    parts = [
-        f'load("@rules_python//python:defs.bzl", {loaded})\n',
-        f"package(\n{written('default_visibility', default_visibility(package))})\n",
-        SOURCES,
-    ]
-    kept = {call_name(call): call.keywords for call in calls(package) if call.func.id in RULES}
+    used = {rule for rule, _ in targets.values()}
+    loads = LOADS["rules"].format(", ".join(json.dumps(rule) for rule in sorted(used - {"py_test"})))
+    if "py_test" in used:
+        loads += LOADS["py_test"]
+    parts = [loads, f"package(\n{written('default_visibility', default_visibility(package))})\n", SOURCES]
+    kept = {name_of(call): call.keywords for call in calls(package)}
     for name, (rule, attributes) in targets.items():
         more = [keyword for keyword in kept.get(name, []) if keyword.arg not in CHECKED]
-        text = "".join(written(keyword.arg, ast.literal_eval(keyword.value)) for keyword in more)
-        parts.append(target_text(rule, attributes, text))
+        values = {key: value for key, value in attributes.items() if value}
+        values |= {keyword.arg: ast.literal_eval(keyword.value) for keyword in more}
+        one_line = f"{rule}({', '.join(f'{key} = {json.dumps(value)}' for key, value in values.items())})\n"
+        lines = f"{rule}(\n{''.join(written(*item) for item in values.items())})\n"
+        parts.append(one_line if rule == "py_test" and len(one_line) <= 120 else lines)
     return HEADER + "\n".join(parts)
 
 
 def calls(package: pathlib.Path) -> list[ast.Call]:
-    """The calls in a package's BUILD file; none where there is no file yet."""
+    """The calls in a package's BUILD file that make Python targets; none where there is no file yet."""
     path = package / "BUILD"
     nodes = parse(path).body if (ROOT / path).exists() else []
-    return [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    found = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    return [call for call in found if call.func.id in ("py_binary", "py_library", "py_test")]
 
 
-def call_name(call: ast.Call) -> str:
+def name_of(call: ast.Call) -> str:
     return next(ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "name")
 
 
@@ -250,49 +235,21 @@ def call_name(call: ast.Call) -> str:
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
 def test_build_says_what_the_files_say(package: pathlib.Path) -> None:
-    advice = "run `python tests/build_test.py --write`"
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
-    for call in calls(package):
-        if call.func.id in RULES:
-            name = call_name(call)
-            assert name not in found, f"{package}/BUILD has two targets {name!r}; {advice}"
-            found[name] = (call.func.id, {keyword.arg: keyword.value for keyword in call.keywords})
-    expected = expected_targets(package)
-    assert found.keys() == expected.keys(), f"{package}/BUILD has not one target for each file; {advice}"
-    for name, (rule, attributes) in expected.items():
-        found_rule, values = found[name]
-        here = {key: ast.literal_eval(values[key]) for key in attributes if key in values}
-        assert (found_rule, here) == (rule, {key: value for key, value in attributes.items() if value}), (
-            f"//{package}:{name} differs from its file; {advice}. It should be\n{target_text(rule, attributes)}"
-        )
-
-
-@pytest.mark.parametrize("package", PACKAGES, ids=str)
-def test_visibility_is_the_order_of_the_rooms(package: pathlib.Path) -> None:
-    (call,) = [call for call in calls(package) if call.func.id == "package"]
-    found = ast.literal_eval(call.keywords[0].value)
-    assert found == default_visibility(package), f"{package}/BUILD: run `python tests/build_test.py --write`"
-
-
-@pytest.mark.parametrize("package", PACKAGES, ids=str)
-def test_rules_are_loaded_and_no_others(package: pathlib.Path) -> None:
-    loaded = [ast.literal_eval(arg) for call in calls(package) if call.func.id == "load" for arg in call.args]
-    used = {call.func.id for call in calls(package)} & set(RULES)
-    assert loaded == ["@rules_python//python:defs.bzl", *sorted(used)]
+    assert (ROOT / package / "BUILD").read_text() == build_text(package), "run `python tests/build_test.py --write`"
 
 
 def test_every_room_is_a_bazel_package_and_nothing_else_is() -> None:
-    builds = {path.parent.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("BUILD")}
+    builds = {
+        path.parent.relative_to(ROOT) for folder in [*BESIDE, "looplib"] for path in (ROOT / folder).rglob("BUILD")
+    }
     assert builds == set(PACKAGES)
 
 
 def test_the_top_build_file_names_every_package() -> None:
-    (sources,) = [call for call in calls(pathlib.Path(".")) if call.func.id == "filegroup"]
+    nodes = [node.value for node in parse(pathlib.Path("BUILD")).body if isinstance(node, ast.Expr)]
+    (sources,) = [call for call in nodes if isinstance(call, ast.Call) and call.func.id == "filegroup"]
     named = next(ast.literal_eval(keyword.value) for keyword in sources.keywords if keyword.arg == "srcs")
     assert sorted(named) == sorted(["BUILD", *(f"//{package}:sources" for package in PACKAGES)])
-    (users,) = [call for call in calls(pathlib.Path(".")) if call.func.id == "package_group"]
-    folders = next(ast.literal_eval(keyword.value) for keyword in users.keywords if keyword.arg == "packages")
-    assert folders == [f"//{folder}" for folder in FOLDERS if folder != "looplib"]
 
 
 def test_a_room_is_visible_to_those_above_it_only() -> None:
@@ -301,7 +258,6 @@ def test_a_room_is_visible_to_those_above_it_only() -> None:
     assert loop == ["//looplib:__pkg__", "//looplib/extras:__subpackages__", USERS]
     task = visibility_of(LOOPLIB / "task", "task")
     assert "//looplib/loop:__pkg__" in task and "//looplib/cluster:__pkg__" not in task
-    assert "//looplib/health:__pkg__" not in task and "//looplib/checkpoint:__pkg__" in task
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint.manager import peek
+from looplib.checkpoint.restoring import peek
 from looplib.task.state import state_of
 
 pytestmark = pytest.mark.any_engine

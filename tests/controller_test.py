@@ -11,7 +11,7 @@ import toy
 from conftest import make_strategy, more, repetitions
 
 import looplib
-from looplib.checkpoint import run_directory
+from looplib.checkpoint import directory as run_directory
 from looplib.report.records import read_jsonl
 
 pytestmark = pytest.mark.any_engine

@@ -421,7 +421,7 @@ def test_frozen_layers_keep_weights_and_statistics(keras):
 def test_none_stands_for_nothing_where_names_or_actions_are_listed():
     nothing = Tagger(freeze=None, rematerialize=None, no_decay=None, report=None)
     assert nothing.frozen_variables == []
-    metrics, plain = train(nothing, 2, checkpoints=None, actions=None, trackers=None), Tagger()
+    metrics, plain = train(nothing, 2, checkpoints=None, actions=None), Tagger()
     assert metrics.keys() == train(plain, 2).keys()
     np.testing.assert_array_equal(nothing.model.get_weights()[0], plain.model.get_weights()[0])
     assert looplib.Guards(loss_limit=None) == looplib.Guards()

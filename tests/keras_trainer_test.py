@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from conftest import make_strategy, more
-from faults.tampering import rewrite_run_state
 
 import looplib
 from looplib.errors import UsageError
@@ -240,25 +239,13 @@ def watching(keras, monitor, patience=3):
     return keras.callbacks.EarlyStopping(monitor=monitor, min_delta=100.0, patience=patience)  # the first is the best
 
 
-def numbers(state):
-    """Puts the memories of callbacks in the form of an earlier looplib."""
-    memory = state["actions"].pop("KerasCallbacks()")
-    memory["callbacks"] = [*memory["callbacks"].values()]
-    state["actions"]["KerasCallbacks"] = memory
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("old", [False, True])
-def test_callbacks_remember_by_what_they_watch(old, keras, tmp_path, caplog):
-    """Of an earlier looplib, by their places, if there are as many."""
+def test_callbacks_remember_by_what_they_watch(keras, tmp_path, caplog):
     start = lambda epochs, callbacks: trained("mlp", keras, epochs=epochs, callbacks=callbacks, model_dir=tmp_path)[2]
     steps = start(2, [watching(keras, "loss")]) // 2  # of an epoch
-    if old:
-        rewrite_run_state(tmp_path / "checkpoints" / f"ckpt-{2 * steps}.commit", numbers)
     rate = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", factor=0.3, patience=9)
-    reached = start(9, [rate, watching(keras, "loss")] if not old else [watching(keras, "loss")])
+    reached = start(9, [rate, watching(keras, "loss")])
     assert reached == 4 * steps  # 1 is the best, and 2, 3 and 4 are not better
-    assert ("start with a fresh one: ReduceLROnPlateau(val_loss, auto)" in caplog.text) == (not old)
+    assert "start with a fresh one: ReduceLROnPlateau(val_loss, auto)" in caplog.text
 
 
 def test_callbacks_that_cannot_be_told_apart_are_refused(keras):

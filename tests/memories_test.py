@@ -88,32 +88,6 @@ def test_a_memory_belongs_to_what_an_action_watches(case, tmp_path, caplog):
     assert ("not used" in caplog.text) == bool(left) and all(name in caplog.text for name in left)
 
 
-def test_a_checkpoint_that_names_actions_by_class_and_number_continues(tmp_path, caplog):
-    """As an earlier looplib wrote it: as many actions of a class take its memories in order; else they start anew."""
-    assert run(tmp_path, FIRST, stoppers(LOSS, ACCURACY)) == FIRST
-
-    def number(state):
-        loss, accuracy = state["actions"].values()
-        state["actions"] = {"EarlyStopping": loss, "EarlyStopping_1": accuracy}
-
-    rewrite_run_state(tmp_path / "checkpoints" / f"ckpt-{FIRST}.commit", number)
-    trainer = toy.Regression()
-    for now, memories in ([LOSS, ACCURACY], [True, True]), ([ACCURACY], [False]):
-        caplog.clear()
-        actions = stoppers(*now)
-        with toy.controller(
-            make_strategy("default"), trainer, Scripted(trainer.model), model_dir=tmp_path, actions=actions
-        ):
-            found = [action.state()[:2] for action in actions]
-        values = [VALUES[metric.partition("/")[2]][:FIRST] for metric, _ in now]  # that of the last step came later
-        best = [max(of[1:]) if mode == "max" else min(of[1:]) for of, (_, mode) in zip(values, now)]
-        expected = [[value, [*of].index(value, 1)] for value, of in zip(best, values)]
-        assert found == [one if memory else [None, -1] for one, memory in zip(expected, memories)]
-        taken = "EarlyStopping(eval/accuracy, max) continues with the memory of EarlyStopping_1"
-        left = "memories in it that are not used: EarlyStopping, EarlyStopping_1"
-        assert (taken in caplog.text, left in caplog.text) == (all(memories), not any(memories))
-
-
 class Counting(looplib.Action):
     """Has a memory, and no name of its own."""
 
@@ -197,9 +171,8 @@ class Two(toy.Regression):
     loop_end = looplib.Trainer.loop_end
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_learning_rate_belongs_to_the_optimizer_of_its_attribute(old, tmp_path):
-    """One that the run has reduced stays so, though the optimizers are made in another order; or were numbered."""
+def test_a_learning_rate_belongs_to_the_optimizer_of_its_attribute(tmp_path):
+    """One that the run has reduced stays so, though the optimizers are made in another order."""
     rates = {"of_kernel": 0.25, "of_bias": 0.5}
 
     def start(rates, steps):
@@ -210,13 +183,6 @@ def test_a_learning_rate_belongs_to_the_optimizer_of_its_attribute(old, tmp_path
             controller.train(steps)
         return [float(one.learning_rate) for one in (trainer.of_kernel, trainer.of_bias)]
 
-    def number(state):  # the last attribute is the first that is found
-        state["learning_rates"] = {"0": state["learning_rates"]["of_bias"], "1": state["learning_rates"]["of_kernel"]}
-
     start(rates, 1)
-    if old:
-        rewrite_run_state(tmp_path / "checkpoints" / "ckpt-1.commit", number)
-        assert start(rates, 2) == [0.125, 0.5]
-    else:
-        assert start(dict(reversed(rates.items())), 2) == [0.125, 0.5]
+    assert start(dict(reversed(rates.items())), 2) == [0.125, 0.5]
     assert start({**rates, "of_bias": 0.0625}, 3) == [0.125, 0.0625]  # a new one of the program

@@ -8,9 +8,10 @@ import tensorflow as tf
 from conftest import make_strategy
 
 import looplib
-from looplib.checkpoint.manager import Checkpoints, RestoreMode
-from looplib.checkpoint.warm_start import warm_start
+from looplib.checkpoint.restoring import RestoreMode
+from looplib.checkpoint.saving import Checkpoints
 from looplib.errors import UsageError
+from looplib.extras.weights.loading import warm_start
 from looplib.task.record import RunState
 from looplib.task.state import state_of
 

@@ -24,6 +24,10 @@ ALLOWED = {
     ("looplib/checkpoint/lock.py", "open, to read"): "/proc/locks",
     ("looplib/console.py", "os.open"): "/dev/null",
     ("looplib/console.py", "open, to write"): "/dev/null",
+    (
+        "looplib/extras/writers/tensorboard_writer.py",
+        "io.TFRecordWriter",
+    ): "a new name, below a folder that was checked",
     ("looplib/extras/tools/replay.py", "open, to write"): "names in a new temporary folder",
     ("looplib/extras/tools/replay.py", "shutil.copyfileobj"): "a checkpoint, into a new temporary folder",
     ("looplib/loop/choices.py", "open, to read"): "/proc/cpuinfo",
@@ -31,9 +35,8 @@ ALLOWED = {
     ("looplib/records/files.py", "gfile.GFile, to read"): "the user's data",
     ("looplib/records/files.py", "os.open"): "the user's data, to read, without waiting for a FIFO",
     ("looplib/report/clock.py", "open, to read"): "/proc/self/stat",
-    ("looplib/report/event_files.py", "io.TFRecordWriter"): "a new name, below a folder that was checked",
-    ("looplib/report/ownership.py", "open, to read"): "/proc/PID/stat",
-    ("looplib/report/points.py", "open, to read"): "/proc/self/statm",
+    ("looplib/report/program.py", "open, to read"): "/proc/PID/stat",
+    ("looplib/report/run_json.py", "open, to read"): "/proc/self/statm",
     ("looplib/extras/actions/op_times.py", "gfile.GFile, to read"): "a profile that TensorFlow has just written",
 }
 

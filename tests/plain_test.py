@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import looplib
-from looplib.checkpoint import marker
-from looplib.checkpoint.manager import peek
+from looplib.checkpoint import commits
+from looplib.checkpoint.restoring import peek
 from looplib.loop.task_loop import as_numbers
 from looplib.report.records import read_jsonl
 from looplib.task.actions import Action, ActionStates
@@ -81,11 +81,13 @@ def test_a_number_of_any_kind_is_read_from_record_marker_and_state_as_it_was_ret
     states = [action.value for action in actions._actions.values()]
     assert all(state["list"] == [state["value"]] or math.isnan(number) for state in states)
     assert all(same(state["value"] + 0, number) for state in states)
-    done = marker.Commit(str(tmp_path / "ckpt-3"), 3, 0.0, {}, {}, {})
-    marker.write(done)
-    scores = marker.add_scores(done, values).scores
+    done = commits.Commit(str(tmp_path / "ckpt-3"), 3, 0.0, {}, {}, {})
+    commits.write_marker(done)
+    scores = commits.add_scores(done, values).scores
     assert (
-        marker.read(done.path).scores == scores == {name: number if math.isfinite(number) else None for name in values}
+        commits.read_marker(done.path).scores
+        == scores
+        == {name: number if math.isfinite(number) else None for name in values}
     )
 
 
@@ -137,10 +139,10 @@ class KindsEvaluator(toy.RegressionEvaluator):
 def trained(folder, steps):
     trainer = Kinds()
     policy = looplib.CheckpointPolicy(every_steps=2, keep=(looplib.KeepBest("eval/converged", "max", number=9),))
-    trackers = [looplib.CsvWriter(str(folder))]
+    writers = [*looplib.DEFAULT_WRITERS, looplib.CsvWriter(str(folder))]
     with toy.controller(
         make_strategy("default"), trainer, KindsEvaluator(trainer.model), model_dir=folder, checkpoints=policy,
-        writers=None, trackers=trackers,
+        writers=writers,
     ) as controller:  # fmt: skip
         restored = controller.global_step
         controller.train_and_evaluate(steps, eval_interval=2)
@@ -175,7 +177,7 @@ def test_booleans_that_older_versions_wrote_are_read_as_numbers(tmp_path):
     )
     assert record.train == {"loss": 0.5, "converged": 0} and type(record.train["converged"]) is int
     assert type(record.running["a"]) is int and type(record.losses[0]) is int
-    done = marker.Commit(str(tmp_path / "ckpt-3"), 3, 0.0, {}, {"eval/converged": True}, {})
-    marker.write(done)
-    assert marker.read(done.path).scores["eval/converged"] == 1
-    assert looplib.KeepBest("eval/converged", "max").select([marker.read(done.path)])
+    done = commits.Commit(str(tmp_path / "ckpt-3"), 3, 0.0, {}, {"eval/converged": True}, {})
+    commits.write_marker(done)
+    assert commits.read_marker(done.path).scores["eval/converged"] == 1
+    assert looplib.KeepBest("eval/converged", "max").select([commits.read_marker(done.path)])

@@ -10,7 +10,7 @@ import toy
 from conftest import make_strategy
 
 from looplib.checkpoint import commits
-from looplib.checkpoint.manager import peek
+from looplib.checkpoint.restoring import peek
 from looplib.errors import UsageError
 from looplib.task.batches import Span
 from looplib.task.record import EngineChoice, RunningTotals, RunRecord

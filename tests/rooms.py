@@ -1,5 +1,6 @@
 """Which tests are a room's own: `pytest --room=loop` runs these, to be tried while one works on it."""
 
+import configparser
 import pathlib
 
 # Of each room of looplib; `house` is the files that stand at the top. What is in none of them tries the whole.
@@ -78,6 +79,15 @@ TESTS = {
     ],
 }
 _FOLDER = pathlib.Path(__file__).absolute().parent
+
+
+def plug_ins(group):
+    """Returns where the plug-ins of a group are, by name, such as {"records": "extras.records.reader.RecordReader"}."""
+    setup = configparser.ConfigParser()
+    setup.read(_FOLDER.parent / "setup.cfg")
+    lines = setup["options.entry_points"][group].split("\n")
+    found = dict(line.replace(" ", "").replace(":", ".").split("=") for line in lines if line)
+    return {name: place.removeprefix("looplib.") for name, place in found.items()}
 
 
 def stem(path):

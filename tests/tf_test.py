@@ -310,7 +310,6 @@ LOSE = """
 import os, subprocess, sys
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
 import tensorflow as tf
-from looplib.compat import tensorflow as _tf
 from looplib.extras.tools.local_launch import hold_ports
 with hold_ports(2) as ports:
     worker, ps = (f"127.0.0.1:{port}" for port in ports)

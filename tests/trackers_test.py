@@ -13,9 +13,10 @@ import toy
 
 import looplib
 from looplib import launch
-from looplib.extras.trackers import by_name
+from looplib.extras.writers import registered
 from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
+from looplib.report.writers import named_writers
 
 pytestmark = pytest.mark.any_engine
 
@@ -38,8 +39,8 @@ def train(directory, trackers, actions=(), **config):
     trainer, evaluator = toy.build(tf.distribute.get_strategy())
     policy = looplib.CheckpointPolicy(every_steps=5)
     with toy.controller(
-        None, trainer, evaluator, steps_per_loop=2, model_dir=directory, writers=None, checkpoints=policy,
-        trackers=trackers, actions=actions, config=config,
+        None, trainer, evaluator, steps_per_loop=2, model_dir=directory, checkpoints=policy,
+        writers=[*looplib.DEFAULT_WRITERS, *trackers], actions=actions, config=config,
     ) as controller:  # fmt: skip
         controller.train_and_evaluate(10, 10)
 
@@ -48,15 +49,15 @@ def train(directory, trackers, actions=(), **config):
 def tracked(tmp_path_factory):
     """The directory of a run that each tracker that is installed has followed, killed at step 8, resumed at step 5."""
     directory = tmp_path_factory.mktemp("tracked") / "run"
-    names = ["csv", *(name for name in ("mlflow", "wandb") if by_name.is_installed(name))]
+    names = ["csv", *(name for name in ("mlflow", "wandb") if registered.is_installed(name))]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_MODE", "WANDB_PROJECT"):
             patch.delenv(name, raising=False)
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         with pytest.raises(_KilledError):
-            train(directory, by_name.make(names, str(directory)), [kill], rate=0.1)
+            train(directory, named_writers(names, str(directory)), [kill], rate=0.1)
         shutil.copytree(directory.parent, directory.parent.with_name("tracked_failed"))
-        train(directory, by_name.make(names, str(directory)), rate=0.2)
+        train(directory, named_writers(names, str(directory)), rate=0.2)
     return directory
 
 
@@ -95,10 +96,8 @@ def test_a_table_gets_the_columns_of_later_metrics(tmp_path):
 def failed_after_training(directory):
     """A run whose training was done when its binary failed, as in an export."""
     trainer, _ = toy.build(tf.distribute.get_strategy())
-    trackers = [looplib.MlflowWriter(str(directory))]
-    session = launch._Session(
-        controller=toy.controller(None, trainer, model_dir=directory, writers=None, trackers=trackers)
-    )
+    writers = [*looplib.DEFAULT_WRITERS, looplib.MlflowWriter(str(directory))]
+    session = launch._Session(controller=toy.controller(None, trainer, model_dir=directory, writers=writers))
     session.controller.train(2)
     assert json.loads((directory / "run.json").read_text())["status"] == "done"
     session.close("failed", "the model cannot be exported")
@@ -189,7 +188,7 @@ def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
     hanging = Hanging()
     writer = looplib.BackgroundWriter(hanging, most_waiting=most_waiting, patience=0.5)
     started = time.monotonic()
-    with toy.controller(None, toy.Regression(), trackers=[writer]) as controller:
+    with toy.controller(None, toy.Regression(), writers=[writer]) as controller:
         controller.train(20)
     assert time.monotonic() - started < 30  # the writer hangs for 60 s
     warnings = [r.getMessage() for r in caplog.records if "left out from here on" in r.getMessage()]
@@ -199,7 +198,7 @@ def test_a_tracker_that_hangs_delays_no_training(most_waiting, reason, caplog):
 
 def test_unknown_and_missing_trackers_are_refused(monkeypatch):
     with pytest.raises(looplib.UsageError, match="--trackers has 'aim'; expected names among csv, mlflow, wandb"):
-        by_name.make(["aim"], "x")
-    monkeypatch.setattr(by_name, "is_installed", lambda name: name == "csv")
+        named_writers(["aim"], "x")
+    monkeypatch.setattr(registered, "is_installed", lambda name: name == "csv")
     with pytest.raises(looplib.UsageError, match=r"needs the package wandb: pip install 'looplib\[wandb\]'"):
-        by_name.make(["csv", "wandb"], "x")
+        named_writers(["csv", "wandb"], "x")

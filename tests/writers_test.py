@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import platform
 import pty
 import re
 import resource
@@ -22,46 +21,25 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import toy
+from board import numbers as events
 from conftest import make_strategy, repetitions
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter, UsageError
-from looplib.report.clock import Clock
-from looplib.report.event_files import read_events
-from looplib.report.formats import format_number
-from looplib.report.ownership import event_files, this_process
-from looplib.report.progress import Pace, Progress
+from looplib.report.clock import Clock, Pace
+from looplib.report.progress import Progress, format_number
 from looplib.report.records import read_jsonl
-from looplib.report.threaded_writer import ThreadedWriter
-from looplib.report.writer import Writer
+from looplib.report.writers import ThreadedWriter, Writer
 
 pytestmark = pytest.mark.any_engine
 
 
 def scalars(folder):
-    events = event_accumulator.EventAccumulator(str(folder))
-    events.Reload()
-    return {
-        (tag, e.step): float(tf.make_ndarray(e.tensor_proto))
-        for tag in events.Tags()["tensors"]
-        for e in events.Tensors(tag)
-    }
-
-
-def events(folder):
-    """Every event with numbers in the folder's files, in the files' order, read raw: [(step, {tag: number})]."""
-    records = [
-        tf.compat.v1.Event.FromString(record)
-        for path in sorted(folder.glob("*tfevents*"))
-        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
-    ]
-    return [
-        (e.step, {v.tag: float(tf.make_ndarray(v.tensor)) for v in e.summary.value}) for e in records if e.summary.value
-    ]
+    return {(tag, step): value for step, values in events(folder) for tag, value in values.items()}
 
 
 def contents(folder):
-    return {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
+    return {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir() if path.is_file()}
 
 
 def write_board(directory, *records):
@@ -136,7 +114,11 @@ def test_records_that_are_no_events_cost_the_rest_of_their_file_only(tmp_path):
         writer.write(b"\xff\xff\xff no event")
     path.write_bytes(content + (tmp_path / "other").read_bytes())
     TensorBoardWriter(str(tmp_path)).resume(8, {"train": 8})
-    assert path.read_bytes() == content and events(tmp_path / "train") == [(4, {"a": 4})]
+    write_board(tmp_path, (9, "train", {"a": 9}))
+    assert path.read_bytes() == content + (tmp_path / "other").read_bytes()  # no file is changed
+    (new,) = set((tmp_path / "train").iterdir()) - {path}
+    path.unlink()  # TensorBoard reads nothing in a folder with such a file
+    assert new.exists() and events(tmp_path / "train") == [(9, {"a": 9})]
 
 
 def test_void_records_of_another_job_are_taken_out(tmp_path):
@@ -346,19 +328,17 @@ def test_others_can_read_in_tensorboard_what_was_written_at_once(tmp_path):
 
 def test_resume_takes_void_steps_out_of_tensorboard_and_leaves_other_files_alone(tmp_path):
     write_board(tmp_path, (4, "train", {"a": 4}), (4, "eval", {"a": 4}), (4, "other_job", {"a": 4}))
-    untouched = contents(tmp_path / "train")
     write_board(tmp_path, *((s, split, {"a": s, "b": -s}) for s in (8, 12) for split in ("train", "eval", "other_job")))
-    TensorBoardWriter(str(tmp_path)).resume(10, {"train": 8, "eval": 0})
-    assert events(tmp_path / "train") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
-    assert events(tmp_path / "eval") == []
-    assert events(tmp_path / "eval/other_job") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
-    after = contents(tmp_path / "train")
-    assert len(after) == 3 and untouched.items() <= after.items()  # the third has the events that were taken out
-    steps = {
-        split: [e.step for path in sorted((tmp_path / split).glob("*voided*")) for e in read_events(str(path))[0]]
-        for split in ("train", "eval", "eval/other_job")
-    }
-    assert steps == {"train": [12], "eval": [4, 8, 12], "eval/other_job": [12]}
+    splits = ("train", "eval", "eval/other_job")
+    untouched = {split: contents(tmp_path / split) for split in splits}
+    for _ in range(2):  # killed again at once
+        TensorBoardWriter(str(tmp_path)).resume(10, {"train": 8, "eval": 0})
+        assert events(tmp_path / "train") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
+        assert events(tmp_path / "eval") == []
+        assert events(tmp_path / "eval/other_job") == [(4, {"a": 4}), (8, {"a": 8, "b": -8})]
+        for split in splits:
+            after = contents(tmp_path / split)
+            assert len(after) == 3 and untouched[split].items() <= after.items()  # the third has the restart
 
 
 def test_resume_takes_out_void_records_that_tf_summary_wrote(tmp_path):
@@ -371,7 +351,7 @@ def test_resume_takes_out_void_records_that_tf_summary_wrote(tmp_path):
 
 
 def test_a_rollback_loses_no_summary_that_the_program_writes_after_it(tmp_path, caplog):
-    """Its writer has the file open, and would write on to one that was replaced."""
+    """Its writer has the file open, and writes on to it; TensorBoard shows what comes in a new one."""
     summaries = tf.summary.create_file_writer(str(tmp_path / "train"))
     for step in (1, 2, 3, 4):
         with summaries.as_default(step):
@@ -379,38 +359,15 @@ def test_a_rollback_loses_no_summary_that_the_program_writes_after_it(tmp_path, 
         summaries.flush()
         if step == 3:
             TensorBoardWriter(str(tmp_path)).resume(2, {})
-            assert "is open in this process, so 1 void events stay in it" in caplog.text
+            assert "is open in this process; TensorBoard drops its events after step 2" in caplog.text
     summaries.close()
-    assert [step for step, _ in events(tmp_path / "train")] == [1, 2, 3, 4]
-    TensorBoardWriter(str(tmp_path)).resume(2, {})
+    path = next(
+        path for path in (tmp_path / "train").iterdir() if re.match(r"events\.out\.tfevents\.\d+\.\D", path.name)
+    )
+    records = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+    steps = [event.step for event in map(tf.compat.v1.Event.FromString, records) if event.HasField("summary")]
+    assert steps == [1, 2, 3, 4]
     assert [step for step, _ in events(tmp_path / "train")] == [1, 2]
-
-
-def test_event_files_are_the_runs_own_by_their_names_and_the_run_record(tmp_path):
-    own, host = this_process(), platform.node()
-    now = int(own.since) + 1
-    assert abs(own.since - time.time()) < 24 * 3600 and own == this_process()
-    starts = [{"process": {"host": "a.b-1", "pid": 12, "since": 1000.5}}, {"status": "of an earlier looplib"}]
-    starts += [{"process": damaged} for damaged in (None, 7, {}, {"host": 1, "pid": "x", "since": None})]
-    (tmp_path / "run.json").write_text(json.dumps({"starts": starts}))
-    others = [
-        f"events.out.tfevents.{now - 10}.{host}.{own.pid}.0.v2",  # the number was another process's then
-        f"events.out.tfevents.{now}.{host}.{own.pid + 1}.0.v2",
-        f"events.out.tfevents.{now}.elsewhere.{own.pid}.0.v2",
-        "events.out.tfevents.0000000999.a.b-1.12.0.v2",
-        "events.out.tfevents.1700000000.a.b-1.121.0.v2",
-        "events.out.tfevents.1700000000.a.b-1",  # as tensorboardX and TensorFlow 1 name them
-        "tfevents",
-    ]
-    ours = [
-        "events.out.tfevents.0000001000.a.b-1.12.0.v2",
-        "events.out.tfevents.0000002000.a.b-1.12.3.profile-empty",
-        "events.out.tfevents.1700000000.123456.elsewhere.9.v2",  # looplib's, of any process
-        f"events.out.tfevents.{now}.{host}.{own.pid}.0.v2",
-    ]
-    assert event_files(str(tmp_path), [*ours, *others, "notes"]) == sorted(ours)
-    (tmp_path / "run.json").unlink()
-    assert event_files(str(tmp_path), [*ours, *others, "notes"]) == sorted(ours[2:])
 
 
 def test_a_rollback_within_a_process_leaves_each_step_once(tmp_path):
@@ -496,10 +453,10 @@ def test_a_record_written_again_spares_what_a_user_wrote_to_the_same_step(tmp_pa
         tf.summary.scalar("own", 1)
     user.flush()
     write_board(tmp_path, (5, "eval", {"a": 1}))
-    write_board(tmp_path, (5, "eval", {"a": 2}))
     with user.as_default(6):
         tf.summary.scalar("own", 2)
     user.close()
+    write_board(tmp_path, (5, "eval", {"a": 2}))
     assert sorted((s, *v.items()) for s, v in events(tmp_path / "eval")) == [
         (5, ("a", 2)),
         (5, ("own", 1)),

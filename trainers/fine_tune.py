@@ -22,7 +22,7 @@ import tensorflow as tf
 import looplib
 from looplib import UsageError, field_types, launch
 from looplib.errors import gist
-from looplib.report import run_file
+from looplib.report import run_json
 from trainers import image_classification, image_data, image_models
 
 HEAD = "head"
@@ -213,7 +213,7 @@ def read_config(base: str) -> image_classification.Config:
     """
     path = os.path.join(base, "run.json")
     try:
-        return field_types.typed(run_file.read(path)["config"], image_classification.Config, str, "")
+        return field_types.typed(run_json.read(path)["config"], image_classification.Config, str, "")
     except (KeyError, UsageError) as error:
         raise UsageError(
             f"{path} cannot be read ({gist(error)}); set --config.base to a run directory of "

@@ -2,19 +2,16 @@
 
 Names that other rooms may use, by file:
     beginning: begin
-    choice: BEST, FINAL, LATEST, best, check, choose, final
-    commits: SET_ASIDE, begin, checkpoints, commit, committed, listing, path_of, place_of, verify
-    contents: none
-    lock: Holder, Kind, RunLock, acquire, holder
-    manager: latest_checkpoint, peek
-    matching: stable_names
-    marker: Commit
-    names: none
+    choice: BEST, best, check, choose, divided, FINAL, final, LATEST
+    commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
+        SET_ASIDE, verify
+    contents: check
+    directory: resolve, RunDirectory
+    lock: acquire, Holder, holder, Kind, RunLock
+    names: groups, in_order, Leaf, Live, Normal, Saved, stable_names
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule
     recovery: Recovery
-    run_directory: RunDirectory, resolve
-    snapshot: none
+    restoring: describe_differences, objects_of, peek
+    saving: none
     store: Rollback, Store
-    warm_start: warm_start
-    worker_positions: none
 """

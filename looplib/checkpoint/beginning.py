@@ -5,8 +5,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib import plugins
 from looplib.checkpoint.policy import CheckpointPolicy
-from looplib.checkpoint.warm_start import continue_from, warm_start
 from looplib.task import perturbation
 from looplib.task.trainer import Trainer
 
@@ -34,14 +34,14 @@ def begin(
       UsageError: if a checkpoint that the policy names does not fit.
     """
     if policy.continue_from:
-        path, step = continue_from(objects, global_step, policy.continue_from)
+        path, step = plugins.load("looplib.parts", "weights").continue_from(objects, global_step, policy.continue_from)
         logging.info("continuing from step %d of %s; the data starts from the beginning", step, path)
         return path, step
     if trainer:
         with strategy.scope():
             trainer.initialize()
         if policy.warm_start:
-            warm_start(objects, policy.warm_start)
+            plugins.load("looplib.parts", "weights").warm_start(objects, policy.warm_start)
         if perturbation.requested():
             perturbation.nudge(strategy, objects)
     return None, 0

@@ -7,10 +7,10 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.checkpoint import commits
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.policy import KeepBest
 from looplib.errors import UsageError
-from looplib.report import run_file
+from looplib.report import run_json
 
 FINAL, LATEST, BEST = "final", "latest", "best"
 _WORDS = (FINAL, LATEST, BEST)
@@ -106,7 +106,7 @@ def best(folder: str, rule: KeepBest | None = None) -> Commit | None:
     return next(iter(rule.select(commits.committed(folder))), None)
 
 
-def _report(folder: str) -> run_file.Report:
+def _report(folder: str) -> run_json.Report:
     """Returns `run.json` of the training whose checkpoints are in a folder; {} if there is none."""
     directory, name = os.path.split(os.path.normpath(folder) if "://" not in folder else folder)
-    return run_file.read(run_file.path_of(directory, trains=True)) if name == "checkpoints" else {}
+    return run_json.read(run_json.path_of(directory, trains=True)) if name == "checkpoints" else {}

@@ -1,9 +1,14 @@
-"""Committed checkpoints: found, verified, set aside and removed.
+"""Committed checkpoints: markers that prove them, found, verified, set aside and removed.
 
 A checkpoint `ckpt-<step>` consists of TensorFlow's files (`.index`, `.data-...`) and of the marker
-`ckpt-<step>.commit`, which is written after them, see `marker`. A checkpoint without an intact marker is invalid,
-whatever other files it has. A checkpoint that is proven damaged is set aside; one that cannot be read now, or that a
-newer looplib wrote, is not.
+`ckpt-<step>.commit`, which is written after them. A checkpoint without an intact marker is invalid, whatever other
+files it has. A checkpoint that is proven damaged is set aside; one that cannot be read now, or that a newer looplib
+wrote, is not.
+
+A marker is one JSON object: `format`, `step`, `time`, `files` (with sizes and SHA-256 checksums), `scores`, `versions`,
+and `sha256`, the checksum of all the others. Unknown fields are kept and ignored; a higher `format` is refused by
+name; 2 is that of a checkpoint with files of several workers. A marker may come from somebody else, so it may name
+only files of its own checkpoint.
 
 `ckpt-<step>.unfinished` is beside files that are being written, moved or deleted. It shows the next start that a part
 of them is looplib's own. Files without it and without a marker may be another program's: they stay, and are set aside
@@ -11,26 +16,184 @@ only when a checkpoint of their step is to be written.
 """
 
 import dataclasses
+import hashlib
+import json
+import math
 import os
 import re
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any, TypedDict
 
 from absl import logging
 
 from looplib import files, folders
-from looplib.checkpoint import marker
-from looplib.checkpoint.marker import Commit, Measured
 from looplib.errors import UsageError, gist
 
+FORMAT = 2
+_LARGEST = sys.float_info.max
 SET_ASIDE = "set_aside"
 UNFINISHED = ".unfinished"
-_NEW = r"(?:(?:\.[0-9a-f]{16})?\.new)?"  # see `files.new_name`; earlier versions had one name
+_NEW = r"(?:\.[0-9a-f]{16}\.new)?"  # see `files.new_name`
 _OWN = rf"\.(?:commit|unfinished){_NEW}"  # of names that looplib alone gives
 _NAME = re.compile(
     rf"(ckpt-(\d+))(?:({_OWN})|(?:\.index|\.data-\d+-of-\d+)(?:\.tempstate\d+)?|_temp|\.position-\d+-of-\d+{_NEW})/?$"
 )
+
+
+class Measured(TypedDict):
+    """The size and the checksum of one file, the objects of a marker's `files`."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """A committed checkpoint, described by its marker.
+
+    Attributes:
+      path: `<directory>/ckpt-<step>`, what TensorFlow calls the prefix.
+      step: the global step.
+      time: seconds since the epoch at which it was committed.
+      files: dict from file name to {"bytes": int, "sha256": str}.
+      scores: dict from metric ("eval/accuracy") to the value that an evaluation gave, or None if it was not finite.
+      versions: dict of the versions that wrote it.
+    """
+
+    path: str
+    step: int
+    time: float
+    files: dict[str, Measured]
+    scores: dict[str, float | None]
+    versions: dict[str, str]
+
+    @property
+    def bytes(self) -> int:
+        """The size of its files in bytes."""
+        return sum(file["bytes"] for file in self.files.values())
+
+
+def files_of(prefix: str) -> re.Pattern[str]:
+    """Returns the pattern of the names of a checkpoint's files, without its marker; not a user's ckpt-4.index.bak."""
+    return re.compile(re.escape(prefix) + r"\.(index|data-\d+-of-\d+)")
+
+
+def positions_of(prefix: str) -> re.Pattern[str]:
+    """Returns the pattern of the names of the files that hold the positions of workers, see `saving.write_position`."""
+    return re.compile(re.escape(prefix) + r"\.position-(\d+)-of-(\d+)")
+
+
+def position_path(path: str, index: int, count: int) -> str:
+    """Returns the path of the file with the position of one of several workers."""
+    return f"{path}.position-{index}-of-{count}"
+
+
+def write_marker(done: Commit) -> None:
+    """Writes the marker of a new checkpoint.
+
+    Raises:
+      OSError, tf.errors.OpError: if it cannot be written.
+    """
+    fields = {key: value for key, value in dataclasses.asdict(done).items() if key != "path"}
+    _write(done.path, {"format": _format(done), **fields})
+
+
+def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
+    """Adds the metrics of an evaluation to a marker.
+
+    Args:
+      done: the `Commit`.
+      scores: dict from metric to number. One that is not finite is kept as None, because JSON has no word for it.
+
+    Returns:
+      The new `Commit`.
+    """
+    from looplib.task.plain import as_number  # imports TensorFlow, which tools that list checkpoints do without
+
+    fields = _load(done.path)
+    scores = {name: as_number(f"the score {name!r}", score) for name, score in scores.items()}
+    finite = {name: score if math.isfinite(score) else None for name, score in scores.items()}
+    _write(done.path, {**fields, "format": _format(done), "scores": {**fields["scores"], **finite}})
+    return read_marker(done.path)
+
+
+def read_marker(path: str) -> Commit:
+    """Reads the marker of a checkpoint.
+
+    Args:
+      path: the checkpoint's path, without ".commit".
+
+    Raises:
+      ValueError, KeyError, TypeError: if it is damaged, or not the marker of this checkpoint.
+      OSError, tf.errors.OpError: if it cannot be read.
+      UsageError: if it has a higher format number.
+    """
+    fields = _load(path)
+    names = [field.name for field in dataclasses.fields(Commit) if field.name != "path"]
+    done = Commit(path, **{name: fields[name] for name in names})
+    _check(done)
+    return done
+
+
+def _check(done: Commit) -> None:
+    prefix = os.path.basename(done.path)
+    if type(done.step) is not int or prefix != f"ckpt-{done.step}":
+        raise ValueError(f"its step is {done.step!r:.50}")
+    if type(done.time) not in (int, float) or not 0 <= done.time < 1e11 or not isinstance(done.versions, dict):
+        raise ValueError("its time or its versions cannot be right")
+    own, positions = files_of(prefix), positions_of(prefix)
+    for name, file in done.files.items():
+        if not own.fullmatch(name) and not positions.fullmatch(name):
+            raise ValueError(f"it lists {name!r:.100}, which is not a file of this checkpoint")
+        if type(file["bytes"]) is not int or file["bytes"] < 0 or not isinstance(file["sha256"], str):
+            raise ValueError(f"the size or checksum of {name} is of another type")
+    for name, score in done.scores.items():
+        known = score is None or isinstance(score, float) or (isinstance(score, int) and abs(score) <= _LARGEST)
+        if not known:
+            raise ValueError(f"the score {name!r:.100} is {score!r:.50}")
+
+
+def _format(done: Commit) -> int:
+    """Returns the lowest format that has all that a marker says."""
+    positions = positions_of(os.path.basename(done.path))
+    return FORMAT if any(positions.fullmatch(name) for name in done.files) else 1
+
+
+def _write(path: str, fields: dict[str, Any]) -> None:
+    # Without a newline at its end, so that a marker that was cut off anywhere is not JSON.
+    files.write_whole(path + ".commit", json.dumps({**fields, "sha256": _checksum(fields)}, indent=1))
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    """Returns the SHA-256 of all fields of a marker except `sha256` itself."""
+    others = {key: value for key, value in fields.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def _load(path: str) -> dict[str, Any]:
+    """Reads a marker as a dict with all its fields."""
+    fields = dict(files.parse_json(files.read_text(path + ".commit")))
+    if fields["sha256"] != _checksum(fields):
+        raise ValueError("its checksum is another")
+    if type(fields["format"]) is not int:
+        raise ValueError(f"its format is {fields['format']!r:.50}")
+    if fields["format"] > FORMAT:
+        by = fields.get("versions")
+        raise UsageError(
+            f"{path}.commit has the format {fields['format']}, written by looplib "
+            f"{by.get('looplib') if isinstance(by, dict) else None}, and looplib {version()} reads formats up to "
+            f"{FORMAT}; install that version of looplib"
+        )
+    return fields
+
+
+def version() -> str:
+    """Returns looplib's version."""
+    import looplib
+
+    return looplib.__version__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +224,7 @@ def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Comm
     Args:
       path: the checkpoint's path.
       step: its global step.
-      positions: what `worker_positions.write` returned. A file that does not read as it was written is left out.
+      positions: what `saving.write_position` returned. A file that does not read as it was written is left out.
 
     Returns:
       A `Commit`.
@@ -72,7 +235,7 @@ def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Comm
     import tensorflow as tf
 
     directory, prefix = os.path.split(path)
-    own = marker.files_of(prefix)
+    own = files_of(prefix)
     names = [name for name in tf.io.gfile.listdir(directory) if own.fullmatch(name)]
     if f"{prefix}.index" not in names or len(names) < 2:
         raise OSError(f"only {', '.join(sorted(names)) or 'nothing'} of the files of {prefix} was written")
@@ -81,9 +244,9 @@ def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Comm
     measured |= {name: file for name, file in positions.items() if _is_there(os.path.join(directory, name), file)}
     for name in measured:
         files.make_durable(os.path.join(directory, name))
-    versions = {"looplib": marker.version(), "tensorflow": tf.__version__, "python": sys.version.split()[0]}
+    versions = {"looplib": version(), "tensorflow": tf.__version__, "python": sys.version.split()[0]}
     done = Commit(path, step, time.time(), measured, {}, versions)
-    marker.write(done)
+    write_marker(done)
     folders.remove(directory, prefix + UNFINISHED)
     return done
 
@@ -200,7 +363,7 @@ def _look_at(directory: str, step: int, names: list[str]) -> Found:
     if f"ckpt-{step}.commit" not in names:
         return Found(step, None, "its save or deletion is incomplete")
     try:
-        return Found(step, marker.read(path))
+        return Found(step, read_marker(path))
     except UsageError:  # of a newer looplib: not damaged, and not to be passed over
         raise
     except (ValueError, KeyError, TypeError, AttributeError, *files.failures(path)) as error:
@@ -217,6 +380,12 @@ def committed(directory: str) -> list[Commit]:
 def newest(directory: str) -> Commit | None:
     """Returns the newest `Commit` in a directory, unverified, or None."""
     return next(iter(committed(directory)), None)
+
+
+def latest_checkpoint(directory: str) -> str | None:
+    """Returns the path of the newest committed checkpoint in a directory, or None."""
+    done = newest(directory)
+    return done.path if done else None
 
 
 def verify(done: Commit, thorough: bool = True) -> str:
@@ -323,7 +492,7 @@ def remove(done: Commit) -> None:
     """Deletes a committed checkpoint: the marker first, then the files that it names, and nothing else."""
     directory, prefix = os.path.split(done.path)
     folders.move(directory, f"{prefix}.commit", directory, prefix + UNFINISHED)
-    for name in done.files:  # names of this checkpoint's files, in this directory: `marker.read` has looked
+    for name in done.files:  # names of this checkpoint's files, in this directory: `read_marker` has looked
         path = folders.inside(directory, name)
         if os.path.islink(path) or not files.is_directory(path):
             folders.remove(directory, name)

@@ -12,7 +12,7 @@ known by their order if there are equally many, or else by their shapes if these
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -269,6 +269,31 @@ class Normal:
 
     def _is_made(self, part: str) -> bool:
         return _inner(_base(part)) in self._made
+
+
+def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
+    """Gives variables names that another start of the program gives them too.
+
+    Args:
+      objects: dict from attribute name to trackable object.
+      variables: variables that these hold.
+
+    Returns:
+      dict from name to variable, in their order. Where several have one name, it says which one of how many.
+    """
+    if not variables:
+        return {}
+    live = Live(objects)
+    normal = Normal(live)
+    alike: dict[str, list[Leaf]] = {}
+    for leaf in sorted(map(live.leaf_of, variables), key=lambda leaf: in_order(leaf.path)):
+        alike.setdefault(f"{min(leaf.paths)}/{normal(leaf.name)}", []).append(leaf)
+    names = {
+        id(leaf.variable): name if len(leaves) == 1 else f"{name} {number} of {len(leaves)}"
+        for name, leaves in alike.items()
+        for number, leaf in enumerate(leaves, 1)
+    }
+    return {names[id(variable)]: variable for variable in variables}
 
 
 class _Origins:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.health.guards import Guards
 from looplib.task.monitored import mode_of

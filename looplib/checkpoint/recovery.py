@@ -4,7 +4,7 @@ from typing import Any
 
 from absl import logging
 
-from looplib.checkpoint.run_directory import RunDirectory
+from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
 from looplib.errors import DivergenceError, join_names

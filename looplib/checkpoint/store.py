@@ -9,10 +9,10 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.checkpoint import worker_positions
-from looplib.checkpoint.manager import Checkpoints, RestoreMode, peek
+from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.policy import CheckpointPolicy
-from looplib.checkpoint.run_directory import RunDirectory
+from looplib.checkpoint.restoring import RestoreMode, peek, read_position
+from looplib.checkpoint.saving import Checkpoints
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError
 from looplib.task.batches import Batches
@@ -208,7 +208,7 @@ class Store:
 
     def _read_position(self, path: str) -> None:
         """Sets the position in the data: this worker's, if as many workers have saved theirs."""
-        own, count = worker_positions.read(path, self._workers)
+        own, count = read_position(path, self._workers)
         count = 1 if self.input_state.position else count
         if self._workers.count > 1 or count > 1:
             self.input_state.position = own
@@ -227,12 +227,11 @@ class Store:
         theirs = record.optimizers
         if theirs is None or ours is None or self._policy.partial:
             return
-        classes = [*theirs.values()] if isinstance(theirs, dict) else theirs
-        swapped = isinstance(theirs, dict) and any(theirs.get(name, kind) != kind for name, kind in ours.items())
-        # More of them here are no fault: an earlier looplib did not search models, and new ones lack variables there.
-        if swapped or Counter(classes) - Counter(ours.values()):
+        # More of them here are no fault of theirs: the checkpoint lacks the variables of new ones, which is said later.
+        swapped = any(theirs.get(name, kind) != kind for name, kind in ours.items())
+        if swapped or Counter(theirs.values()) - Counter(ours.values()):
             raise UsageError(
-                f"the checkpoint {path} was made by another optimizer ({', '.join(classes)}) than this run's "
+                f"the checkpoint {path} was made by another optimizer ({', '.join(theirs.values())}) than this run's "
                 f"({', '.join(ours.values())}); use a separate model_dir (and start from these weights with "
                 "--warm_start), build the optimizer that the checkpoint was made with, or let the new one start from "
                 "the beginning (--partial_restore)"

@@ -1,27 +1,14 @@
 """What a run says of itself: where its time went, its metrics in files and on the screen, and `run.json`.
 
 Names that other rooms may use, by file:
-    clock: Clock
-    console_writer: ConsoleWriter
-    event_files: none
-    formats: format_number, format_seconds
-    hparams: none
-    jsonl_writer: JsonlWriter
-    media_writer: none
+    clock: Clock, Pace
     outcome: Outcome, broken, done, failed, is_quit, preempted, served
-    ownership: none
     page: Page
-    points: none
-    progress: Pace, headline
-    record_file: none
-    records: Record, cut_short, each_record, key, read_jsonl, read_newest
     program: DIFF, diff, git, this_program
-    run_file: Report, Start, path_of, read
-    run_json: RunReport, Standing, as_dict, changed_settings, settings_of
+    progress: Progress, format_number, format_seconds, headline
+    records: Record, RecordFile, cut_short, each_record, key, read_jsonl, read_newest
+    run_json: Report, RunReport, Standing, Start, as_dict, changed_settings, path_of, read, settings_of
     shown: Histogram, Images, Shown, Texts
     speed: Speed
-    tensorboard_writer: TensorBoardWriter
-    threaded_writer: none
-    writer: Setting, Writer
-    writers: Writers, make_writers
+    writers: DEFAULT_WRITERS, JsonlWriter, Setting, Writer, Writers, make_writers, named_writers
 """

@@ -1,14 +1,15 @@
-"""Where the time went: seconds by phase, adding up to the wall time."""
+"""Where the time went: seconds by phase, adding up to the wall time; and how fast the training goes."""
 
 import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
 
-from looplib.report.formats import format_share
+from looplib.report.progress import Progress, format_share
 
 _IMPORTED = time.perf_counter()
 _SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, however many steps it runs
+_HALF_LIFE = 30.0  # seconds of training after which a measurement of its speed counts half
 _LONG_TRAINING = 0.5  # seconds, after which its wait for data is more than that for the first batch
 # The advice for the phase that takes most of the time.
 _AGAINST = {
@@ -166,6 +167,63 @@ class Clock:
         phase = self._stack[-1]
         self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
         self._mark = now
+
+
+class Pace:
+    """Measures how fast a training goes since this process started or resumed it.
+
+    Args:
+      clock: has the time of the run by phase.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._overhead_start = self._outside()
+        self._ran = 0  # steps in all, those before a rollback too
+        self._steps = self._seconds = 0.0  # of which older ones count less
+        self._waiting = 0.0
+        self._mark = (0, 0.0, 0.0)
+
+    def measure_from(self, step: int) -> None:
+        """Starts to measure at a step: where the training starts, resumes, or continues after a rollback."""
+        self._mark = step, self._clock.of("train"), self._clock.of("input")
+
+    def at(self, step: int, end: int | None, evaluation: int | None, evaluating: bool = False) -> Progress:
+        """Returns the progress.
+
+        Args:
+          step: the global step.
+          end: the step to train to, or None.
+          evaluation: the step of the next evaluation, or None.
+          evaluating: whether the evaluation of this step comes now.
+        """
+        before, train, waited = self._mark
+        self.measure_from(step)
+        waited = self._mark[2] - waited
+        passed = self._mark[1] - train + waited
+        keep = 0.5 ** (max(0.0, passed) / _HALF_LIFE)
+        self._ran += step - before
+        self._steps = keep * self._steps + step - before
+        self._seconds = keep * self._seconds + passed
+        if passed > 0:
+            self._waiting = min(1.0, max(0.0, waited / passed))
+        if not self._steps or self._seconds <= 0:
+            return Progress(step, end, evaluating)
+        rate = self._steps / self._seconds
+        overhead = max(0.0, self._outside() - self._overhead_start) / self._ran
+        return Progress(
+            step,
+            end,
+            evaluating,
+            rate=rate,
+            left=None if end is None or end < step else (end - step) * (1 / rate + overhead),
+            to_evaluation=None if evaluation is None else (evaluation - step) / rate,
+            waiting=self._waiting,
+        )
+
+    def _outside(self) -> float:
+        """Returns the seconds so far of what recurs in a training besides its steps: evaluations, saves, reports."""
+        return sum(self._clock.of(name) for name in ("evaluate", "save", "report"))
 
 
 def _process_seconds() -> float:

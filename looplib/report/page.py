@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from absl import logging
 
-from looplib import files
+from looplib import files, plugins
 from looplib.errors import UsageError, with_cure
 
 _SHARE = 0.01  # of the time of a run that calls `train` many times
@@ -79,10 +79,12 @@ class Page:
             return
         started = time.monotonic()
         try:
-            from looplib.extras.page.html import write_of_run  # here, because most of a run does not need it
-
+            write = plugins.find("looplib.parts", "page")
+            if write is None:
+                self._directory = None
+                return
             self._check()
-            self.path = write_of_run(self._directory)
+            self.path = write(self._directory)
         except Exception as error:  # what is only shown never ends a run
             logging.warning("report.html cannot be written: %s", with_cure(error))
             self._directory = None

@@ -1,11 +1,15 @@
-"""How a program was started, and the version of its code that git knows, so that a run can be repeated."""
+"""The process of a run, how its program was started, and the version of its code that git knows."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import os
+import platform
 import subprocess
 import sys
 import threading
+import time
 
 from looplib.masks import masked_text
 
@@ -95,3 +99,32 @@ def git(folder: str, *arguments: str) -> str:
     finally:
         timer.cancel()
     return "" if whole and code else content.decode(errors="replace")
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process, as run records name it.
+
+    Attributes:
+      host: the name of its machine.
+      pid: its number there.
+      since: when it began, in seconds since the epoch; before that, its number was another's.
+    """
+
+    host: str
+    pid: int
+    since: float
+
+
+def this_process() -> Process:
+    """Returns this process."""
+    return Process(platform.node(), os.getpid(), _began(os.getpid()))
+
+
+@functools.cache  # by process id, so that a forked child asks for itself
+def _began(pid: int) -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):  # a system without /proc
+        with open(f"/proc/{pid}/stat") as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+    return time.time()

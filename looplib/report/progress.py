@@ -1,13 +1,10 @@
-"""Where a training stands and how fast it goes, for a person who watches it."""
+"""Where a training stands, and numbers, shares and durations, as a person who watches it reads them."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 
-from looplib.report.clock import Clock
-from looplib.report.formats import format_seconds, format_share
-
-_HALF_LIFE = 30.0  # seconds of training after which a measurement counts half
 _NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
 
 
@@ -47,66 +44,37 @@ class Progress:
         return ", ".join(texts)
 
 
-class Pace:
-    """Measures how fast a training goes since this process started or resumed it.
-
-    Args:
-      clock: has the time of the run by phase.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._overhead_start = self._outside()
-        self._ran = 0  # steps in all, those before a rollback too
-        self._steps = self._seconds = 0.0  # of which older ones count less
-        self._waiting = 0.0
-        self._mark = (0, 0.0, 0.0)
-
-    def measure_from(self, step: int) -> None:
-        """Starts to measure at a step: where the training starts, resumes, or continues after a rollback."""
-        self._mark = step, self._clock.of("train"), self._clock.of("input")
-
-    def at(self, step: int, end: int | None, evaluation: int | None, evaluating: bool = False) -> Progress:
-        """Returns the progress.
-
-        Args:
-          step: the global step.
-          end: the step to train to, or None.
-          evaluation: the step of the next evaluation, or None.
-          evaluating: whether the evaluation of this step comes now.
-        """
-        before, train, waited = self._mark
-        self.measure_from(step)
-        waited = self._mark[2] - waited
-        passed = self._mark[1] - train + waited
-        keep = 0.5 ** (max(0.0, passed) / _HALF_LIFE)
-        self._ran += step - before
-        self._steps = keep * self._steps + step - before
-        self._seconds = keep * self._seconds + passed
-        if passed > 0:
-            self._waiting = min(1.0, max(0.0, waited / passed))
-        if not self._steps or self._seconds <= 0:
-            return Progress(step, end, evaluating)
-        rate = self._steps / self._seconds
-        overhead = max(0.0, self._outside() - self._overhead_start) / self._ran
-        return Progress(
-            step,
-            end,
-            evaluating,
-            rate=rate,
-            left=None if end is None or end < step else (end - step) * (1 / rate + overhead),
-            to_evaluation=None if evaluation is None else (evaluation - step) / rate,
-            waiting=self._waiting,
-        )
-
-    def _outside(self) -> float:
-        """Returns the seconds so far of what recurs in a training besides its steps: evaluations, saves, reports."""
-        return sum(self._clock.of(name) for name in ("evaluate", "save", "report"))
-
-
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the loss and one more metric, for a line that has no room for all of them."""
     names = [name for name in metrics if not _NOT_SHOWN.search(name)]
     losses = sorted((name for name in names if "loss" in name.lower()), key=lambda name: name != "loss")
     others = [name for name in names if name not in losses]
     return {name: metrics[name] for name in losses[:1] + others[:1]}
+
+
+def format_number(value: float) -> str:
+    """Formats a number for a person: whole numbers as they are, others with four significant digits.
+
+    Args:
+      value: int or float.
+
+    Returns:
+      str, such as `1797`, `0.9833`, `1.2e-05`.
+    """
+    if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
+        return f"{value:.0f}"
+    return f"{value:.4g}"
+
+
+def format_share(share: float) -> str:
+    """Formats a share of a whole for a person, such as `12%`, or `<1%` for less than that but not nothing."""
+    return "<1%" if 0 < share < 0.01 else f"{share:.0%}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a duration for a person, such as `19 s`, `12 min`, `5.2 h` or `3.1 days`."""
+    for unit, limit in (("s", 120), ("min", 120), ("h", 48)):
+        if seconds < limit:
+            return f"{seconds:.1f} h" if unit == "h" else f"{seconds:.0f} {unit}"
+        seconds /= 60 if unit != "h" else 24
+    return f"{seconds:.1f} days"

@@ -1,34 +1,202 @@
-"""`run.json`: what ran, with which settings, and how each start of it ended."""
+"""`run.json`: what ran, with which settings, and how each start of it ended. `read` reads it, `RunReport` writes it.
+
+The file may come from somebody else, so `read` is the only one that reads it: a part that is not of its type is left
+out. What a newer looplib has added is kept.
+"""
 
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import os
 import sys
 import traceback
+import types
+import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
 from looplib import console, files, folders
 from looplib.errors import Preempted, UsageError, gist, shown, with_cure
+from looplib.files import failures, parse_json, read_text
 from looplib.masks import masked, masked_text
 from looplib.report.clock import Clock
-from looplib.report.ownership import this_process
 from looplib.report.page import Page, WrittenPage
-from looplib.report.points import Points
-from looplib.report.program import DIFF, Program
-from looplib.report.run_file import OF_TRAINING, Report, kept, read
+from looplib.report.program import DIFF, Program, this_process
 from looplib.report.speed import Speed
-from looplib.report.writer import Setting
+from looplib.report.writers import Setting
 
+OF_TRAINING = "run.json"
+MOST_STARTS = 200  # that are kept: the first one and the newest; each has up to 50 kB
+_LARGEST = 2**63 - 1
+_MOST_POINTS = 100
 _MOST_TRACEBACK = 20_000  # characters, of its end
 _FOR_NEW_RUNS = ("warm_start", "continue_from")
+
+
+class ProcessFields(TypedDict, total=False):
+    """See `program.Process`."""
+
+    host: str
+    pid: int
+    since: float
+
+
+class ProgramFields(TypedDict, total=False):
+    """See `program.Program`."""
+
+    arguments: list[str]
+    directory: str
+    repository: str
+    commit: str
+    changes: str
+
+
+class Start(TypedDict, total=False):
+    """One start of a run; see `RunReport`. Fields that are only shown are not listed, and may have any value."""
+
+    started: str
+    command: list[str]
+    program: ProgramFields | None
+    process: ProcessFields
+    versions: dict[str, str]
+    restored_from: str | None
+    status: str
+    step: int
+    error: str
+    seconds: dict[str, float]
+    changed: dict[str, tuple[Any, Any]]
+
+
+class Report(Start, total=False):
+    """A run: its newest start, and what is known of all of them; see `RunReport`."""
+
+    final_step: int | None
+    saved_step: int | None
+    end: int | None
+    strategy: str
+    flags: dict[str, Any]
+    config: dict[str, Any]
+    metrics: dict[str, dict[str, float | None]]
+    restarts: int
+    starts: list[Start]
+
+
+def path_of(model_dir: str, trains: bool) -> str:
+    """Returns the path of the report of a training, or of an evaluation job, in a run directory."""
+    return os.path.join(model_dir, OF_TRAINING if trains else "run_eval.json")
+
+
+def read(path: str) -> Report:
+    """Returns the content of a report, without what is not of its type; {} if none can be read."""
+    try:
+        report = _typed(parse_json(read_text(path)), Report)
+    except (*failures(path), ValueError):
+        return {}
+    if not report or report is _MISFIT:
+        return {}
+    return {**report, "starts": kept(report.get("starts", [report] if "started" in report else []))}
+
+
+def kept(starts: list[Start]) -> list[Start]:
+    """Returns the starts of which a report has room."""
+    return [*starts[:1], *starts[1:][1 - MOST_STARTS :]]
+
+
+_MISFIT = object()
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """Returns those parts of a JSON value that are of a type; `_MISFIT` if it is not of the type itself."""
+    of = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return None if value is None else _typed(value, of[0])
+    if isinstance(value, dict) and (typing.is_typeddict(kind) or typing.get_origin(kind) is dict):
+        kinds = {} if of else typing.get_type_hints(kind)
+        found = {name: _typed(item, kinds.get(name, of[1] if of else Any)) for name, item in value.items()}
+        return {name: item for name, item in found.items() if item is not _MISFIT}
+    if isinstance(value, list) and typing.get_origin(kind) is list:
+        return [item for item in (_typed(item, of[0]) for item in value) if item is not _MISFIT]
+    if isinstance(value, list) and typing.get_origin(kind) is tuple:
+        return value if len(value) == len(of) else _MISFIT
+    if kind is float and type(value) in (int, float):
+        return value if abs(value) <= sys.float_info.max else _MISFIT
+    if kind is int and type(value) is int:
+        return value if abs(value) <= _LARGEST else _MISFIT
+    return value if kind is Any or type(value) is kind else _MISFIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What is noted at a report.
+
+    Attributes:
+      step: the global step.
+      host_bytes: resident memory of this process; None where the system does not say.
+      device_bytes: memory in use on the fullest GPU or TPU; None without one.
+      seconds: dict from phase to seconds, of this start up to here.
+    """
+
+    step: int
+    host_bytes: int | None
+    device_bytes: int | None
+    seconds: dict[str, float]
+
+
+class Points:
+    """Keeps 50 to 100 points that spread over the reports of a start, however many these are.
+
+    Args:
+      clock: has the seconds.
+
+    Attributes:
+      points: the points so far, in the order in which they were noted.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.points: list[Point] = []
+        self._clock = clock
+        self._every = 1  # of so many reports one is noted
+        self._reports = 0
+
+    def note(self, step: int) -> None:
+        """Notes a point at a step."""
+        self._reports += 1
+        if self._reports % self._every:
+            return
+        seconds = {name: value for name, value in self._clock.seconds().items() if name != "wall"}
+        self.points.append(Point(step, _host_bytes(), _device_bytes(), seconds))
+        if len(self.points) >= _MOST_POINTS:
+            self.points, self._every = self.points[1::2], 2 * self._every
+
+
+def _host_bytes() -> int | None:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _device_bytes() -> int | None:
+    import tensorflow as tf
+
+    try:
+        return max((tf.config.experimental.get_memory_info(name)["current"] for name in _devices()), default=None)
+    except (ValueError, tf.errors.OpError):  # a device whose memory is not counted
+        return None
+
+
+@functools.cache
+def _devices() -> list[str]:
+    import tensorflow as tf
+
+    return [device.name for kind in ("GPU", "TPU") for device in tf.config.list_logical_devices(kind)]
 
 
 @runtime_checkable
@@ -221,7 +389,7 @@ class RunReport:
 
     def _keep_aside(self, path: str) -> None:
         """Keeps a report that cannot be read, in place of losing what it says of earlier starts."""
-        with contextlib.suppress(OSError, tf.errors.OpError):  # it is written nevertheless, or a warning
+        with contextlib.suppress(*files.failures(path)):  # it is written nevertheless, or a warning
             place = folders.move_aside(*os.path.split(path))
             logging.warning("%s cannot be read, so that this start is its first one; moved to %s", path, place)
 
@@ -229,7 +397,7 @@ class RunReport:
         if diff:
             self._write(path, diff)
             return
-        with contextlib.suppress(UsageError, OSError, tf.errors.OpError):  # an earlier start may have written one
+        with contextlib.suppress(UsageError, *files.failures(path)):  # an earlier start may have written one
             self.check()
             folders.remove(*os.path.split(path))
 
@@ -237,7 +405,7 @@ class RunReport:
         try:
             self.check()
             files.write_whole(path, text)
-        except (UsageError, OSError, tf.errors.OpError) as reason:
+        except (UsageError, *files.failures(path)) as reason:
             logging.warning("%s cannot be written: %s", path, with_cure(reason))
 
     def note_rollback(self, step: int, to: int, reason: str) -> None:
@@ -337,8 +505,8 @@ def _strict(value: Any) -> Any:
 def _versions() -> dict[str, str]:
     import looplib
 
-    versions = {"looplib": looplib.__version__, "python": sys.version.split()[0], "tensorflow": tf.__version__}
-    for name in ("keras", "tf_keras", "numpy"):
+    versions = {"looplib": looplib.__version__, "python": sys.version.split()[0]}
+    for name in ("tensorflow", "keras", "tf_keras", "numpy"):
         if name in sys.modules:
             versions[name] = sys.modules[name].__version__
     return versions

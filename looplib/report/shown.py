@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import numpy as np
-import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +19,8 @@ class Images:
     @functools.cached_property
     def files(self) -> tuple[bytes, ...]:
         """The content of a PNG file for each; encoded when first asked for, in the thread of a writer."""
+        import tensorflow as tf  # here, because tools that read no images start without it
+
         with tf.device("cpu:0"):
             return tuple(tf.io.encode_png(self.pixels).numpy().tolist())  # one op for all of them
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -242,7 +241,6 @@ class ActionStates:
         Raises:
           UsageError: if an action cannot load its state.
         """
-        states = self._by_name(states)
         for key, action in self._actions.items():
             state = states.get(key, self._initial[key])
             try:
@@ -253,26 +251,6 @@ class ActionStates:
                     "another checkpoint, or give the action another name to start without this memory"
                 ) from error
         warn_of_other_memories("actions", self._actions.keys() - states.keys(), states.keys() - self._actions.keys())
-
-    def _by_name(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Returns states by the names of this start, where an earlier looplib saved them by class and number.
-
-        They are taken where as many actions of a class were saved as there are now.
-        """
-        found = dict(states)
-        for kind in {type(action).__name__: None for action in self._actions.values()}:
-            now = [key for key, action in self._actions.items() if type(action).__name__ == kind]
-            then = [key for key in states if re.fullmatch(rf"{re.escape(kind)}(_\d+)?", key)]
-            if len(now) != len(then):
-                continue
-            found |= {key: found.pop(old) for key, old in zip(now, then)}
-            if now != [f"{kind}()"]:
-                logging.warning(
-                    "the checkpoint names actions by class and number; %s. If one of them watched something else "
-                    "then, start the program without it until a checkpoint is saved, and then with it",
-                    ", ".join(f"{key} continues with the memory of {old}" for key, old in zip(now, then)),
-                )
-        return found
 
 
 def warn_of_other_memories(of: str, without: Iterable[str], left: Iterable[str]) -> None:

@@ -38,8 +38,6 @@ class LearningRates:
           recorded: the `built` of the start that saved the restored checkpoint.
           step: the global step that was restored.
         """
-        numbered = {str(number): path for number, path in enumerate(self._optimizers)}  # by an earlier looplib
-        recorded = {numbered.get(name, name): rate for name, rate in recorded.items()}
         for path, rate in self.built.items():
             optimizer = self._optimizers[path]
             restored = constant_rate(optimizer)

@@ -116,8 +116,7 @@ class RunRecord:
         of Orbit.
       input_offset: global batches that rollbacks have left out. The position in the data is the global step plus these.
       rollbacks: how often the run went back to a checkpoint.
-      optimizers: dict from an optimizer's name to its class; a list of classes in a record of an earlier version, None
-        in one without any.
+      optimizers: dict from an optimizer's name to its class; None in a record of a program without a trainer.
       learning_rates: dict from an optimizer's name to the learning rate that it was built with.
       actions: dict from an action's name to what its `state` returned.
       engines: dict from split to `EngineChoice`.
@@ -138,7 +137,7 @@ class RunRecord:
     running: RunningTotals | dict[str, float] = dataclasses.field(default_factory=dict)
     input_offset: int = 0
     rollbacks: int = 0
-    optimizers: dict[str, str] | list[str] | None = None
+    optimizers: dict[str, str] | None = None
     learning_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     actions: dict[str, Any] = dataclasses.field(default_factory=dict)
     engines: dict[str, EngineChoice] = dataclasses.field(default_factory=dict)

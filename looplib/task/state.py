@@ -113,9 +113,6 @@ class ReplicaState(tf.train.experimental.PythonState):
         try:
             with np.load(io.BytesIO(self._saved)) as arrays:
                 found = dict(arrays.items())
-            if found.keys() <= set(map(str, range(len(self._parts)))):  # earlier versions numbered them
-                names = list(self._parts)
-                found = {names[int(number)]: values for number, values in found.items()}
             for name, values in found.items():
                 kind = self._parts[name][0].dtype.as_numpy_dtype if name in self._parts else values.dtype
                 if values.dtype.kind == "V":  # numpy's files have no name for bfloat16

@@ -15,9 +15,11 @@ from kill_test import saved_step
 
 import looplib
 from looplib import files, masks
-from looplib.checkpoint import commits, run_directory, warm_start
+from looplib.checkpoint import commits
+from looplib.checkpoint import directory as run_directory
 from looplib.errors import UsageError
 from looplib.extras.tools.compare import compare
+from looplib.extras.weights import loading
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHORT = ["--train_steps=10", "--eval_interval=10"]
@@ -123,7 +125,7 @@ def test_no_home_directory_is_no_cache_and_no_folder_named_tilde(nursery, monkey
 def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    for start in (looplib.warm_start, lambda objects, path: warm_start.continue_from(objects, tf.Variable(0), path)):
+    for start in (looplib.warm_start, lambda objects, path: loading.continue_from(objects, tf.Variable(0), path)):
         with pytest.raises(UsageError, match=f"{tmp_path}/ckpt-1"):
             start({"model": tf.Module()}, "~/ckpt-1")
     with pytest.raises(UsageError, match=f"model_dir '{tmp_path}/r\\?un' has"):
@@ -379,7 +381,7 @@ def test_the_time_of_a_marker_that_cannot_be_is_damage(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     done = commits.newest(str(run / "checkpoints"))
     for time in (10**400, -1.0, float("nan"), 1e300):
-        commits.marker.write(commits.dataclasses.replace(done, time=time))
+        commits.write_marker(commits.dataclasses.replace(done, time=time))
         found = commits.listing(str(run / "checkpoints"))[0]
         assert found.step == 10 and found.commit is None and "its time or its versions cannot be right" in found.reason
 

@@ -22,12 +22,12 @@ from looplib import config, field_types, files
 from looplib.__main__ import main as cli
 from looplib.errors import UsageError, duration, shown, whole_number
 from looplib.extras.page import values
-from looplib.extras.trackers.csv_writer import CsvWriter
+from looplib.extras.writers.csv_writer import CsvWriter
+from looplib.extras.writers.media_writer import MediaWriter
+from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
 from looplib.loop.media import as_shown
-from looplib.report import run_file
-from looplib.report.media_writer import MediaWriter
+from looplib.report import run_json
 from looplib.report.records import read_jsonl
-from looplib.report.tensorboard_writer import TensorBoardWriter
 from looplib.task.media import Media
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(28, 40)))
@@ -394,10 +394,10 @@ def test_a_run_record_is_read_by_its_types(tmp_path):
     path.write_text(
         '{"step": 3, "final_step": "3", "seconds": {"a": 1, "b": 1e999}, "newer": [1], "program": null, "flags": 3}'
     )
-    assert run_file.read(str(path)) == {"step": 3, "seconds": {"a": 1}, "newer": [1], "program": None, "starts": []}
+    assert run_json.read(str(path)) == {"step": 3, "seconds": {"a": 1}, "newer": [1], "program": None, "starts": []}
     for text in ("[" * 1000 + "]" * 1000, '{"a": ' + "9" * 5000 + "}", "[" * 10**6, '{"a": "\xff"', "NaN"):
         path.write_text(text, encoding="latin-1")
-        assert run_file.read(str(path)) == {}
+        assert run_json.read(str(path)) == {}
 
 
 def test_a_start_takes_the_times_and_the_restarts_from_a_record_whose_old_starts_have_no_room(folder):
@@ -487,8 +487,8 @@ LONG = 198_000_000
 MEASURED = """
 import sys
 from looplib.__main__ import main
-from looplib.report.jsonl_writer import JsonlWriter
-from looplib.report.media_writer import MediaWriter
+from looplib.report.writers import JsonlWriter
+from looplib.extras.writers.media_writer import MediaWriter
 from looplib.report.records import read_jsonl
 
 def peak():

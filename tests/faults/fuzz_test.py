@@ -16,9 +16,9 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.checkpoint import commits
 from looplib.errors import UsageError
-from looplib.report import run_file
-from looplib.report.jsonl_writer import JsonlWriter
-from looplib.report.tensorboard_writer import TensorBoardWriter
+from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
+from looplib.report import run_json
+from looplib.report.writers import JsonlWriter
 
 # Fixtures: a run that stopped at step 6, a copy of it, and what must not be touched.
 stopped, folder = hostile_test.stopped, hostile_test.folder
@@ -49,7 +49,7 @@ def test_no_mutation_of_a_marker_or_side_file_hangs_or_crashes_or_touches_anythi
         except UsageError as error:  # a higher format number, with a checksum that fits
             outcomes["refused"] += 1
             assert "has the format" in str(error), number
-        run_file.read(str(run / "run.json"))
+        run_json.read(str(run / "run.json"))
         JsonlWriter(str(run / "metrics.jsonl")).resume(4, {"train": 3})
         TensorBoardWriter(str(run)).resume(4, {"train": 3})
         assert cli(["inspect", str(run)]) in (0, 1, 2)

@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import contextlib
 import glob
 import json
 import os
@@ -12,6 +11,7 @@ import re
 import signal
 import time
 
+import board
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -101,19 +101,15 @@ def strike(life, folder, aim, chance, from_step):
 
 
 def events(folder):
-    """All scalars in the event files, of each up to where it is cut short: list of (split, tag, step, value)."""
+    """All scalars that TensorBoard shows: list of (split, tag, step, value)."""
     found = []
-    for path in sorted(glob.glob(f"{folder}/**/*tfevents*", recursive=True)):
-        if os.path.islink(path) or not os.path.isfile(path):
-            continue  # somebody else's
-        split = os.path.relpath(os.path.dirname(path), folder)
-        with contextlib.suppress(tf.errors.DataLossError):
-            for record in tf.data.TFRecordDataset(path).as_numpy_iterator():
-                event = tf.compat.v1.Event.FromString(record)
-                for value in event.summary.value:
-                    if value.tag != "steps_per_second" and not value.tag.startswith("_hparams_/"):
-                        number = np.asarray(tf.make_ndarray(value.tensor)).item()
-                        found.append((split, value.tag, event.step, number))
+    for place in sorted({os.path.dirname(path) for path in glob.glob(f"{folder}/**/*tfevents*", recursive=True)}):
+        split = os.path.relpath(place, folder)
+        for event in board.events(place):
+            for value in event.summary.value:
+                if value.tag != "steps_per_second" and not value.tag.startswith("_hparams_/"):
+                    number = np.asarray(tf.make_ndarray(value.tensor)).item()
+                    found.append((split, value.tag, event.step, number))
     return sorted(found)
 
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 import toy
 
 import looplib
-from looplib.extras.trackers import mlflow_writer
+from looplib.extras.writers import mlflow_writer
 from looplib.report.records import read_jsonl
 
 pytestmark = pytest.mark.any_engine
@@ -109,7 +109,7 @@ def train(directory: pathlib.Path, *trackers: looplib.Writer) -> None:
     """Trains 20 steps with 10 saves."""
     trainer, evaluator = toy.build(tf.distribute.get_strategy())
     with toy.controller(
-        None, trainer, evaluator, steps_per_loop=2, model_dir=directory, writers=None, trackers=trackers,
+        None, trainer, evaluator, steps_per_loop=2, model_dir=directory, writers=[*looplib.DEFAULT_WRITERS, *trackers],
         checkpoints=looplib.CheckpointPolicy(every_steps=2),
     ) as controller:  # fmt: skip
         controller.train_and_evaluate(20, 10)

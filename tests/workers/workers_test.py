@@ -4,6 +4,7 @@ import collections
 import json
 import shutil
 
+import board
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,7 +12,6 @@ from conftest import more
 
 from looplib.checkpoint import commits
 from looplib.extras.tools.compare import compare
-from looplib.report.event_files import read_events
 from looplib.report.records import read_jsonl
 
 STEPS = 20
@@ -215,8 +215,7 @@ def test_two_workers_show_each_step_once_after_a_rollback_and_a_failure(nursery,
     events = collections.Counter(
         (event.step, split, value.tag)
         for split in ("train", "eval")
-        for path in (folder / split).glob("*tfevents*")
-        for event in read_events(str(path))[0]
+        for event in board.events(folder / split)
         for value in event.summary.value
         if value.tag in ("image", "text", "histogram")
     )

@@ -253,8 +253,7 @@ class ExportBest(_Patient):
 
     def load(self, state: list[Any]) -> None:
         """See `Action`."""
-        *state, kept = state
-        names = [os.path.basename(path) for path in kept]  # an earlier looplib kept paths, and the run may have moved
+        *state, names = state
         if others := [name for name in names if not _EXPORT.fullmatch(name)]:
             raise ValueError(f"{others[0]!r:.100} is not the name of an export")
         super().load(state)

@@ -6,7 +6,7 @@ from typing import Any
 from absl import logging
 
 from looplib.checkpoint import commits
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.extras.keras import callback_kinds
 
 

@@ -123,34 +123,20 @@ class Memories:
         """Gives each callback what it remembered; logs what no callback has.
 
         Args:
-          saved: what `changed` returned; a list by the places of the callbacks from earlier versions.
+          saved: what `changed` returned.
 
         Raises:
-          UsageError: if it is neither.
+          UsageError: if it is something else.
         """
-        each = saved.values() if isinstance(saved, dict) else saved
-        if not isinstance(saved, (dict, list)) or not all(isinstance(changed, dict) for changed in each):
+        if not isinstance(saved, dict) or not all(isinstance(changed, dict) for changed in saved.values()):
             raise UsageError(
                 f"the checkpoint has {saved!r:.100} for Keras callbacks, expected a dict of their attributes"
             )
-        saved = self._of_an_earlier_looplib(saved) if isinstance(saved, list) else saved
         for name, memory in self._named:
             memory.load(saved.get(name, {}))
         ours = {name for name, _ in self._named}
         new = [name for name, memory in self._named if memory.names - self._common and name not in saved]
         warn_of_other_memories("callbacks", new, [name for name in saved if saved[name] and name not in ours])
-
-    def _of_an_earlier_looplib(self, saved: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        names = [name for name, _ in self._named]
-        if len(saved) != len(names):
-            return {f"callback {place}": changed for place, changed in enumerate(saved, 1)}
-        if len(saved) > 1 and any(saved):
-            logging.warning(
-                "the checkpoint names callbacks by their places, and %s continue with the memories of these places; if "
-                "the callbacks were others then, start without callbacks until a checkpoint is saved",
-                ", ".join(names),
-            )
-        return dict(zip(names, saved))
 
     def _refuse_equal_names(self) -> None:
         names = [name for name, _ in self._named]

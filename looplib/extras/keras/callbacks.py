@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError

@@ -4,7 +4,7 @@
 scripts in `assets/` draw with uPlot.
 
 Names that other rooms may use, by file:
-    command: report
+    command: add
     curves: none
     html: write_of_run
     marks: none

@@ -1,21 +1,53 @@
 """`python -m looplib report DIR...`: the page of a run, or of several side by side."""
 
+import argparse
 import itertools
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from looplib import files
 from looplib.console import printable
 from looplib.errors import EXIT_DONE, UsageError, with_cure
 from looplib.extras.page.html import FILE, page
 from looplib.extras.page.read import read
+from looplib.plugins import Command, path
 
 _MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory, in which runs are searched: a sweep has trial-0001/seed-0
 _SWEEP = "sweep.db"
 _OF_A_SWEEP = re.compile(r"(trial|seed)-\d+")  # the folders that a sweep makes, unlike those of a rerun beside them
+
+
+def add(tools: Any) -> None:
+    """Adds the parser of `report`."""
+    parser = tools.add_parser(
+        "report",
+        help="write a page about a run, or one that compares several",
+        description="Writes an HTML file about a run, or one that compares several, from what is in the run "
+        "directories. The file is complete in itself and needs no network.",
+    )
+    parser.add_argument(
+        "directories",
+        nargs="+",
+        type=path,
+        metavar="DIR",
+        help="a run directory, or one that holds some, such as a sweep's",
+    )
+    parser.add_argument(
+        "--output", type=path, help="the file (default: report.html in DIR; of several, in the current directory)"
+    )
+    parser.set_defaults(tool=Command(_report, needs_tensorflow=_is_remote))
+
+
+def _is_remote(options: argparse.Namespace) -> bool:
+    return any(map(files.is_remote, [*options.directories, options.output or ""]))
+
+
+def _report(options: argparse.Namespace) -> int:
+    return report(options.directories, options.output)
 
 
 def report(directories: Sequence[str], output: str | None = None) -> int:
@@ -33,16 +65,16 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     """
     found = list(dict.fromkeys(run for directory in directories for run in _runs_in(os.path.normpath(directory))))
     shown = found[:_MOST_RUNS]
-    path = output or (os.path.join(directories[0], FILE) if len(directories) == 1 else FILE)
+    place = output or (os.path.join(directories[0], FILE) if len(directories) == 1 else FILE)
     runs = [read(directory, name) for directory, name in zip(shown, _names(shown))]
     title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
     text = page(runs, title if len(directories) == 1 else "Comparison")
     try:
-        is_file = files.write_named(path, text) if output else not files.write_whole(path, text)
-    except files.failures(path) as error:
-        raise UsageError(f"{path} cannot be written: {with_cure(error, 'name another file with --output')}") from error
+        is_file = files.write_named(place, text) if output else not files.write_whole(place, text)
+    except files.failures(place) as error:
+        raise UsageError(f"{place} cannot be written: {with_cure(error, 'name another file with --output')}") from error
     left = f"; the first {len(shown):,} of {len(found):,} are shown" if len(found) > len(shown) else ""
-    line = printable(f"{path}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
+    line = printable(f"{place}: {len(shown)} {'run' if len(shown) == 1 else 'runs'}{left}")
     print(line, file=sys.stdout if is_file else sys.stderr)  # which a page in standard output would not bear
     return EXIT_DONE
 

@@ -15,7 +15,7 @@ from looplib.extras.page.run import Change, Mark, Op, Run, Saved, Start, Variabl
 from looplib.extras.page.run_status import ENDED_EARLY, read_status
 from looplib.extras.page.samples import FILE, read_samples
 from looplib.masks import masked
-from looplib.report import program, run_file
+from looplib.report import program, run_json
 from looplib.report.records import Record, each_record
 
 _MOST_RECORD_BYTES = 1 << 29  # of metrics.jsonl; a million steps with ten metrics have 300 MB
@@ -32,7 +32,7 @@ def read(directory: str, name: str) -> Run:
       name: what the page calls it.
     """
     notes: list[str] = []
-    report = masked(values.mapping(run_file.read(run_file.path_of(directory, trains=True))))
+    report = masked(values.mapping(run_json.read(run_json.path_of(directory, trains=True))))
     if not report:
         notes.append("There is no run.json that can be read, so settings, times and versions are not known.")
     found = curves.of_records(_records(directory, "metrics.jsonl", notes))

@@ -9,7 +9,7 @@ from typing import Any
 
 from looplib.checkpoint import lock
 from looplib.extras.page import values
-from looplib.report import run_file
+from looplib.report import run_json
 from looplib.report.progress import headline
 from looplib.report.records import Record, read_newest
 
@@ -55,7 +55,7 @@ def read_status(folder: str) -> RunStatus:
     Args:
       folder: the run directory, whose contents may be anything.
     """
-    report = run_file.read(run_file.path_of(folder, trains=True))
+    report = run_json.read(run_json.path_of(folder, trains=True))
     records = read_newest(os.path.join(folder, "metrics.jsonl"))
     train = next((record for record in reversed(records) if record["split"] == "train"), None)
     rate = values.number(train.get("steps_per_second")) if train else None
@@ -73,7 +73,7 @@ def read_status(folder: str) -> RunStatus:
     return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report))
 
 
-def _state(report: run_file.Report, holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
+def _state(report: run_json.Report, holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
     """Returns the state, and more about it."""
     said = report.get("status")
     is_later = holder and _process_of(report) not in (None, holder.pid)  # than the newest start that trained
@@ -96,7 +96,7 @@ def _state(report: run_file.Report, holder: lock.Holder | None, age: float, inte
     return "unknown", "" if report else "no run.json that can be read"
 
 
-def _process_of(report: run_file.Report) -> int | None:
+def _process_of(report: run_json.Report) -> int | None:
     """Returns the process id of the newest start that the report has."""
     try:
         return report["starts"][-1]["process"]["pid"]
@@ -110,7 +110,7 @@ def _interval(records: Sequence[Record], rate: float | None) -> float:
     return (steps[1] - steps[0]) / rate if len(steps) == 2 and rate and steps[1] > steps[0] else 0.0
 
 
-def _metrics(records: Sequence[Record], report: run_file.Report) -> dict[str, float]:
+def _metrics(records: Sequence[Record], report: run_json.Report) -> dict[str, float]:
     """Returns the last loss and one more metric of the training, and of each evaluator; in the report if not found."""
     newest: dict[str, dict[str, Any]] = {**report.get("metrics", {}), **{one["split"]: one for one in records}}
     shown = {}

@@ -2,6 +2,6 @@
 
 Names that other rooms may use, by file:
     coordinator: ParameterServers
-    processes: connect, connected, counts
+    processes: none
     results: none
 """

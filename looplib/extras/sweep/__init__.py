@@ -1,9 +1,10 @@
 """`python -m looplib sweep`: one command with many settings, searched by Optuna.
 
 Names that other rooms may use, by file:
+    command: add
     jobs: none
     results: none
     space: none
-    study: Plan
-    sweep: sweep
+    study: none
+    sweep: none
 """

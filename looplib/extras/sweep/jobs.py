@@ -22,7 +22,7 @@ from looplib.extras.sweep.study import Plan
 from looplib.extras.tools import children
 from looplib.extras.tools.recorded_run import without
 from looplib.extras.tools.runs import last_lines, saved_step, say
-from looplib.report import run_file
+from looplib.report import run_json
 from looplib.report.records import each_record
 
 _IDLE_STARTS = 5  # in a row that saved nothing new, after which a run that is killed again and again has failed
@@ -192,7 +192,7 @@ def refuse_other_run(folder: str, command: Sequence[str]) -> None:
     if not saved_step(folder):
         return
     try:
-        flags = run_file.read(run_file.path_of(folder, trains=True))["starts"][-1]["command"][1:]
+        flags = run_json.read(run_json.path_of(folder, trains=True))["starts"][-1]["command"][1:]
         before = without(list(map(str, flags)), "model_dir")
     except (LookupError, TypeError):
         before = None

@@ -1,24 +1,25 @@
 """The commands of `python -m looplib`, and what they are made of.
 
 Names that other rooms may use, by file:
-    average: average
-    check: fits, replicas, resume
+    average: none
+    check: none
     children: ended_by_signals
+    commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
-    dry_run: keep_inside, redirect, try_out
-    diff: diff
-    export: export
-    inspect: inspect
-    local_launch: launch
+    diff: none
+    dry_run: none
+    export: none
+    inspect: none
+    local_launch: none
     player: none
-    preflight: answer, requested, settings
+    preflight: none
     pure_function: none
-    replay: replay
-    replayer: answer, requested
-    recorded_run: Recorded, check_replay, report_of
-    rerun: rerun
+    recorded_run: none
+    replay: none
+    replayer: none
+    rerun: none
     runs: none
-    status: status
+    status: none
     step_view: none
     variable_ops: none
     xla: none

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib.checkpoint.manager import latest_checkpoint, peek
+from looplib.checkpoint.commits import latest_checkpoint
+from looplib.checkpoint.restoring import peek
 from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError
 from looplib.extras.page import values
 from looplib.loop import example_checksum
-from looplib.report import run_file
+from looplib.report import run_json
 
 # Not compared bit by bit.
 _NOT_COMPARED = (
@@ -215,8 +216,8 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
     }
 
 
-def _report(folder: str | os.PathLike[str]) -> run_file.Report:
-    return run_file.read(run_file.path_of(os.fspath(folder), trains=True))
+def _report(folder: str | os.PathLike[str]) -> run_json.Report:
+    return run_json.read(run_json.path_of(os.fspath(folder), trains=True))
 
 
 def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tuple[str, str], Any]:

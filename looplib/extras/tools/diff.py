@@ -4,7 +4,7 @@ import os
 import tempfile
 from typing import Any
 
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names, shown
 from looplib.extras.page import values
 from looplib.extras.tools.compare import compare_tensors, is_speed
@@ -12,7 +12,7 @@ from looplib.extras.tools.player import CHECKSUM, Order, Trace
 from looplib.extras.tools.replay import Replayable
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
-from looplib.report import run_file, run_json
+from looplib.report import run_json
 from looplib.report.records import Record, key
 
 _SHOWN = 6
@@ -69,7 +69,7 @@ def diff(first: str, second: str) -> int:
 # Reports.
 
 
-def _of_the_reports(one: run_file.Report, other: run_file.Report) -> list[str]:
+def _of_the_reports(one: run_json.Report, other: run_json.Report) -> list[str]:
     """Returns lines about settings, versions and code that differ."""
     now = {kind: other.get(kind, {}) for kind in ("flags", "config")}
     settings = run_json.changed_settings(one, now)

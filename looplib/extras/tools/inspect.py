@@ -9,7 +9,7 @@ import tensorflow as tf
 from looplib.checkpoint import choice, commits
 from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
-from looplib.report.formats import format_seconds
+from looplib.report.progress import format_seconds
 
 
 def inspect(directory: str, verify: bool = False) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from looplib import files
 from looplib.checkpoint import commits
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.extras.page import values
 from looplib.extras.page.run_status import read_status
 from looplib.masks import MASK
-from looplib.report import run_file
+from looplib.report import run_json
 from looplib.report.records import read_newest
 
 
@@ -40,7 +40,7 @@ def check_replay(
         raise UsageError(f"--save={save} is in the run directory, which a replay does not change; name another place")
 
 
-def report_of(directory: str) -> run_file.Report:
+def report_of(directory: str) -> run_json.Report:
     """Returns the `run.json` of a training.
 
     Args:
@@ -49,14 +49,14 @@ def report_of(directory: str) -> run_file.Report:
     Raises:
       UsageError: if it cannot be read.
     """
-    path = run_file.path_of(directory, trains=True)
-    if report := run_file.read(path):
+    path = run_json.path_of(directory, trains=True)
+    if report := run_json.read(path):
         return report
     sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
     raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")
 
 
-def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
+def start_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[list[str], list[str], str]:
     """Returns how a run was started: (the arguments of Python, those of the program, its working directory).
 
     What is started is what somebody has written into `run.json`. So only a file or a module is, as looplib notes them,
@@ -85,7 +85,7 @@ def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[
         raise UsageError(f"the command of the run in {directory} has a secret, which run.json masks; repeat it by hand")
     if not (arguments and folder):
         raise UsageError("the run was not started from a file or module, or its folder was removed; repeat it by hand")
-    path = run_file.path_of(directory, trains=True)
+    path = run_json.path_of(directory, trains=True)
     is_file = len(arguments) == 1 and os.path.isabs(arguments[0])
     is_module = len(arguments) == 2 and arguments[0] == "-m" and re.fullmatch(r"\w[\w.-]*", arguments[1])
     if not (is_file or is_module) or "\0" in "".join([*arguments, *flags, folder]):
@@ -107,7 +107,7 @@ def start_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[
     return arguments, flags, folder
 
 
-def command_of(report: run_file.Report, directory: str, number: int = 0) -> tuple[list[str], str]:
+def command_of(report: run_json.Report, directory: str, number: int = 0) -> tuple[list[str], str]:
     """Returns the command of a start of a run, for another --model_dir after it, and its working directory.
 
     Args:
@@ -131,7 +131,7 @@ def untold(directory: str, error: Exception) -> UsageError:
     missing = f"{error.args[0]!r:.100} is" if isinstance(error, KeyError) else "a start of the run is"
     wrong = f"{missing} missing in it" if isinstance(error, LookupError) else "a part of it is of another kind"
     return UsageError(
-        f"{run_file.path_of(directory, trains=True)} does not say how the run was started: {wrong}; name the "
+        f"{run_json.path_of(directory, trains=True)} does not say how the run was started: {wrong}; name the "
         "directory of a training by this version of looplib"
     )
 
@@ -148,7 +148,7 @@ def without(arguments: Sequence[str], *names: str) -> list[str]:
     return kept
 
 
-def refuse_several_processes(report: run_file.Report, directory: str, cure: str) -> None:
+def refuse_several_processes(report: run_json.Report, directory: str, cure: str) -> None:
     """Raises `UsageError` for a run of several workers, or with parameter servers.
 
     Args:

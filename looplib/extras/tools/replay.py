@@ -18,7 +18,7 @@ from typing import Any
 
 from looplib import files, folders
 from looplib.checkpoint import commits
-from looplib.checkpoint.marker import Commit
+from looplib.checkpoint.commits import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
 from looplib.extras.page import values
 from looplib.extras.tools import recorded_run, rerun
@@ -27,8 +27,8 @@ from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.recorded_run import Recorded
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
-from looplib.report import run_file
-from looplib.report.formats import format_seconds
+from looplib.report import run_json
+from looplib.report.progress import format_seconds
 
 _LAST_LINES = 20  # of a process that failed
 _NEWS_SECONDS = 10.0  # between two lines about the progress of a replay
@@ -173,7 +173,7 @@ class Replayable(Recorded):
         return found[start]
 
     @property
-    def _starts(self) -> list[run_file.Start]:
+    def _starts(self) -> list[run_json.Start]:
         return self.report.get("starts", [])
 
     @property

@@ -21,7 +21,7 @@ from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.compare import compare
 from looplib.extras.tools.runs import say
 from looplib.loop import example_checksum
-from looplib.report import program, run_file, run_json
+from looplib.report import program, run_json
 from looplib.report.records import each_record
 
 # Settings that a resumed run may have changed: they decide when it ends and what it keeps, but not what it computes.
@@ -82,12 +82,12 @@ def rerun(directory: str, to: str | None = None) -> int:
     return _verdict(report, directory, to)
 
 
-def _changed(report: run_file.Report) -> dict[str, Any]:
+def _changed(report: run_json.Report) -> dict[str, Any]:
     """Returns the settings that a resumed run has changed, with the values before and after."""
     return {name: values for start in report["starts"] for name, values in start["changed"].items()}
 
 
-def _refuse_what_cannot_be_repeated(report: run_file.Report, directory: str) -> None:
+def _refuse_what_cannot_be_repeated(report: run_json.Report, directory: str) -> None:
     if report["status"] != "done":
         raise UsageError(
             f"the run in {directory} has not ended well (it is {report['status']:.50} at step {report['step']}); run "
@@ -102,7 +102,7 @@ def _refuse_what_cannot_be_repeated(report: run_file.Report, directory: str) -> 
     recorded_run.refuse_several_processes(report, directory, "start them as you did then, with another --model_dir")
 
 
-def _differences_now(report: run_file.Report, directory: str) -> list[str]:
+def _differences_now(report: run_json.Report, directory: str) -> list[str]:
     """Returns lines about versions and code that are not those of the run."""
     lines = []
     for name, version in report["versions"].items():
@@ -154,9 +154,9 @@ def environment(directory: str) -> dict[str, str]:
     return variables
 
 
-def _verdict(report: run_file.Report, directory: str, to: str) -> int:
+def _verdict(report: run_json.Report, directory: str, to: str) -> int:
     """Compares both runs, prints the result, and returns the exit code."""
-    again = run_file.read(run_file.path_of(to, trains=True))
+    again = run_json.read(run_json.path_of(to, trains=True))
     for name, (before, now) in sorted(run_json.changed_settings(report, again).items()):
         say(f"setting {name} was {shown(before)} and is now {shown(now)}, though the command does not say so")
     found = compare(directory, to)

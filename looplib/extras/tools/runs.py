@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO
 
 from looplib import files, folders
-from looplib.checkpoint.manager import latest_checkpoint
+from looplib.checkpoint.commits import latest_checkpoint
 from looplib.console import printable
 from looplib.errors import UsageError
 from looplib.extras.tools import children

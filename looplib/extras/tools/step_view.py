@@ -18,7 +18,7 @@ from looplib.errors import gist
 from looplib.extras.page import values
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
-from looplib.report.formats import format_number
+from looplib.report.progress import format_number
 from looplib.report.records import Record
 from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer

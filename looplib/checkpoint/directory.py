@@ -1,0 +1,301 @@
+"""The run directory: its name, what it may contain, and what a controller opens in it."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import files, folders
+from looplib.checkpoint import choice, commits
+from looplib.checkpoint.commits import Commit
+from looplib.checkpoint.lock import RunLock, acquire
+from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.restoring import peek
+from looplib.cluster.collectives import Workers
+from looplib.errors import UsageError, gist
+from looplib.task.record import RunRecord
+
+_WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
+
+_FOLDERS = (
+    "checkpoints", os.path.join("checkpoints", "set_aside"), "train", "eval", "media", "csv", "wandb",
+    "predictions", "export", "bad_records",
+)  # fmt: skip
+_FILES = (
+    "lock", "metrics.jsonl", "metrics.voided.jsonl", "media.jsonl", "media.voided.jsonl", "run.json", "run_eval.json",
+    "report.html",
+)  # fmt: skip
+
+
+def resolve(model_dir: str | os.PathLike[str]) -> str:
+    """Returns the one name of a run directory, see `files.resolve`.
+
+    Args:
+      model_dir: the directory.
+
+    Raises:
+      UsageError: for a name that cannot be used, or that TensorFlow would interpret as a pattern.
+    """
+    path = files.resolve(model_dir, "model_dir")
+    files.refuse_patterns("model_dir", path)
+    return path
+
+
+def check_inside(model_dir: str, writes: bool) -> None:
+    """Checks that what a run writes stays inside of its directory, which may come from somebody else.
+
+    Args:
+      model_dir: the run directory.
+      writes: whether this process writes there; it then moves something else that stands where a file of the run
+        belongs, such as a directory or a FIFO, out of the way, with a line for each.
+
+    Raises:
+      UsageError: if a folder of the run is a symbolic link or not a directory.
+    """
+    if files.is_remote(model_dir):
+        return
+    for name in _FOLDERS:
+        folders.check_folder(os.path.join(model_dir, name))
+    for folder in (model_dir, os.path.join(model_dir, "checkpoints")) if writes else ():
+        folders.remove_unfinished(folder)
+    for name in _FILES if writes else ():
+        path = os.path.join(model_dir, name)
+        if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
+            logging.warning("%s is not a file; moved to %s", path, folders.move_aside(model_dir, name))
+
+
+class RunDirectory:
+    """The run directory of one controller: the lock on it, and the checkpoints in it.
+
+    Opening it for a training locks the directory, sets damaged and unfinished checkpoints aside, and finds the newest
+    one that is intact. An evaluation only reads. Workers share the directory, and the chief writes.
+
+    Args:
+      model_dir: the run directory; None for a run that keeps nothing.
+      policy: `CheckpointPolicy`.
+      writes: whether the controller trains.
+      workers: `Workers`.
+      give_up: closes the controller, see `lock.RunLock`.
+
+    Attributes:
+      checkpoints: the path of the folder of the checkpoints; None without a `model_dir`.
+      writes: whether the controller trains.
+      writable: whether metrics can be written to the directory.
+      start: the `Commit` that the run starts from, or None.
+
+    Raises:
+      UsageError: if the directory is in use by another process, or a training cannot write to it.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | None,
+        policy: CheckpointPolicy,
+        writes: bool,
+        workers: Workers,
+        give_up: Callable[[], None],
+    ) -> None:
+        self._policy = policy
+        self._workers = workers
+        self._lock: RunLock | None = None
+        self._verified: str | None = None  # the path of the checkpoint that was just read through
+        self._wait_noted = -math.inf
+        self.writes = writes
+        self.writable = bool(model_dir)
+        self.checkpoints = os.path.join(model_dir, "checkpoints") if model_dir else None
+        self.start: Commit | None = None
+        if not model_dir:
+            return
+        try:
+            if workers.is_chief:
+                files.check_writable(model_dir)
+        except UsageError as error:
+            if writes or not tf.io.gfile.isdir(model_dir):
+                raise
+            self.writable = False
+            logging.warning("%s; this evaluation reports on the console only", error)
+        if workers.is_chief:
+            check_inside(model_dir, writes)
+            if writes:
+                self._lock = acquire(model_dir, give_up)
+        self.start = self._chosen_start()
+
+    def need(self, what: str) -> None:
+        """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
+        if not self.checkpoints:
+            raise UsageError(f"{what} needs a model_dir, but this controller has none; give Controller(model_dir=...)")
+
+    def check_lock(self) -> None:
+        """Raises `UsageError` if the run directory is not this controller's any more."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def release(self) -> None:
+        """Lets another process, or another controller of this one, write to the directory."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def check_nothing_is_lost(self, saved_step: int | None) -> None:
+        """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it.
+
+        Args:
+          saved_step: the newest step that the run is known to have saved, or None.
+
+        Raises:
+          UsageError: if there was one, and none is intact.
+        """
+        if self.start or not self.writes or not self.checkpoints or self._policy.start_anew:
+            return
+        aside = commits.set_aside_before(self.checkpoints)
+        if not (aside or saved_step):
+            return
+        what = f"of step {saved_step} and before" if saved_step else f"in {', '.join(aside)}"
+        raise UsageError(
+            f"no checkpoint in {self.checkpoints} is intact, although the run had checkpoints ({what}); recover "
+            "one, or start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
+        )
+
+    def _chosen_start(self) -> Commit | None:
+        which = self._policy.restore
+        return self.newest_intact() if which is None and self.writes else self.chosen(which or choice.FINAL)
+
+    def deleted(self, path: str) -> bool:
+        """Returns whether a training has meanwhile deleted the checkpoint that this job was to start from.
+
+        `start` is then another one, if there is one.
+        """
+        if self.writes or self._workers.count > 1 or tf.io.gfile.exists(path + ".commit"):
+            return False
+        self.start = self._chosen_start()
+        return self.start is not None and self.start.path != path
+
+    def chosen(self, which: str | int) -> Commit | None:
+        """Returns the checkpoint that a word or a step names, see `choice.choose`; workers wait for each other."""
+        return self._verified_by_the_chief(lambda: choice.choose(self.checkpoints, which, self._policy.best))
+
+    def peek(self) -> tuple[int, RunRecord]:
+        """Returns the global batches consumed by `start` and its run record; 0 and an empty one without a `start`."""
+        if not self.start:
+            return 0, RunRecord()
+        step, record = peek(self.start.path)
+        return step + record.input_offset, record
+
+    def path_of(self, step: int) -> str:
+        """Returns the path of a step's checkpoint."""
+        return commits.path_of(self.checkpoints, step)
+
+    @property
+    def latest(self) -> str | None:
+        """The path of the newest committed checkpoint, or None."""
+        return commits.latest_checkpoint(self.checkpoints) if self.checkpoints else None
+
+    def agreed_latest(self) -> str | None:
+        """Returns `latest` as the chief sees it, which may be writing another one now; workers wait for each other."""
+        done = self._agreed(commits.newest(self.checkpoints)) if self.checkpoints else None
+        return done.path if done else None
+
+    def newest_intact(self) -> Commit | None:
+        """Returns the newest checkpoint that reads as it was written, or None; workers wait for each other.
+
+        A training sets newer, invalid ones aside.
+        """
+        return self._verified_by_the_chief(lambda: commits.newest_intact(self.checkpoints, tidy=self.writes))
+
+    def _verified_by_the_chief(self, find: Callable[[], Commit | None]) -> Commit | None:
+        done = find() if self._workers.is_chief else None
+        self._verified = done.path if done else None
+        return self._agreed(done)
+
+    def best(self) -> Commit | None:
+        """Returns the best checkpoint, see `choice.best`; None without a `model_dir`."""
+        return choice.best(self.checkpoints, self._policy.best) if self.checkpoints else None
+
+    def check_intact(self, path: str) -> None:
+        """Reads all of a checkpoint before TensorFlow does, because TensorFlow may crash on a damaged one.
+
+        Raises:
+          UsageError: if it is damaged, or has no intact marker.
+        """
+        if path == self._verified or not self._workers.is_chief:
+            self._verified = None  # once, because it may change later
+            return
+        try:
+            reason = commits.verify(commits.read_marker(path))
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, tf.errors.OpError) as error:
+            if isinstance(error, UsageError):
+                raise
+            if not tf.io.gfile.exists(f"{path}.index"):
+                return  # not a checkpoint at all, which is said when it is opened
+            reason = f"its marker cannot be read ({gist(error)})"
+        if reason:
+            raise UsageError(
+                f"{path} is not a checkpoint that looplib can read: {reason}; name another one, such as those that "
+                "`python -m looplib inspect --verify` calls intact"
+            )
+
+    def wait_for_newer(self, than: str | None, timeout: float | None) -> str | None:
+        """Waits until the newest checkpoint is another one.
+
+        Args:
+          than: the path that is known; None for any.
+          timeout: seconds to wait; None waits forever.
+
+        Returns:
+          The path, or None if none came in time.
+        """
+        done = self._verified_by_the_chief(lambda: self._wait_for_newer(than, timeout))
+        return done.path if done else None
+
+    def _wait_for_newer(self, than: str | None, timeout: float | None) -> Commit | None:
+        started, damaged = time.monotonic(), None
+        while True:
+            done = commits.newest(self.checkpoints)
+            if done and done.path != than and done != damaged:
+                try:
+                    reason = commits.verify(done)
+                    if not reason:
+                        return done
+                    if tf.io.gfile.exists(done.path + ".commit"):  # else the training has deleted it
+                        logging.warning("the checkpoint of step %d is left out: %s", done.step, reason)
+                        damaged = done
+                except files.CannotReadError as error:  # it may be readable at the next attempt
+                    logging.log_every_n_seconds(logging.WARNING, "%s", 60, error)
+            waited = time.monotonic() - started
+            if timeout is not None and waited >= timeout:
+                return None
+            self._note_wait(than, timeout, waited)
+            time.sleep(min(1.0, timeout if timeout else 1.0))
+
+    def _note_wait(self, than: str | None, timeout: float | None, waited: float) -> None:
+        now = time.monotonic()
+        if now - self._wait_noted < _WAIT_NOTES:
+            return
+        self._wait_noted = now
+        logging.info(
+            "waiting for a checkpoint%s in %s, %s%s",
+            f" newer than {os.path.basename(than)}" if than else "",
+            self.checkpoints,
+            "as long as it takes" if timeout is None else f"for up to {timeout:g} s",
+            f" ({waited:.0f} s so far)" if waited >= 1 else "",
+        )
+
+    def _agreed(self, done: Commit | None) -> Commit | None:
+        """Returns the `Commit` that the chief has found, or None."""
+        if self._workers.count == 1:
+            return done
+        step = self._workers.agree(done.step if done else -1)
+        if step < 0:
+            return None
+        return done if self._workers.is_chief else self._seen_by_the_chief(step)
+
+    def _seen_by_the_chief(self, step: int) -> Commit:
+        for done in commits.committed(self.checkpoints):
+            if done.step == step:
+                return done
+        raise UsageError(
+            f"worker {self._workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "
+            "which the chief resumes; use a model_dir on a file system that all workers share"
+        )

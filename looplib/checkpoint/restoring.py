@@ -1,0 +1,249 @@
+"""Restores: strictly, with a sentence that names all differences between a checkpoint and the objects here."""
+
+import enum
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from looplib import files, plugins
+from looplib.checkpoint import commits, contents
+from looplib.checkpoint.names import Leaf, Normal, Saved, groups
+from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
+from looplib.errors import UsageError, gist, join_names
+from looplib.task.record import RunRecord
+from looplib.task.state import SlotOptimizer
+
+_MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
+
+
+class RestoreMode(enum.Enum):
+    """Which differences between a checkpoint and the objects here a restore allows."""
+
+    STRICT = enum.auto()  # none
+    SUBSET = enum.auto()  # the checkpoint may hold more, such as the optimizer, which an evaluation does not have
+    INTERSECTION = enum.auto()  # both may hold more
+
+
+def restore(
+    checkpoint: tf.train.Checkpoint,
+    objects: Mapping[str, Any],
+    path: str,
+    mode: RestoreMode,
+    options: tf.train.CheckpointOptions,
+) -> None:
+    """Restores the state.
+
+    Args:
+      checkpoint: the `tf.train.Checkpoint` of the objects.
+      objects: dict from name to trackable object.
+      path: a checkpoint's path, `.../ckpt-<step>`.
+      mode: which differences are allowed.
+      options: for TensorFlow.
+
+    Raises:
+      UsageError: if the checkpoint is not one of this model; it lists what differs. The variables may then be
+        partly restored.
+    """
+    if mode is RestoreMode.INTERSECTION:
+        plugins.load("looplib.parts", "weights").take_what_fits(objects, path)
+        return
+    try:
+        if _compared(checkpoint, objects, path, shapes=False).get("other names"):
+            raise UsageError(_mismatch(checkpoint, objects, path, mode))
+        status = checkpoint.restore(path, options)
+        if mode is RestoreMode.SUBSET:
+            status.assert_existing_objects_matched().expect_partial()
+        else:
+            status.assert_consumed()
+    except UsageError:
+        raise
+    except (ValueError, AssertionError) as error:
+        raise UsageError(_mismatch(checkpoint, objects, path, mode, error)) from error
+    except (tf.errors.OpError, IndexError) as error:
+        raise UsageError(
+            f"the checkpoint {path} cannot be read ({gist(error)}); specify an older, intact one, or move it away"
+        ) from error
+
+
+def _compared(
+    checkpoint: tf.train.Checkpoint, objects: Mapping[str, Any], path: str, shapes: bool
+) -> dict[str, list[str]]:
+    """Returns what a checkpoint and the objects here have apart, by titles; {} where the names are not known.
+
+    Args:
+      checkpoint: the `tf.train.Checkpoint` of the objects.
+      objects: dict from name to trackable object.
+      path: the checkpoint's.
+      shapes: whether to look at all, or else only for other names at the same places.
+
+    Raises:
+      UsageError: if what no variable holds is not what the checkpoint was made with.
+    """
+    reader = tf.train.load_checkpoint(path)
+    record = RunRecord.in_checkpoint(reader, path)
+    contents.check(objects, record, path)
+    graph = _tf.object_graph(reader)
+    if graph is None:
+        return {}
+    saved = Saved(reader, graph, record.names, objects)
+    moved = {"other names": sorted(misplaced(saved, objects_of(graph, checkpoint)))}
+    return {**differences(saved), **moved} if shapes else moved
+
+
+def _mismatch(
+    checkpoint: tf.train.Checkpoint,
+    objects: Mapping[str, Any],
+    path: str,
+    mode: RestoreMode,
+    error: Exception | None = None,
+) -> str:
+    """Returns the sentence that lists all differences; TensorFlow's error names only the first one."""
+    found = _compared(checkpoint, objects, path, shapes=True)
+    if mode is RestoreMode.SUBSET:
+        found.pop("only there", None)
+    return (
+        f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "
+        "build the model that the checkpoint was made with, or ask for a partial restore "
+        f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(found) or gist(error)})"
+    )
+
+
+def peek(path: str) -> tuple[int, RunRecord]:
+    """Reads the global step and the run record without touching the model.
+
+    Args:
+      path: a checkpoint's path.
+
+    Raises:
+      UsageError: if it is not a looplib checkpoint, or its run record cannot be read.
+    """
+    try:
+        reader = tf.train.load_checkpoint(path)
+        step = int(reader.get_tensor(_tf.variable_key("global_step")))
+        if os.path.basename(path) != f"ckpt-{step}":
+            raise ValueError(f"the step in it is {step}")
+        text = reader.get_tensor(_tf.python_state_key("run_state"))
+    except (ValueError, TypeError, IndexError, tf.errors.OpError) as error:
+        raise UsageError(
+            f"{path} is not a checkpoint that looplib can read ({gist(error)}); name a checkpoint "
+            "such as <model_dir>/checkpoints/ckpt-1000, or move this one away"
+        ) from error
+    record = RunRecord.from_json(text, path)
+    if not 0 <= step + record.input_offset < _MOST_STEPS:
+        raise UsageError(
+            f"the position in the data of {path} is {step + record.input_offset} (step {step}, input_offset "
+            f"{record.input_offset}), expected a position from 0 to 2**53; name another checkpoint"
+        )
+    if record.global_batch_size is not None and not record.saved_batches.holds(step, step + record.input_offset):
+        raise UsageError(
+            f"the run record in {path} has batches of {record.saved_batches} examples, of which no run comes to step "
+            f"{step}; name another checkpoint"
+        )
+    return step, record
+
+
+def read_position(path: str, workers: Workers) -> tuple[bytes, int]:
+    """Returns the position that this worker has saved with a checkpoint; b"" if it has not.
+
+    Args:
+      path: the path of a verified checkpoint.
+      workers: the workers.
+
+    Returns:
+      (position, the number of workers that saved positions in files of their own, or 0).
+    """
+    names, pattern = list(commits.read_marker(path).files), commits.positions_of(os.path.basename(path))
+    counts = [int(match[2]) for match in map(pattern.fullmatch, names) if match]
+    own = commits.position_path(path, workers.index, workers.count)
+    if os.path.basename(own) not in names:
+        return b"", max(counts, default=0)
+    with files.open_regular(own) as file:
+        return file.read(), workers.count
+
+
+def objects_of(graph: Any, checkpoint: Any) -> dict[int, Any]:
+    """Returns the live objects by the numbers of their nodes in a saved object graph."""
+    view = tf.train.TrackableView(checkpoint)
+    objects, todo = {0: checkpoint}, [0]
+    while todo:
+        number = todo.pop()
+        live = view.children(objects[number])
+        for child in graph.nodes[number].children:
+            if child.node_id not in objects and child.local_name in live:
+                objects[child.node_id] = live[child.local_name]
+                todo.append(child.node_id)
+    for number, node in enumerate(graph.nodes):  # the slots of an old optimizer are not its children
+        for slot in node.slot_variables:
+            owner, original = objects.get(number), objects.get(slot.original_variable_node_id)
+            if isinstance(owner, SlotOptimizer) and original is not None and slot.slot_name in owner.get_slot_names():
+                objects[slot.slot_variable_node_id] = owner.get_slot(original, slot.slot_name)
+    return objects
+
+
+def misplaced(saved: Saved, objects: Mapping[int, Any]) -> list[str]:
+    """Lists the saved variables at whose place in the structure there is another one now.
+
+    Args:
+      saved: the variables of a checkpoint, with those here.
+      objects: the objects here by the numbers of the checkpoint's nodes.
+
+    Returns:
+      list of phrases, such as "la/kernel there, lb/kernel here".
+    """
+    live = saved.live
+    normal = Normal(live)
+    here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
+    names = {normal(leaf.name) for leaf in live.leaves}
+    found = []
+    for number, leaf in here.items():
+        there = saved.leaves[number]
+        if there.origin and leaf.origin:
+            other = here.get(there.origin.node) is not leaf.origin or there.kind != leaf.kind
+        elif there.origin or leaf.origin:
+            other = False  # names of TensorFlow's that do not say it
+        else:
+            one = normal(there.name)
+            other = one != normal(leaf.name) and (one in names or all(count for count, _ in leaf.paths.values()))
+        if other:
+            found.append(f"{there.name} there, {leaf.name} here")
+    return found
+
+
+def differences(saved: Saved) -> dict[str, list[str]]:
+    """Returns what a checkpoint and the objects here have apart: dict from a title to the names of variables.
+
+    These are the names of layers, and not their places in lists, under the attribute of the trainer.
+    """
+    normal = Normal(saved.live)
+
+    def key(leaf: Leaf) -> tuple[str, str]:
+        if leaf.origin:
+            return leaf.kind, key(leaf.origin)[1]
+        root, (numbers, path) = min(leaf.paths.items(), key=lambda way: way[1])
+        return "", f"{root}/{normal(leaf.name) if numbers else path}".rstrip("/")
+
+    def shown(leaf: Leaf) -> str:
+        kind, name = key(leaf)
+        return f"{kind} of {name}" if kind else name
+
+    def only(side: dict[Any, list[Leaf]], other: dict[Any, list[Leaf]]) -> list[str]:
+        return [shown(leaf) for name, leaves in sorted(side.items()) for leaf in leaves[len(other.get(name, ())) :]]
+
+    there, here = (groups(leaves, key) for leaves in (saved.leaves.values(), saved.live.leaves))
+    pairs = [pair for name in sorted(there.keys() & here.keys()) for pair in zip(there[name], here[name])]
+    return {
+        "only here": only(here, there),
+        "only there": only(there, here) + sorted(saved.attributes - saved.live.objects.keys()),
+        "other shapes": [
+            f"{shown(other)} {list(one.shape)} there, {list(other.shape)} here"
+            for one, other in pairs if one.shape != other.shape
+        ],
+    }  # fmt: skip
+
+
+def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
+    """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
+    return "; ".join(f"{title}: {join_names(list(names), most=4)}" for title, names in differences.items() if names)

@@ -1,0 +1,387 @@
+"""Saves: a snapshot of all state in memory, written in the background, committed last, pruned by the policy.
+
+TensorFlow's own asynchronous checkpoints fail on Keras 3 variables (TensorFlow 2.20, Keras 3.15: the second save makes
+variables inside a `tf.function`). A snapshot reads each value as TensorFlow would save it, under the key that
+TensorFlow gave it, and is written as the same files.
+
+A position in the data may hold a shuffle buffer of many megabytes, so it is not sent to the chief. Where there are
+several workers, each writes its own file `ckpt-<step>.position-<worker>-of-<workers>`, and the chief lists all of
+them, with sizes and checksums, in the marker.
+"""
+
+import dataclasses
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib import files, folders
+from looplib.checkpoint import commits, contents
+from looplib.checkpoint.commits import Measured
+from looplib.checkpoint.names import Live
+from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.restoring import RestoreMode, objects_of, restore
+from looplib.cluster import peers
+from looplib.cluster.collectives import OF_OTHERS, Workers
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
+from looplib.errors import UsageError, gist, with_cure
+from looplib.task.plain import as_bytes
+from looplib.task.record import Contents, RunRecord, VariableNames
+
+_ABSENT = bytes(hashlib.sha256().digest_size)
+
+
+class Checkpoints:
+    """The checkpoints of one run directory, written by one process: where several workers train, by the chief.
+
+    Only the positions in the data of several workers are written by each of them.
+
+    A save takes a snapshot of the state and hands it to a thread that writes, commits and tidies; there is one save at
+    a time. The first save of a process, from which the keys are learned, and every save of state that only TensorFlow
+    can write (a lookup table, say), let the caller wait.
+
+    Args:
+      directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
+      objects: dict from name to trackable object: the complete state.
+      policy: `CheckpointPolicy`.
+      workers: the workers. One that is not the chief has to read all values together with the chief, because some are
+        summed over workers.
+      check: raises `UsageError` if the directory is not this process's any more; called before files are written and
+        before they are committed.
+      sync: puts on the disk what the checkpoint calls reported; called before the commit.
+
+    Attributes:
+      committed: committed paths not yet announced.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        objects: Mapping[str, Any],
+        policy: CheckpointPolicy = CheckpointPolicy(),
+        workers: Workers | None = None,
+        check: Callable[[], None] = lambda: None,
+        sync: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.directory = directory
+        self._workers = workers or Workers(tf.distribute.get_strategy())
+        self._writes = self._workers.is_chief
+        self._check = check
+        self._sync = sync
+        self._policy = policy
+        self._checkpoint = tf.train.Checkpoint(**objects)
+        self._objects = objects
+        _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
+        # The files are this process's, also of variables on parameter servers.
+        self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
+        self._snapshots: Snapshots | None = None
+        self._noted: tuple[VariableNames, dict[str, Contents]] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self.committed: list[str] = []
+
+    def save(self, step: int, wait: bool, position: bytes = b"") -> str:
+        """Saves the state as `ckpt-<step>`.
+
+        Args:
+          step: the global step.
+          wait: returns only when it is committed.
+          position: this worker's in its data, for a file of its own; where there is one worker, the state has it.
+
+        Returns:
+          The path of the checkpoint.
+
+        Raises:
+          UsageError: if it, or the save before it, could not be written.
+        """
+        self.wait()
+        path = commits.path_of(self.directory, step)
+        try:
+            self._save(path, step, position)
+        except (OSError, tf.errors.OpError) as error:
+            failure = self._failure(path, error)
+            if failure is error:
+                raise
+            raise failure from error
+        if wait:
+            self.wait()
+        return path
+
+    def _save(self, path: str, step: int, position: bytes) -> None:
+        if self._writes:
+            self._check()
+            folders.make_folder(*os.path.split(self.directory))
+            self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
+            commits.make_way(self.directory, step)
+            if self._workers.count > 1:
+                commits.begin(path)  # before any worker writes
+        positions = write_position(path, position, self._workers)
+        if not self._writes:
+            self._read_along()
+            return
+        if not self._policy.in_background or self._snapshots is None:
+            commits.begin(path)
+            self._checkpoint.write(path, self._options)
+            self._commit(path, step, positions)
+            self._learn_from(path)
+            return
+        snapshot = self._snapshots.take()
+
+        def write() -> None:
+            try:
+                commits.begin(path)
+                self._snapshots.write(path, snapshot)
+                snapshot.clear()
+                self._commit(path, step, positions)
+            except Exception as error:  # of any kind; it is raised where the run waits for this save
+                self._error = self._failure(path, error)
+
+        self._thread = threading.Thread(target=write, name="looplib-save", daemon=True)
+        self._thread.start()
+        peers.current.let_end(self._thread)
+
+    def set_aside_after(self, step: int) -> None:
+        """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
+        self.wait()
+        if self._writes:
+            self._set_aside([found.step for found in commits.listing(self.directory) if found.step > step])
+
+    def _set_aside(self, steps: list[int]) -> None:
+        for step in steps:  # newest first, so that a run which is killed in between resumes from the newest one left
+            place = commits.set_aside(self.directory, step)
+            logging.warning("the checkpoint of step %d was superseded by this run; moved to %s", step, place)
+
+    def _learn_from(self, path: str) -> None:
+        """Gets ready to take snapshots, by the keys of a checkpoint that TensorFlow wrote."""
+        if self._policy.in_background and self._snapshots is None:
+            try:
+                self._snapshots = Snapshots(self._checkpoint, path)
+            except NotImplementedError as error:
+                self._policy = dataclasses.replace(self._policy, in_background=False)
+                logging.info("only TensorFlow can save %s; training waits for each save", error)
+
+    def _read_along(self) -> None:
+        """Reads all values like the writing worker, because reading some of them is a sum over workers."""
+        if self._snapshots is not None:
+            self._snapshots.take()
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            self._learn_from(self._checkpoint.write(os.path.join(folder, "ckpt")))
+
+    def _commit(self, path: str, step: int, positions: Mapping[str, Measured]) -> None:
+        self._sync()
+        self._check()
+        commits.commit(path, step, positions)
+        self.committed.append(path)
+        self._prune()
+        if commits.list_is_foreign(self.directory):
+            return
+        # TensorFlow's text file that lists the checkpoints, for tf.train.latest_checkpoint and other tools.
+        names = [os.path.basename(done.path) for done in reversed(commits.committed(self.directory))]
+        lines = [f'model_checkpoint_path: "{names[-1]}"', *(f'all_model_checkpoint_paths: "{name}"' for name in names)]
+        files.write_whole(os.path.join(self.directory, "checkpoint"), "\n".join(lines) + "\n")
+
+    def _failure(self, path: str, error: Exception) -> Exception:
+        # Values are read by all workers together, so that a save also fails where another worker is lost.
+        if isinstance(error, UsageError) or (self._workers.count > 1 and isinstance(error, OF_OTHERS)):
+            return error
+        return _tf.lost_server(error) or UsageError(
+            f"the checkpoint {path} could not be saved: {with_cure(error, 'free space or fix the permissions')}; then "
+            "run the same command again"
+        )
+
+    @property
+    def saving(self) -> bool:
+        """Returns whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits for a save under way.
+
+        Raises:
+          UsageError: if it failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raises the `UsageError` of a save that has failed meanwhile; does not wait."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
+        """Adds the metrics of an evaluation to the checkpoint of its step, if there is one, and prunes.
+
+        Args:
+          step: the global step.
+          scores: dict from "<evaluator>/<metric>" to number.
+
+        Raises:
+          UsageError: if the policy keeps the best by a metric that is not among them.
+        """
+        metrics: dict[str, set[str]] = {}
+        for name, _, metric in (score.partition("/") for score in scores):
+            metrics.setdefault(name, set()).add(metric)
+        self._policy.check(metrics, self.directory)
+        self.wait()
+        for done in commits.committed(self.directory):
+            if done.step == step:
+                commits.add_scores(done, scores)
+        self._prune()
+
+    def _prune(self) -> None:
+        kept = commits.committed(self.directory)
+        wanted = {done.step for rule in self._policy.keep for done in rule.select(kept)}
+        for done in kept[1:]:
+            if done.step not in wanted:
+                commits.remove(done)
+
+    def restore(self, path: str, mode: RestoreMode = RestoreMode.STRICT) -> None:
+        """Restores the state, see `restoring.restore`; waits for a save under way."""
+        self.wait()
+        restore(self._checkpoint, self._objects, path, mode, self._options)
+
+    def differs(self, step: int) -> bool:
+        """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""
+        self.wait()
+        with tempfile.TemporaryDirectory() as folder:
+            live = self._checkpoint.write(os.path.join(folder, "live"), self._options)
+            if not self._writes:
+                return False
+            path = commits.path_of(self.directory, step)
+            if not tf.io.gfile.exists(f"{path}.commit"):
+                return True
+            ours, theirs = tf.train.load_checkpoint(live), tf.train.load_checkpoint(path)
+            keys = [key for key in ours.get_variable_to_shape_map() if _tf.is_variable_key(key)]
+            return any(
+                not theirs.has_tensor(key)  # after a partial restore
+                or as_bytes(np.asarray(ours.get_tensor(key))) != as_bytes(np.asarray(theirs.get_tensor(key)))
+                for key in keys
+                if not key.startswith("save_counter/")
+            )
+
+    def note_in(self, record: RunRecord) -> None:
+        """Notes in the record of a checkpoint what its variables are called, and what no variable holds."""
+        if self._noted is None:
+            self._noted = Live(self._objects).record(), contents.contents_of(self._objects)
+        record.names, record.contents = self._noted
+
+
+def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Measured]:
+    """Writes this worker's position, and waits until all workers have written theirs.
+
+    A worker that cannot write its file logs a warning: the run is worth more than a quick resume.
+
+    Args:
+      path: the checkpoint's path. The chief has made room for its files before it calls this.
+      position: what `TaskLoop.position` returned; b"" for none.
+      workers: the workers.
+
+    Returns:
+      The files that were written, by name, for `commits.commit`; {} for one worker.
+    """
+    if workers.count == 1 or not (sizes := workers.gather(np.int64(len(position)))).any():
+        return {}
+    digest = _ABSENT
+    if position:
+        try:
+            files.write_whole(commits.position_path(path, workers.index, workers.count), position, durable=False)
+            digest = hashlib.sha256(position).digest()
+        except (OSError, tf.errors.OpError) as error:
+            logging.warning(
+                "worker %d cannot write its position in the data beside %s (%s), so that a resumed run will skip the "
+                "data already used; model_dir has to be writable by all workers",
+                workers.index,
+                path,
+                gist(error),
+            )
+    digests = [row.tobytes() for row in workers.gather(np.frombuffer(digest, np.uint8))]
+    return {
+        os.path.basename(commits.position_path(path, index, workers.count)): {
+            "bytes": int(size),
+            "sha256": digest.hex(),
+        }
+        for index, (size, digest) in enumerate(zip(sizes, digests))
+        if digest != _ABSENT
+    }
+
+
+def host_device() -> str:
+    """Returns the name of this process's CPU, as opposed to that of another process that it is connected to."""
+    with tf.device("/cpu:0"):
+        return tf.constant(0).device
+
+
+class Snapshots:
+    """Takes snapshots of the objects of one `tf.train.Checkpoint`, and writes them as checkpoints.
+
+    Args:
+      checkpoint: the `tf.train.Checkpoint`.
+      path: a checkpoint that it has written, from which the keys are learned.
+
+    Raises:
+      NotImplementedError: if it holds something that is neither a variable nor a `PythonState`, such as a table; only
+        TensorFlow can save it, while training waits.
+    """
+
+    def __init__(self, checkpoint: tf.train.Checkpoint, path: str) -> None:
+        reader = tf.train.load_checkpoint(path)
+        graph = _tf.object_graph(reader)
+        if graph is None:
+            raise NotImplementedError(f"with TensorFlow {tf.__version__} any checkpoint")
+        self._graph = reader.get_tensor(_tf.OBJECT_GRAPH_KEY)
+        self._readers: dict[str, Callable[[], tf.Tensor]] = {}
+        objects = objects_of(graph, checkpoint)
+        for number, node in enumerate(graph.nodes):
+            for attribute in node.attributes:
+                self._readers[attribute.checkpoint_key] = _reader(objects.get(number), attribute)
+
+    def take(self) -> dict[str, tf.Tensor]:
+        """Returns a dict from checkpoint key to a tensor in host memory.
+
+        It costs no copy on a CPU: TensorFlow copies a variable's buffer when the variable is next updated while
+        another reference holds its value.
+        """
+        with tf.device(host_device()):
+            return {
+                _tf.OBJECT_GRAPH_KEY: tf.constant(self._graph),
+                **{key: read() for key, read in self._readers.items()},
+            }
+
+    @staticmethod
+    def write(path: str, snapshot: dict[str, tf.Tensor]) -> None:
+        """Writes a snapshot as the files of a checkpoint.
+
+        Args:
+          path: the checkpoint's path.
+          snapshot: the dict that `take` returned.
+
+        Raises:
+          tf.errors.OpError: if it cannot be written.
+        """
+        with tf.device(host_device()):
+            tf.raw_ops.SaveV2(
+                prefix=path,
+                tensor_names=list(snapshot),
+                shape_and_slices=[""] * len(snapshot),
+                tensors=list(snapshot.values()),
+            )
+
+
+def _reader(value: Any, attribute: Any) -> Callable[[], tf.Tensor]:
+    """Returns the function that reads one saved value of an object."""
+    if isinstance(value, tf.train.experimental.PythonState) and attribute.name == "py_state":
+        return lambda: tf.constant(value.serialize())
+    value = _keras.tf_variable(value)
+    if isinstance(value, tf.Variable) and attribute.name == "VARIABLE_VALUE":
+        return lambda: tf.identity(value.read_value())
+    raise NotImplementedError(attribute.checkpoint_key)

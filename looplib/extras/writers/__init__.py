@@ -1,0 +1,13 @@
+"""Writers besides `metrics.jsonl`: the screen, TensorBoard, media, CSV, MLflow, Weights & Biases; one in a thread.
+
+Names that other rooms may use, by file:
+    background: BackgroundWriter
+    console_writer: ConsoleWriter
+    csv_writer: CsvWriter
+    media_writer: none
+    mlflow_writer: MlflowWriter
+    registered: console, csv, media, mlflow, tensorboard, wandb
+    tensorboard_writer: TensorBoardWriter
+    tracked: none
+    wandb_writer: WandbWriter
+"""

@@ -1,0 +1,136 @@
+"""MlflowWriter: the metrics of a run in MLflow."""
+
+import os
+import pathlib
+import re
+import tempfile
+import time
+import urllib.parse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from looplib import files
+from looplib.extras.writers import tracked
+from looplib.report.shown import Histogram, Images, Shown
+from looplib.report.writers import Setting, Writer
+
+if TYPE_CHECKING:
+    import mlflow
+
+_TRACKER = "mlflow"
+_ENDS = {"failed": "FAILED", "preempted": "KILLED"}
+
+
+class MlflowWriter(Writer):
+    """Metrics as `<split>/<name>`, settings as parameters, media as artifacts.
+
+    The run is named after its directory, which keeps its id. A run that resumes continues it, and what it logs a second
+    time is left out; a setting that has changed becomes a tag, because MLflow changes no parameter.
+
+    Args:
+      directory: the run directory.
+      uri: where MLflow keeps its runs; default the environment variable MLFLOW_TRACKING_URI, or else the folder
+        `mlruns` beside the run directory.
+      experiment: default the environment variable MLFLOW_EXPERIMENT_NAME, or else "looplib".
+    """
+
+    def __init__(self, directory: str, uri: str | None = None, experiment: str | None = None) -> None:
+        self._directory = directory
+        self._uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "looplib"
+        self._client: mlflow.MlflowClient | None = None
+        self._run = ""
+        self._logged: set[tuple[str, int, float]] = set()
+
+    def settings(self, settings: Mapping[str, Setting]) -> None:
+        """Logs parameters."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._open().get_run(self._run).data.params
+        texts = {_key(name): str(value) for name, value in settings.items()}
+        new = [Param(name, value) for name, value in texts.items() if name not in known]
+        changed = [RunTag(f"changed.{name}", value) for name, value in texts.items() if known.get(name, value) != value]
+        self._client.log_batch(self._run, params=new, tags=changed)
+
+    def write(self, step: int, split: str, metrics: Mapping[str, float]) -> None:
+        """Logs metrics."""
+        from mlflow.entities import Metric
+
+        client, now = self._open(), int(time.time() * 1000)
+        values = {_key(f"{split}/{name}"): float(value) for name, value in metrics.items()}
+        new = [Metric(n, v, now, step) for n, v in values.items() if (n, step, v) not in self._logged]
+        client.log_batch(self._run, metrics=new)
+
+    def show(self, step: int, split: str, shown: Mapping[str, Shown]) -> None:
+        """Logs artifacts: PNG files, and texts and histograms as JSON."""
+        client = self._open()
+        for name, each in shown.items():
+            place = f"{_key(split)}/{_key(name).replace('/', '_')}/{step:08}"
+            if isinstance(each, Images):
+                for number, png in enumerate(each.files):
+                    _log_bytes(client, self._run, png, place, f"{number}.png")
+            elif isinstance(each, Histogram):
+                content = {"edges": list(each.edges), "counts": list(each.counts)}
+                client.log_dict(self._run, content, f"{place}.json")
+            else:
+                client.log_dict(self._run, {"texts": list(each.texts)}, f"{place}.json")
+
+    def close(self) -> None:
+        """Marks the run as finished, failed, or killed if it was preempted."""
+        if self._client is not None:
+            self._client.set_terminated(self._run, _ENDS.get(tracked.how_it_ended(self._directory), "FINISHED"))
+
+    def _open(self) -> "mlflow.MlflowClient":
+        """Starts or continues the run, at the first call."""
+        if self._client is not None:
+            return self._client
+        if not self._uri:
+            # Files, of which MLflow wants to be asked for: a run needs no database, and many may write at a time.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            self._uri = pathlib.Path(self._directory).absolute().with_name("mlruns").as_uri()
+        import mlflow
+
+        client = mlflow.MlflowClient(_without_password(self._uri))
+        run = tracked.read_id(self._directory, _TRACKER)
+        if run is None or not self._continue(client, run):
+            found = client.get_experiment_by_name(self._experiment)
+            experiment = found.experiment_id if found else client.create_experiment(self._experiment)
+            run = client.create_run(experiment, run_name=tracked.name_of(self._directory)).info.run_id
+            tracked.keep_id(self._directory, _TRACKER, run)
+        self._client, self._run = client, run
+        return client
+
+    def _continue(self, client: "mlflow.MlflowClient", run: str) -> bool:
+        """Continues a run; returns False if MLflow does not have it, as in a directory that was copied."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            names = client.get_run(run).data.metrics
+            client.update_run(run, "RUNNING")
+        except MlflowException:
+            return False
+        self._logged = {(n, m.step, m.value) for n in names for m in client.get_metric_history(run, n)}
+        return True
+
+
+def _log_bytes(client: "mlflow.MlflowClient", run: str, content: bytes, folder: str, name: str) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = os.path.join(place, name)
+        files.write_whole(path, content, durable=False)
+        client.log_artifact(run, path, folder)
+
+
+def _without_password(uri: str) -> str:
+    """Returns an address without its name and password, which MLflow would print, and passes these on otherwise."""
+    name, at, host = urllib.parse.urlsplit(uri).netloc.rpartition("@")
+    if at and uri.startswith(("http://", "https://")):
+        user, _, password = name.partition(":")
+        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", urllib.parse.unquote(user))
+        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", urllib.parse.unquote(password))
+        uri = uri.replace(f"{name}@{host}", host, 1)
+    return uri
+
+
+def _key(name: str) -> str:
+    """Returns a name that MLflow takes."""
+    return re.sub(r"[^A-Za-z0-9_\-. /]", "_", name)

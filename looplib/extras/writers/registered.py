@@ -1,0 +1,57 @@
+"""The writers as plug-ins of the group `looplib.writers`: functions of the run directory.
+
+The trackers among them each run in a thread of their own.
+"""
+
+import importlib.util
+
+from looplib.errors import UsageError
+from looplib.extras.writers.background import BackgroundWriter
+from looplib.extras.writers.console_writer import ConsoleWriter
+from looplib.extras.writers.csv_writer import CsvWriter
+from looplib.extras.writers.media_writer import MediaWriter
+from looplib.extras.writers.mlflow_writer import MlflowWriter
+from looplib.extras.writers.tensorboard_writer import TensorBoardWriter
+from looplib.extras.writers.wandb_writer import WandbWriter
+from looplib.report.writers import Writer
+
+
+def is_installed(package: str) -> bool:
+    """Returns whether a package that a tracker needs is there."""
+    return importlib.util.find_spec(package) is not None
+
+
+def console(directory: str) -> Writer:
+    """Returns the writer of the screen."""
+    return ConsoleWriter()
+
+
+def csv(directory: str) -> Writer:
+    """Returns the tracker of tables."""
+    return BackgroundWriter(CsvWriter(directory))
+
+
+def media(directory: str) -> Writer:
+    """Returns the writer of `media.jsonl`."""
+    return MediaWriter(directory)
+
+
+def mlflow(directory: str) -> Writer:
+    """Returns the tracker of MLflow."""
+    return BackgroundWriter(_needing("mlflow", MlflowWriter)(directory))
+
+
+def tensorboard(directory: str) -> Writer:
+    """Returns the writer of TensorBoard's event files."""
+    return TensorBoardWriter(directory)
+
+
+def wandb(directory: str) -> Writer:
+    """Returns the tracker of Weights & Biases."""
+    return BackgroundWriter(_needing("wandb", WandbWriter)(directory))
+
+
+def _needing(package: str, kind: type[Writer]) -> type[Writer]:
+    if not is_installed(package):
+        raise UsageError(f"the writer {package} needs the package {package}: pip install 'looplib[{package}]'")
+    return kind
