@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
-from looplib import console, runtime
+from looplib import console, plugins, runtime
 from looplib.checkpoint.beginning import begin
 from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.names import stable_names
@@ -35,7 +35,7 @@ from looplib.report.clock import Clock, Pace
 from looplib.report.page import Page
 from looplib.report.shown import Shown
 from looplib.report.writers import Writer, Writers, make_writers
-from looplib.task import checks, model_table
+from looplib.task import checks
 from looplib.task.actions import ActionStates, Event
 from looplib.task.derived import Constants, starting
 from looplib.task.evaluator import Evaluator
@@ -117,7 +117,8 @@ class Run:
         )
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
-            self.report.model = model_table.note(trainer)
+            if describe := plugins.find("looplib.parts", "model_table"):
+                self.report.model = describe(trainer)
             self.report.speed = flops.of_training(self.loops.training, settings.strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)

@@ -16,7 +16,7 @@ import looplib
 from looplib import UsageError
 from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
-from looplib.task import model_table
+from looplib.extras.tools import model_table
 
 pytestmark = pytest.mark.any_engine
 
@@ -371,7 +371,7 @@ def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
 
 
 def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr("looplib.task.loss_scale._GROWS_AFTER", 3)
+    monkeypatch.setattr("looplib.task.gradients._GROWS_AFTER", 3)
     trainer = made(make_strategy("default"), loss_scale="dynamic")
     train(trainer, 7)
     assert trainer.loss_scale.scale.numpy() == 2.0**17

@@ -16,8 +16,8 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import duration
+from looplib.extras.tools import model_table
 from looplib.health.preemption import notice
-from looplib.task import model_table
 
 pytestmark = pytest.mark.any_engine
 

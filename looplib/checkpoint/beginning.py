@@ -1,5 +1,6 @@
 """The start of a run without a checkpoint: initial values, or a checkpoint of another run."""
 
+import os
 from typing import Any
 
 import tensorflow as tf
@@ -7,8 +8,9 @@ from absl import logging
 
 from looplib import plugins
 from looplib.checkpoint.policy import CheckpointPolicy
-from looplib.task import perturbation
 from looplib.task.trainer import Trainer
+
+NUDGE = "LOOPLIB_NUDGE"  # of the environment: a number, by which `looplib check replicas` has initial weights changed
 
 
 def begin(
@@ -42,6 +44,6 @@ def begin(
             trainer.initialize()
         if policy.warm_start:
             plugins.load("looplib.parts", "weights").warm_start(objects, policy.warm_start)
-        if perturbation.requested():
-            perturbation.nudge(strategy, objects)
+        if os.environ.get(NUDGE):
+            plugins.load("looplib.parts", "nudge")(strategy, objects)
     return None, 0

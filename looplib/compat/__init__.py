@@ -4,8 +4,8 @@ Names that other rooms may use, by file:
     keras: adapts, averaged, changes_when_called, check_one_family, check_placement, computes_in, export_archive,
         family, finalizes, float_type, given_constants, GLOBAL_SEED, inner_metrics, input_specs, is_a, is_layer,
         is_metric, is_metrics, is_model, is_optimizer, is_own_class, is_variable, layer_of, load_model, optimizers,
-        parts, rate_or_schedule, scales_loss, sublayers, tf_variable, UNSEEDED, untracked_variables, value_now,
-        variable_path, whole_tracebacks, with_inner, without_vocabularies
+        parts, rate_or_schedule, recompute, scales_loss, sublayers, tf_variable, UNSEEDED, untracked_variables,
+        value_now, variable_path, when_imported, whole_tracebacks, with_inner, without_vocabularies
     optimizers: counts_while_traced, fused_update, is_summed, leave_out_sum, own_method, Replacement, summed,
         updates_conditionally, variables_of
     tensorflow: called, first_bad_output, frames_in, functions_in, graphs_called, growing_array, identity_of,

@@ -6,8 +6,11 @@ This imports neither: it recognizes objects by the modules of their classes.
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -399,3 +402,46 @@ def layer_of(error: BaseException) -> str:
         name = holder.name if is_layer(holder) and not is_model(holder) else name
         trace = trace.tb_next
     return name
+
+
+def recompute(layer: Any) -> None:
+    """Lets a layer compute its activations again in the backward pass, by `tf.recompute_grad`.
+
+    A layer that is built has no public way to compute otherwise than its class does, but to set its `call`.
+    """
+    call = layer.call
+
+    @functools.wraps(call)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
+
+    layer.call = recomputed
+
+
+def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
+    """Calls a function of a Keras family's module now, or right after it is imported: a program may do so late.
+
+    Keras has no configuration of its own that would have the settings before. Python looks for a module at the finders
+    of `sys.meta_path`; the one here takes itself out at once.
+    """
+    if name in sys.modules:
+        function(sys.modules[name])
+        return
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def execute_and_call(module: types.ModuleType) -> None:
+                    execute(module)
+                    function(module)
+
+                spec.loader.exec_module = execute_and_call
+            return spec
+
+    sys.meta_path.insert(0, Finder())

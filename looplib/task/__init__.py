@@ -9,22 +9,18 @@ Names that other rooms may use, by file:
     derived: Constants, starting
     evaluator: Evaluator
     exported: Exported
-    gradient_checks: none
     gradient_trainer: GradientTrainer
     gradients: none
     input_context: InputContext, per_replica_batch_size
     learning_rates: constant_rate, learning_rate, LearningRates, updating
-    loss_scale: none
     media: histogram, image, Media, text
     micro_batches: none
     mixture: Mixture
-    model_table: note, variables
     monitored: mode_of
     own_loop: OwnLoop
     own_names: BATCH_SIZES, check, check_finished, CHECKSUM, refuse_in
     packed: Packed, PackedRows
     parts: none
-    perturbation: nudge, requested, VARIABLE
     plain: as_array, as_bytes, as_json, as_number, is_number
     plans: Kept
     positions: none

@@ -52,7 +52,7 @@ _CONVERTED = {
     "looplib.data.iterator_state": "*_pack.python_function",
     "looplib.data.pipelines.Pipelines": "build_on_worker",
     "looplib.task.gradient_trainer.GradientTrainer": "step_fn _backward",
-    "looplib.task.gradient_checks": "losses_and_metrics joined",
+    "looplib.task.gradient_trainer": "_losses_and_metrics",
     "looplib.task.input_context.InputContext": "indices _positions _check _places _seed_of",
     "looplib.task.positions.Positions": "of_a_training of_an_evaluation",
     "looplib.task.batches.Batches": "full before _examples",

@@ -12,10 +12,10 @@ import tensorflow as tf
 
 from looplib import files
 from looplib.errors import Preempted, UsageError, join_names
+from looplib.extras.tools import model_table
 from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
-from looplib.task import model_table
 from looplib.task.plain import as_array, as_bytes, as_json
 from looplib.task.state import state_of, tables_of, variables_of
 

@@ -16,11 +16,11 @@ from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
 from looplib.extras.page import values
+from looplib.extras.tools import model_table
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
 from looplib.report.progress import format_number
 from looplib.report.records import Record
-from looplib.task import model_table
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number
 from looplib.task.trainer import Trainer
