@@ -138,13 +138,10 @@ class TrainingOptimizers:
         self._replacements: list[_optimizers.Replacement] = []
         sums = strategy.num_replicas_in_sync > 1
         try:
-            for optimizer in (held := list(_keras.optimizers(trainer).values())):
+            for optimizer in _keras.optimizers(trainer).values():
                 self._change(optimizer, sums, noted and not _keras.scales_loss(optimizer))
                 if fuse and (update := _optimizers.fused_update(optimizer)):
                     self._replace(optimizer, "update_step", update)
-            if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-                for optimizer in _keras.with_inner(held):
-                    self._count_exactly(optimizer)
         except BaseException:
             self.close()
             raise
@@ -171,20 +168,6 @@ class TrainingOptimizers:
             name, function = "apply_gradients", _apply_pairs
         if sums or noted:
             self._replace(optimizer, name, lambda plain: functools.partial(function, optimizer, plain))
-
-    def _count_exactly(self, optimizer: Any) -> None:
-        """Lets an optimizer count by one op, where Keras 3 reads, adds and writes, and workers lose counts."""
-        if getattr(optimizer, "gradient_accumulation_steps", None):
-            raise UsageError(
-                f"{type(optimizer).__name__} has gradient_accumulation_steps, and with the strategy parameter_server "
-                "workers add to one accumulator at the same time, so that gradients are lost; use a larger batch"
-            )
-        iterations = optimizer.iterations
-        if _keras.is_variable(iterations):
-            variable = iterations.value
-            self._replace(
-                iterations, "assign_add", lambda _: lambda value: variable.assign_add(tf.cast(value, variable.dtype))
-            )
 
 
 def refuse_others(strategy: tf.distribute.Strategy, unheld: Iterable[str]) -> None:

@@ -4,7 +4,6 @@ Keras 3 (`keras`) and Keras 2 (`tf_keras`) both run on TensorFlow, and neither's
 This imports neither: it recognizes objects by the modules of their classes.
 """
 
-import contextlib
 import functools
 import importlib.abc
 import importlib.util
@@ -110,11 +109,6 @@ def is_optimizer(value: Any) -> bool:
     return is_a(value, "optimizers", "Optimizer") or is_a(value, "optimizers", "legacy", "Optimizer")
 
 
-def float_type(model: Any) -> str:
-    """Returns the name of the type of floating-point numbers that the family of a model computes with by default."""
-    return sys.modules[family(model)].backend.floatx()
-
-
 def input_specs(model: Any) -> Any:
     """Returns the structure of `tf.TensorSpec`s of the inputs of a model; None if it has no Input layers.
 
@@ -146,16 +140,6 @@ def _spec(part: Any, name: str) -> tf.TensorSpec:
 def inner_metrics(metric: Any) -> list[Any]:
     """Returns a metric, and those that Keras 3 keeps in the one for all metrics of a compiled model."""
     return [metric, *(one for inner in getattr(metric, "metrics", ()) for one in inner_metrics(inner))]
-
-
-def export_archive(model: Any) -> Any:
-    """Returns a new `ExportArchive` of a model's family."""
-    return sys.modules[family(model)].export.ExportArchive()
-
-
-def load_model(model: Any, path: str) -> Any:
-    """Loads a file that a model has written, by the model's family, without its optimizer and loss."""
-    return sys.modules[family(model)].models.load_model(path, compile=False)
 
 
 def _within(value: Any) -> Iterable[tuple[str, Any]]:
@@ -378,30 +362,6 @@ def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iter
                 f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
                 "build models, optimizers and metrics inside `with strategy.scope():`"
             )
-
-
-@contextlib.contextmanager
-def whole_tracebacks() -> Iterator[None]:
-    """Keeps Keras 3's and TensorFlow's own frames in the tracebacks of errors, inside a `with` block."""
-    holders = [tf.debugging, *([sys.modules["keras"].config] if "keras" in sys.modules else [])]
-    holders = [holder for holder in holders if holder.is_traceback_filtering_enabled()]
-    for holder in holders:
-        holder.disable_traceback_filtering()
-    try:
-        yield
-    finally:
-        for holder in holders:
-            holder.enable_traceback_filtering()
-
-
-def layer_of(error: BaseException) -> str:
-    """Returns the name of the innermost layer of either family in which an error was raised; "" for none."""
-    name, trace = "", error.__traceback__
-    while trace is not None:
-        holder = trace.tb_frame.f_locals.get("self")
-        name = holder.name if is_layer(holder) and not is_model(holder) else name
-        trace = trace.tb_next
-    return name
 
 
 def recompute(layer: Any) -> None:

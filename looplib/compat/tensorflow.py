@@ -6,9 +6,8 @@ of them stay; the collector would visit them again and again, which takes a fift
 Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
 Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
 is not as expected, and looplib then says less and does not fail. `tests/tf_test.py` tries each with the TensorFlow that
-is installed, and names what that version changed; all work with the versions of `KNOWN`. Of this kind are also
-`extras/tools/xla.py`, for messages and programs of XLA that one tool reads, and `loop/fused_optimizers.py`, for
-attributes of Keras.
+is installed, and names what that version changed; all work with the versions of `KNOWN`. Of this kind is also
+`extras/tools/xla.py`, for messages and programs of XLA that one tool reads.
 """
 
 import builtins
@@ -394,22 +393,6 @@ def object_graph(reader: Any) -> Any:
 _OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
 
 
-def first_bad_output(error: BaseException) -> tuple[str, str] | None:
-    """Returns (type of the op, what its output is) of what `tf.debugging.enable_check_numerics` found; None if nothing.
-
-    The second is text such as "float32 [3, 2], 4 NaN"; "" where the message does not say it.
-    """
-    text = str(error)
-    found = re.search(r"Detected Infinity or NaN in output \d+ of \S+ op \"([^\"]+)\"", text)
-    if not found:
-        return None
-    dtype, shape = re.search(r"dtype: <dtype: '(\w+)'>", text), re.search(r"shape: (\([^)\n]*\))", text)
-    counts = re.findall(r"# of (\S+) elements: (\d+)", text)
-    sizes = [f"[{shape[1].strip('(,)')}]"] if shape else []
-    kind = " ".join([*([dtype[1]] if dtype else []), *sizes])
-    return found[1], ", ".join(filter(None, [kind, *(f"{count} {name.removeprefix('+')}" for name, count in counts)]))
-
-
 def is_of_the_input(error: BaseException) -> bool:
     """Returns whether an error was raised by the ops of a data set, as far as TensorFlow's message says; else False."""
     return bool(_OF_THE_INPUT.search(str(error)))
@@ -458,46 +441,6 @@ def is_late_variable(error: BaseException) -> bool:
 def is_merge_in_branch(error: BaseException) -> bool:
     """Returns whether an error says that replicas cannot be joined inside of a condition or another inner graph."""
     return isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error)
-
-
-def wrapped_by_coordinator(error: Exception) -> BaseException:
-    """Returns the error of a call that TensorFlow's ClusterCoordinator has wrapped; any other error unchanged."""
-    return getattr(error, "original_exception", error)  # of a type without a public name (TensorFlow 2.21)
-
-
-def shorten_messages_about_workers() -> None:
-    """Makes TensorFlow log one line when a worker is lost or comes back, in place of dozens with stack traces."""
-    logger = tf.get_logger()
-    if not any(isinstance(notes, _WorkerMessages) for notes in logger.filters):
-        logger.addFilter(_WorkerMessages(logger.getEffectiveLevel()))
-        logger.setLevel(python_logging.INFO)  # TensorFlow logs the return of a worker as information
-
-
-class _WorkerMessages(python_logging.Filter):
-    """Recognizes the messages of the ClusterCoordinator of TensorFlow 2.20 and 2.21; others are not changed."""
-
-    _NOISE = (
-        "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
-        "A `tf.distribute.experimental.ParameterServerStrategy` method is",
-    )  # fmt: skip
-
-    def __init__(self, level: int) -> None:
-        super().__init__()
-        self._level = level
-        self._gone: set[str] = set()
-
-    def filter(self, record: python_logging.LogRecord) -> bool:
-        """Returns whether TensorFlow's record is shown."""
-        message, worker = str(record.msg), str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
-        if message.startswith("Worker %s failed with"):
-            if worker not in self._gone:
-                self._gone.add(worker)
-                logging.warning("%s is gone; the other workers do its steps until it is back", worker)
-            return False
-        if message.startswith("Worker %s has been recovered") and worker in self._gone:
-            self._gone.remove(worker)
-            logging.warning("%s is back", worker)
-        return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)
 
 
 # How TensorFlow 2.20 and 2.21 write the state of an iterator as text. If another version has none of these names, no

@@ -73,7 +73,7 @@ class KerasTrainer(Trainer):
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError("KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer")
         self.model, self.optimizer = model, model.optimizer
-        self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, class_weight)
+        self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, class_weight)
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
@@ -148,7 +148,7 @@ class KerasEvaluator(Evaluator):
 
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
-        self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
+        self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)
         self.metrics, self._keras_results = list(model.metrics), Results(model, "test_step")
 
