@@ -84,7 +84,11 @@ def contestant(name, folder):
         actions.append(save)
     policy = looplib.CheckpointPolicy(_EVERY, (looplib.KeepLast(1),), in_background=name == "looplib")
     controller = looplib.Controller(
-        trainer=trainer, global_batch_size=1, steps_per_loop=1, checkpoints=policy, writers=[], actions=actions,
+        looplib.RunConfig(global_batch_size=1, steps_per_loop=1),
+        trainer=trainer,
+        checkpoints=policy,
+        writers=[],
+        actions=actions,
         model_dir=None if name.startswith("TensorFlow") else folder,
     )  # fmt: skip
     return controller, ended, calls

@@ -1,16 +1,14 @@
 """What finding the fastest engine costs in a run of a minute: `python -m benchmarks.choice`.
 
-A new controller with `loop="auto"` trains a minute, trials and compilation included; a second one starts with what the
-first one found. Before and after them another one with `loop="graph"`, traced and warm, trains for a few seconds. The
-ratio is of the steps that auto did to those that graph does in the same time: auto may be the default as long as it is
-nowhere below 0.97.
+A new controller with `loop="auto"` trains a minute, trials and compilation included. Before and after it another one
+with `loop="graph"`, traced and warm, trains for a few seconds. The ratio is of the steps that auto did to those that
+graph does in the same time: auto may be the default as long as it is nowhere below 0.97.
 """
 
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is imported
 
-import tempfile
 import time
 
 import numpy as np
@@ -52,21 +50,13 @@ def main(argv):
         workload = WORKLOADS[name]
         arrays = tuple(tf.constant(array) for array in workload.arrays())
         graph = [steps_per_second(Task(workload, arrays), "graph", _SECONDS.value / 8, 3)[0]]
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ["LOOPLIB_CACHE"] = cache
-            runs = {
-                run: steps_per_second(Task(workload, arrays), "auto", _SECONDS.value, 0) for run in ("first", "second")
-            }
+        auto, chosen = steps_per_second(Task(workload, arrays), "auto", _SECONDS.value, 0)
         graph.append(steps_per_second(Task(workload, arrays), "graph", _SECONDS.value / 8, 3)[0])
-        for run, (auto, chosen) in runs.items():
-            engine = chosen.get("train", {"loop": "none", "chunk": 0})
-            print(
-                f"{name}, {run} run: {engine['loop']} x{engine['chunk']} was chosen; auto did "
-                f"{auto / np.mean(graph):.3f} of the steps"
-            )
-            records.add(
-                _OUTPUT.value, [records.record(f"choice, {name}, {run} run", "looplib, graph", auto / np.array(graph))]
-            )
+        engine = chosen.get("train", {"loop": "none", "chunk": 0})
+        print(
+            f"{name}: {engine['loop']} x{engine['chunk']} was chosen; auto did {auto / np.mean(graph):.3f} of the steps"
+        )
+        records.add(_OUTPUT.value, [records.record(f"choice, {name}", "looplib, graph", auto / np.array(graph))])
 
 
 if __name__ == "__main__":

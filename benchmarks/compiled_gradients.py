@@ -51,7 +51,10 @@ def measure(workload, strategy):
         with strategy.scope():
             trainer = Training(workload, compiled)
         controller = looplib.Controller(
-            trainer=trainer, strategy=strategy, global_batch_size=workload.batch, steps_per_loop=_STEPS, writers=[]
+            looplib.RunConfig(global_batch_size=workload.batch, steps_per_loop=_STEPS),
+            trainer=trainer,
+            strategy=strategy,
+            writers=[],
         )
         losses.append(controller.train(_STEPS)["loss"])
         controllers[compiled, len(controllers)] = controller

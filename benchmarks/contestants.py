@@ -31,11 +31,9 @@ def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, action
     else:
         own = _LooplibTask(task, own_input)
     return looplib.Controller(
+        looplib.RunConfig(global_batch_size=task.workload.batch, steps_per_loop=task.steps_per_loop, loop=engine),
         **{"trainer" if task.training else "evaluator": own},
         strategy=strategy,
-        global_batch_size=task.workload.batch,
-        steps_per_loop=task.steps_per_loop,
-        loop=engine,
         checkpoints=looplib.CheckpointPolicy(guards=guards),
         writers=[],
         actions=actions,

@@ -41,7 +41,10 @@ def _controller(strategy, widths, batch, distribute):
     with strategy.scope():
         trainer = _Shuffled(widths)
     return looplib.Controller(
-        trainer=trainer, strategy=strategy, global_batch_size=batch, writers=[], distribute=distribute
+        looplib.RunConfig(global_batch_size=batch, distribute=distribute),
+        trainer=trainer,
+        strategy=strategy,
+        writers=[],
     )
 
 

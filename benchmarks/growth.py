@@ -117,7 +117,9 @@ def own_loop(setting: Setting, strategy: tf.distribute.Strategy) -> Run:
     with strategy.scope():
         trainer = Training(setting)
     controller = looplib.Controller(
-        trainer=trainer, strategy=strategy, global_batch_size=setting.batch, steps_per_loop=setting.steps_per_loop,
+        looplib.RunConfig(global_batch_size=setting.batch, steps_per_loop=setting.steps_per_loop),
+        trainer=trainer,
+        strategy=strategy,
         writers=[],
     )  # fmt: skip
     return lambda loops: controller.train(controller.global_step + loops * setting.steps_per_loop)["loss_0"]

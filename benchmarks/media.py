@@ -73,7 +73,9 @@ def main(argv):
     found, arrays = [], WORKLOADS["W1"].arrays()
     for engine in _ENGINES.value:
         controllers = [
-            looplib.Controller(trainer=Mlp(arrays, shows), global_batch_size=128, loop=engine, writers=[])
+            looplib.Controller(
+                looplib.RunConfig(global_batch_size=128, loop=engine), trainer=Mlp(arrays, shows), writers=[]
+            )
             for shows in (False, True)
         ]
         for name, show in (("steps not shown", False), ("a step in each turn shown", True)):

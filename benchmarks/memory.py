@@ -35,12 +35,10 @@ _STEPS, _SETTLED = 10, 100
 def looplib_rounds(task, folder, note):
     """Lets looplib's controller do the rounds."""
     controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=task.workload.batch, steps_per_loop=_STEPS, loop=contestants.ENGINE),
         trainer=_LooplibTrainer(task),
         evaluator=_LooplibEvaluator(task),
-        global_batch_size=task.workload.batch,
         model_dir=folder,
-        steps_per_loop=_STEPS,
-        loop=contestants.ENGINE,
         writers=[looplib.TensorBoardWriter(folder), looplib.JsonlWriter(os.path.join(folder, "metrics.jsonl"))],
         actions=[lambda event: event.split == "eval" and note()],
     )

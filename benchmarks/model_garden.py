@@ -58,8 +58,11 @@ def _looplib(params, strategy):
     with strategy.scope():
         trainer, evaluators = model_garden.make(params, None)
     controller = looplib.Controller(
-        trainer=trainer, evaluator=evaluators, strategy=strategy, writers=[],
-        global_batch_size=values["global_batch_size"], steps_per_loop=values["steps_per_loop"],
+        looplib.RunConfig(global_batch_size=values["global_batch_size"], steps_per_loop=values["steps_per_loop"]),
+        trainer=trainer,
+        evaluator=evaluators,
+        strategy=strategy,
+        writers=[],
     )  # fmt: skip
     return Contestant(lambda steps: controller.train(controller.global_step + steps), controller.evaluate)
 

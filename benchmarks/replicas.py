@@ -44,13 +44,10 @@ def measure(workload, rounds, seconds):
     ours, orbit = contestants.looplib_loop, contestants.orbit_loop
     makers = {
         "looplib, graph": (summing, functools.partial(ours, engine="graph")),
-        "looplib, xla": (summing, functools.partial(ours, engine="xla")),
-        "looplib, own input": (summing, functools.partial(ours, engine="xla", own_input=True)),
+        "looplib, own input": (summing, functools.partial(ours, engine="graph", own_input=True)),
         "orbit": (default, orbit),
         "orbit, sums on one device": (summing, orbit),
     }
-    if workload is WORKLOADS["W3"]:  # XLA runs convolutions on one thread, ten times slower
-        makers = {name: maker for name, maker in makers.items() if "xla" not in name and "own input" not in name}
     arrays = tuple(tf.constant(array) for array in workload.arrays())
     loops, amounts, outcomes = {}, {}, {}
     for name, (strategy, make) in makers.items():

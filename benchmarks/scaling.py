@@ -99,8 +99,10 @@ def measure():
     for trainer in trainers:
         trainer.global_batch_size = _BATCH * strategy.num_replicas_in_sync
     controller = looplib.Controller(
-        trainer=trainers[0], strategy=strategy, global_batch_size=_BATCH * strategy.num_replicas_in_sync,
-        steps_per_loop=_LOOP.value, writers=[],
+        looplib.RunConfig(global_batch_size=_BATCH * strategy.num_replicas_in_sync, steps_per_loop=_LOOP.value),
+        trainer=trainers[0],
+        strategy=strategy,
+        writers=[],
     )  # fmt: skip
     bare = by_hand(strategy, trainers[1])
     loops = {

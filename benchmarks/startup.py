@@ -76,9 +76,9 @@ def looplib():
     from looplib.loop import task_loop
 
     class Controller(launch.Controller):
-        def __init__(self, **arguments):
+        def __init__(self, *arguments, **settings):
             _mark("imported", _imported[0])
-            super().__init__(**arguments)
+            super().__init__(*arguments, **settings)
             _mark("built")
 
     setup, run, _imported = launch.runtime.setup, task_loop.TaskLoop.run, []

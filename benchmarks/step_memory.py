@@ -47,7 +47,9 @@ def _peak():
 
 def _run(batch, micro_batches, rematerialize):
     trainer = _Deep(micro_batches=micro_batches, rematerialize=("block",) if rematerialize else ())
-    with looplib.Controller(trainer=trainer, global_batch_size=batch, steps_per_loop=1, writers=[]) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=batch, steps_per_loop=1), trainer=trainer, writers=[]
+    ) as controller:
         before = _peak()
         controller.train(2)
         started = time.perf_counter()

@@ -38,8 +38,8 @@ class _Contestant:
     def __init__(self, trainer, model_dir):
         self._times = []  # at each report: processor time, wall time, the clock's time of reports, the thread's time
         self.controller = looplib.Controller(
+            looplib.RunConfig(global_batch_size=128),
             trainer=trainer,
-            global_batch_size=128,
             model_dir=model_dir,
             checkpoints=looplib.CheckpointPolicy(every_steps=10**9),  # and at the end of a turn
             writers=None if model_dir else [],

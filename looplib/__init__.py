@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Action": "task.actions",
-    "Buckets": "task.buckets",
     "CheckpointPolicy": "checkpoint.policy",
     "Commit": "checkpoint.commits",
     "Controller": "controller",
@@ -24,16 +23,13 @@ _HOMES = {
     "Exported": "task.exported",
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "health.guards",
-    "InputContext": "task.input_context",
+    "InputContext": "data.input_context",
     "JsonlWriter": "report.writers",
-    "Kept": "task.plans",
     "KeepBest": "checkpoint.policy",
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
-    "Mixture": "task.mixture",
-    "Packed": "task.packed",
-    "PackedRows": "task.packed",
     "Preempted": "errors",
+    "RunConfig": "run_config",
     "Trainer": "task.trainer",
     "UsageError": "errors",
     "WeightAverages": "task.averages",
@@ -46,42 +42,48 @@ _HOMES = {
     "image": "task.media",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
-    "measure": "records.measured",
     "mean": "task.reductions",
-    "open_records": "records.sources",
     "text": "task.media",
     "total": "task.reductions",
 }
 _MODULES = {"launch": "launch", "runtime": "runtime", "tpu": "cluster.tpu"}
 _PARTS = (  # of plug-ins
     "BackgroundWriter",
+    "Buckets",
     "ConsoleWriter",
     "CsvWriter",
     "EarlyStopping",
     "ExportBest",
+    "Kept",
     "KerasTrainer",
+    "Mixture",
     "MlflowWriter",
     "OrbitEvaluator",
     "OrbitTrainer",
+    "Packed",
+    "PackedRows",
     "Profile",
     "ReduceOnPlateau",
     "TensorBoardWriter",
     "WandbWriter",
-    "preflight",
+    "measure",
+    "open_records",
     "warm_start",
 )
+
+_PART_MODULES = ("preflight",)
 
 __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES or name in _MODULES or name in _PARTS:
+    if name in _HOMES or name in _MODULES or name in (*_PARTS, *_PART_MODULES):
         from looplib.compat import tensorflow as _tf  # noqa: F401  (imports TensorFlow, before any other file does)
     if name in _HOMES:
         value = getattr(importlib.import_module(f"looplib.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"looplib.{_MODULES[name]}")
-    elif name in _PARTS:
+    elif name in (*_PARTS, *_PART_MODULES):
         value = importlib.import_module("looplib.plugins").load("looplib.parts", name)
     else:
         raise AttributeError(f"module 'looplib' has no attribute {name!r}")
@@ -90,4 +92,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES, *_PARTS})
+    return sorted({*globals(), *_HOMES, *_MODULES, *_PARTS, *_PART_MODULES})

@@ -1,7 +1,6 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
 import dataclasses
-import datetime
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +13,16 @@ from looplib import files, plugins
 from looplib.checkpoint import choice
 from looplib.checkpoint.directory import resolve
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
-from looplib.errors import DivergenceError, UsageError, duration, whole_number
+from looplib.errors import DivergenceError, UsageError, shown, whole_number
 from looplib.evaluations import Evaluations
 from looplib.health.guards import Trouble
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
-from looplib.loop.loops import LoopSettings
-from looplib.loop.media import as_shown
+from looplib.loop.host_loop import as_shown
 from looplib.loop.schedule import Schedule
-from looplib.records.damage import LeftOut
 from looplib.report.writers import Writer
 from looplib.run import Metrics, Run
+from looplib.run_config import RunConfig
 from looplib.task import checks
 from looplib.task.actions import Event, attending, stops_of, tell_saves
 from looplib.task.evaluator import Evaluator
@@ -45,17 +43,11 @@ class Controller:
     closes the one before, or is refused while that one trains.
 
     Args:
-      global_batch_size: examples of a training step over all replicas; also for evaluators that set no size. Only
-        `OrbitTrainer` and `OrbitEvaluator`, which have data of their own, do without.
+      run_config: the `RunConfig`: batch size, steps per loop, engine, seed and the like.
       trainer: the `Trainer`; None for a job that only evaluates.
       evaluator: an `Evaluator`, whose metrics are reported as "eval", or a dict from name to `Evaluator`.
       strategy: `tf.distribute.Strategy` under whose scope the models were built; default the current one.
       model_dir: the run directory, made if missing; None keeps nothing on disk.
-      steps_per_loop: steps of one call into the device; training metrics are reported at its exact multiples. Default
-        100, or an epoch for a `KerasTrainer`.
-      loop: the engine: "graph"; "xla", chunks of steps as one program of XLA; "auto", the fastest of these for the
-        model, found in the first loops; "eager", for debugging.
-      seed: decides the order of the training data.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
       writers: list of `Writer`, or names of plug-ins of the group `looplib.writers`, such as
         `[*looplib.DEFAULT_WRITERS, "mlflow"]`; default `DEFAULT_WRITERS`: the console, and in `model_dir` TensorBoard,
@@ -63,19 +55,10 @@ class Controller:
       actions: callables that take an `Event`, called after every reported loop and every evaluation; the state of
         those that are an `Action` is part of the checkpoints.
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
-      max_time: seconds, a `datetime.timedelta` or text such as "1h30m", after which a call of `train` ends as by a
-        signal: after the current step, with a save, by `Preempted`. A binary's time counts from its own start.
-      overfit_batch: trains on the first batch of the data in each step, to see whether the model can fit it.
-      bad_records: damaged records of `context.records` that the run may leave out, at most; one more ends it. Without
-        model_dir, each worker counts its own.
-      distribute: what carries batches to the replicas: "auto" takes a plain iterator per process on CPUs and GPUs, "tf"
-        the iterators of tf.distribute everywhere.
 
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
         and report; `clock.summary()` says what they mean.
-      evaluation_due: whether an evaluation of the reported step follows; for actions.
-      ending: whether the reported step is the last of this training; for actions.
       model_dir: the run directory, or None.
       policy: the `CheckpointPolicy`.
       report: `RunReport`, which writes `run.json` when a training starts and ends (`run_eval.json` for a controller
@@ -87,46 +70,40 @@ class Controller:
 
     def __init__(
         self,
+        run_config: RunConfig = RunConfig(),
         *,
-        global_batch_size: int | None = None,
         trainer: Trainer | None = None,
         evaluator: Evaluator | Mapping[str, Evaluator] | None = None,
         strategy: tf.distribute.Strategy | None = None,
         model_dir: str | os.PathLike[str] | None = None,
-        steps_per_loop: int | None = None,
-        loop: str = "graph",
-        seed: int = 0,
         checkpoints: CheckpointPolicy | None = None,
         writers: Sequence[Writer | str] | None = None,
         actions: Sequence[Callable[[Event], object]] | None = None,
         config: Any = None,
-        max_time: float | str | datetime.timedelta | None = None,
-        overfit_batch: bool = False,
-        bad_records: int = 0,
-        distribute: str = "auto",
     ) -> None:
         files.check_temporary()
+        if not isinstance(run_config, RunConfig):
+            raise UsageError(f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument")
         strategy = strategy or tf.distribute.get_strategy()
         checkpoints, actions = checkpoints or CheckpointPolicy(), actions or ()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
-        own_steps = trainer.own_steps_per_loop if trainer and steps_per_loop is None else lambda *_: steps_per_loop
-        self._own_steps = functools.partial(own_steps, global_batch_size)
+        steps = run_config.steps_per_loop
+        own_steps = trainer.own_steps_per_loop if trainer and steps is None else lambda *_: steps
+        self._own_steps = functools.partial(own_steps, run_config.global_batch_size)
+        run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
         model_dir = resolve(model_dir) if model_dir else None
-        left_out = LeftOut(bad_records, f"{model_dir}/bad_records" if model_dir else None)
-        settings = LoopSettings(
-            strategy, loop, global_batch_size, self.steps_per_loop, seed, overfit_batch, left_out, distribute
-        )
-        checks.check_together(trainer, evaluators, strategy, loop)
+        checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks for action in task.own_actions]
         self._actions = [*own, *actions]
         rules = (*checkpoints.keep, *(action for action in own if isinstance(action, KeepRule)))
         checkpoints = dataclasses.replace(checkpoints, keep=rules)
         self._stops = stops_of(self._actions)
-        self._stopped = self.evaluation_due = self.ending = False
+        self._stopped = self._evaluation_due = self._ending = False
         self._run = Run(
-            settings,
+            run_config,
+            strategy,
             trainer,
             evaluators,
             model_dir=model_dir,
@@ -134,7 +111,6 @@ class Controller:
             writers=writers,
             actions=self._actions,
             config=config,
-            max_time=duration("max_time", max_time),
         )
         self._evaluations = Evaluations(self._run, self._publish)
         self.policy, self.model_dir = checkpoints, self._run.model_dir
@@ -216,16 +192,16 @@ class Controller:
         return self._train(self._run.loops.steps_of(steps, epochs), None, -1)
 
     def train_and_evaluate(
-        self, train_steps: int | None = None, eval_interval: int | None = None, eval_steps: int = -1, *,
+        self, steps: int | None = None, eval_interval: int | None = None, eval_steps: int = -1, *,
         epochs: float | None = None,
     ) -> dict[str, Metrics]:  # fmt: skip
         """Trains, saving and evaluating at exact multiples of `eval_interval` and at the end.
 
         Args:
-          train_steps: the global step to train to; -1 for the end of the data.
+          steps: the global step to train to; -1 for the end of the data.
           eval_interval: steps between evaluations; default an epoch.
           eval_steps: steps of each evaluation; -1 for all data.
-          epochs: in place of train_steps, how often the data is to come.
+          epochs: in place of steps, how often the data is to come.
 
         Returns:
           dict from evaluator name to metrics, of the last evaluation.
@@ -234,10 +210,10 @@ class Controller:
           UsageError: for bad input.
         """
         loops = self._run.loops
-        train_steps = loops.steps_of(train_steps, epochs)
+        end = loops.steps_of(steps, epochs)
         interval = whole_number("eval_interval", loops.steps_of_an_epoch() if eval_interval is None else eval_interval)
         eval_steps = task_loop.check_evaluation(loops.evaluations, eval_steps)
-        self._train(train_steps, interval, eval_steps)
+        self._train(end, interval, eval_steps)
         return self._run.last_evaluation
 
     def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
@@ -441,8 +417,8 @@ class Controller:
             for action in self._stops.get(step, ()):
                 action.on_reaching(step, self)
             reached = step == boundary.step
-            self.evaluation_due = boundary.evaluate or (boundary.end and bool(schedule.evaluate_every))
-            self.ending = boundary.end
+            self._evaluation_due = boundary.evaluate or (boundary.end and bool(schedule.evaluate_every))
+            self._ending = boundary.end
             self._show_progress(step, schedule)
             if reached and boundary.report:
                 self._report(step)
@@ -516,4 +492,4 @@ class Controller:
         with self._run.clock.phase("report"):
             self._run.write(split, step, metrics)
             for action in self._actions:
-                action(Event(step, split, dict(metrics), self))
+                action(Event(step, split, dict(metrics), self, self._evaluation_due, self._ending))

@@ -27,14 +27,14 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import command_line, console, field_types, files, folders, plugins, runtime, source_locations
-from looplib import config as configuration
+from looplib import command_line, console, files, folders, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, tpu
 from looplib.cluster.collectives import OF_OTHERS, Workers
-from looplib.command_line import FLAGS, OF_THE_MACHINE, TRAINING_MODES
+from looplib.command_line import CONFIG_FILE, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
+from looplib.diagnosis import diagnosis
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
 from looplib.health.preemption import notice
 from looplib.masks import masked, masked_text
@@ -42,6 +42,8 @@ from looplib.report import outcome, run_json
 from looplib.report.outcome import Outcome
 from looplib.report.program import this_program
 from looplib.report.writers import DEFAULT_WRITERS, Writer, named_writers
+from looplib.run_config import RunConfig
+from looplib.settings import from_flags
 from looplib.task.actions import Event
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
@@ -95,20 +97,20 @@ def run(
         raise TypeError(f"config is {what}; expected an instance of a dataclass, such as Config()")
     if experiments and (settings or config is None):
         raise TypeError("launch.run got experiments without a config, of which they are variants")
-    for name, define, default, help_text, *values in FLAGS:
-        arguments = [(*values[0], *(modes or {}))] if name == "mode" else values[:1]
-        define(name, defaults.pop(name, default), *arguments, help=help_text)
+    for flag in FLAGS:
+        flag.make(defaults.pop(flag.name, flag.default), modes or {} if flag.name == "mode" else ())
     if defaults:
         raise TypeError(f"launch.run got defaults for flags that do not exist: {', '.join(sorted(defaults))}")
-    own = (configuration.PRINT_FLAG,) if settings or config is None else configuration.FLAGS
-    for name, define, default, help_text in own:
-        define(name, default, help_text)
-    if settings is None and config is not None:
+    configuration = None if settings or config is None else _configuration()
+    own = configuration.FLAGS if configuration else (PRINT_FLAG,)
+    for flag in own:
+        flag.make(flag.default)
+    if configuration:
         read = _define_config(config, experiments or {}, argv)
     else:
         read = functools.partial(_read_others, settings)
-    for name, *_ in (*FLAGS, *own):  # so that --help shows them
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    for flag in (*FLAGS, *own):  # so that --help shows them
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     console.guard()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
     binary = _Binary(build, config, read, started, actions or (), modes or {})
@@ -130,12 +132,17 @@ class _Binary:
 def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[str] | None) -> Read:
     """Makes a flag of each field; returns the function that reads them."""
     try:
-        return configuration.define(config, experiments, sys.argv if argv is None else argv)
+        return _configuration().define(config, experiments, sys.argv if argv is None else argv)
     except UsageError as error:
         _end(_Session(), outcome.failed(str(error)))
     except flags.Error:
         app.parse_flags_with_usage(sys.argv if argv is None else argv)  # prints it, and ends
         raise
+
+
+def _configuration() -> Any:
+    """Returns the plug-in for typed configurations, which the settings of a binary without one do not need."""
+    return plugins.load("looplib.parts", "configuration")
 
 
 def _read_others(settings: Settings | None) -> tuple[Any, dict[str, Any], str]:
@@ -144,7 +151,7 @@ def _read_others(settings: Settings | None) -> tuple[Any, dict[str, Any], str]:
 
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
-        return configuration.parse(argv)
+        return command_line.parse(argv)
     except UsageError as error:
         _end(_Session(), outcome.failed(str(error)))
 
@@ -207,7 +214,7 @@ class _Session:
     def place_of(self, error: Exception) -> str:
         """Returns the user's line that an error comes from, "" if it is not known."""
         loops = self.controller.loops.values() if self.controller else ()
-        places = (source_locations.place_of(error), *(loop.place_of(error) for loop in loops))
+        places = (diagnosis().place_of(error), *(loop.place_of(error) for loop in loops))
         return next(filter(None, places), "")
 
     def close(self, status: str, sentence: str = "") -> None:
@@ -233,7 +240,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         values.update(redirected)
     config, others, text = binary.read()
     if flags.FLAGS["print_config"].value:
-        print(text or field_types.dump(masked(run_json.as_dict(config))), end="")
+        print(text or _configuration().dump(masked(run_json.as_dict(config))), end="")
         sys.exit(EXIT_DONE)
     values.update({name: value for name, value in others.items() if not flags.FLAGS[name].present})
     values.update(preflight.settings() if preflight else {})
@@ -256,7 +263,7 @@ def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> 
         sys.exit(EXIT_DONE)
     controller.clock.add_start()
     if trains and text and controller.is_chief:
-        configuration.write(values["model_dir"], text)
+        _configuration().write(values["model_dir"], text)
     if not trains and controller.is_chief:
         _warn_of_other_settings(values["model_dir"], config)
     if binary.started:
@@ -290,22 +297,15 @@ def _make_controller(
     if mode not in ("train", "export") and evaluator is None:
         raise UsageError(f"--mode={mode} needs an evaluator, but this binary has none; use --mode=train")
     controller = Controller(
+        from_flags(RunConfig, values),
         trainer=trainer if mode in TRAINING_MODES or evaluator is None else None,
         evaluator=None if mode == "train" else evaluator,
         strategy=strategy,
-        global_batch_size=values["global_batch_size"],
         model_dir=values["model_dir"],
-        steps_per_loop=values["steps_per_loop"],
-        loop=values["loop"],
-        seed=values["seed"],
         checkpoints=command_line.policy(values),
         actions=[*binary.actions, *command_line.actions(values)],
         writers=[*DEFAULT_WRITERS, *trackers],
         config=config,
-        max_time=values["max_time"] or None,
-        overfit_batch=values["overfit_batch"],
-        bad_records=command_line.bad_records(values),
-        distribute=values["distribute"],
     )
     controller.report.flags = values
     if controller.report.path:  # a controller with a trainer may be that of an export
@@ -325,7 +325,7 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
-        kept = os.path.join(model_dir, configuration.FILE)  # Model Garden's experiments have none
+        kept = os.path.join(model_dir, CONFIG_FILE)  # Model Garden's experiments have none
         logging.warning(
             "settings differ from those of the training: %s; they are used as given%s",
             ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),

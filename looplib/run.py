@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import tensorflow as tf
 from absl import logging
 
 from looplib import console, plugins, runtime
@@ -20,13 +21,14 @@ from looplib.checkpoint.recovery import Recovery
 from looplib.checkpoint.store import Rollback, Store
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
+from looplib.data.input_context import BadRecords
+from looplib.diagnosis import diagnosis
 from looplib.errors import Preempted, UsageError, join_names
 from looplib.health.guards import Trouble
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
-from looplib.loop import flops
-from looplib.loop.base import Ran
-from looplib.loop.loops import Loops, LoopSettings
+from looplib.loop.base import LoopResult
+from looplib.loop.loops import Loops
 from looplib.loop.recorded import RecordedParts
 from looplib.loop.schedule import Boundary
 from looplib.loop.window import Window
@@ -35,6 +37,8 @@ from looplib.report.clock import Clock, Pace
 from looplib.report.page import Page
 from looplib.report.shown import Shown
 from looplib.report.writers import Writer, Writers, make_writers
+from looplib.run_config import RunConfig
+from looplib.settings import as_flags
 from looplib.task import checks
 from looplib.task.actions import ActionStates, Event
 from looplib.task.derived import Constants, starting
@@ -72,7 +76,8 @@ class Run:
 
     def __init__(
         self,
-        settings: LoopSettings,
+        run_config: RunConfig,
+        strategy: tf.distribute.Strategy,
         trainer: Trainer | None,
         evaluators: Mapping[str, Evaluator],
         *,
@@ -81,19 +86,18 @@ class Run:
         writers: Sequence[Writer | str] | None,
         actions: Sequence[Callable[[Event], object]],
         config: Any,
-        max_time: float | None = None,
     ) -> None:
         log_once()
         self.clock = Clock()
-        self.workers = Workers(settings.strategy)
-        self.loops = Loops(settings, self.clock)
+        self.workers = Workers(strategy)
+        left_out = BadRecords(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
+        self.loops = Loops(run_config, strategy, self.clock, left_out)
         self.writers = Writers([])
         self.end: int | None = None
         self.pace = Pace(self.clock)
         self.restored_from: str | None = None
         self.last_evaluation: dict[str, Metrics] = {}
-        self.model_dir, self._policy, self._settings = model_dir, policy, settings
-        self._max_time = max_time
+        self.model_dir, self._policy, self._run_config = model_dir, policy, run_config
         self._trains = self._closed = self._save_noted = False
         self._trained = 0  # steps of this start
         self._ended_at: int | None = None  # the step of the newest training's end; None while one trains
@@ -119,14 +123,14 @@ class Run:
         if trainer:
             if describe := plugins.find("looplib.parts", "model_table"):
                 self.report.model = describe(trainer)
-            self.report.speed = flops.of_training(self.loops.training, settings.strategy)
+            self.report.speed = diagnosis().speed(self.loops.training, strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)
 
     # Building.
 
     def _make_report(self, config: Any) -> run_json.RunReport:
-        strategy, writes = self._settings.strategy, self.workers.is_chief and self.directory.writable
+        strategy, writes = self.loops.strategy, self.workers.is_chief and self.directory.writable
         self._page = Page(self.model_dir if writes and self.directory.writes else None, self._flush_for_page)
         return run_json.RunReport(
             path=run_json.path_of(self.model_dir, self.directory.writes) if writes else None,
@@ -134,7 +138,7 @@ class Run:
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,
             flags={
-                **self._settings.flags,
+                **as_flags(self._run_config),
                 "checkpoint_interval": self._policy.every_steps,
                 "keep_best": str(self._policy.best) if self._policy.best else None,
                 "guards": dataclasses.asdict(self._policy.guards),
@@ -151,7 +155,7 @@ class Run:
 
     def _open(self, trainer: Trainer | None, objects: dict[str, Any]) -> None:
         """Opens the store, and restores the newest checkpoint or starts from the beginning."""
-        strategy, policy, own = self._settings.strategy, self._policy, None
+        strategy, policy, own = self.loops.strategy, self._policy, None
         if trainer:
             self.loops.training.warn_of_what_is_not_saved(objects)
             own = ReplicaState(strategy, stable_names(objects, differing_variables(strategy, trainer, objects)))
@@ -212,7 +216,7 @@ class Run:
             step = self.store.restore(path, rollback, optimizers)
         self._renew_constants()
         if self.loops.training:
-            self.store.warn_of_changes(step, self._settings.recorded)
+            self.store.warn_of_changes(step, self._run_config.recorded)
         self.restored_from, self.loops.torn = path, False
         self.say(f"restored step {step} from {path}")
         if self.loops.training:
@@ -268,7 +272,7 @@ class Run:
         self.store.set_newer_aside(step)
         self.writers.resume(step, {"train": reported, **dict.fromkeys(self.loops.evaluations, evaluated)})
 
-    def train_to(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train_to(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary, see `Loops.train`.
 
         Raises:
@@ -300,10 +304,10 @@ class Run:
     def note_speed(self) -> None:
         """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
         seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self.workers.is_chief and self._trained and seconds >= flops.SHORT_TRAINING:
+        if self.report.speed and self.workers.is_chief and self._trained:
             with self.clock.phase("report"):
-                strategy = self._settings.strategy
-                self.report.speed = flops.with_share(self.report.speed, strategy, self._trained / seconds)
+                strategy = self.loops.strategy
+                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, self._trained, seconds)
 
     def show(self, split: str, step: int, shown: Mapping[str, Shown]) -> None:
         """Gives media to the writers, if there are any."""
@@ -361,7 +365,7 @@ class Run:
     def training_now(self) -> Iterator[None]:
         """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
         self._trains = True
-        self._ended_at = None
+        self._ended_at, limit = None, self._run_config.max_time
         self.loops.own(self.loops.training.task)
         try:
             with (
@@ -369,10 +373,10 @@ class Run:
                 self.report.of_a_start(self.restored_from),
                 notice.listening(),
                 notice.deferred(lambda: self.clock.current[0] == "save" or self.store.saving),
-                notice.limited(self.clock.left_of(self._max_time), f"max_time of {self._max_time or 0:g} s"),
+                notice.limited(self.clock.left_of(limit), f"max_time of {limit or 0:g} s"),
                 self.watchdog.watching(),
             ):
-                self.writers.settings(run_json.settings_of(self._settings.flags, self.report.config))
+                self.writers.settings(run_json.settings_of(as_flags(self._run_config), self.report.config))
                 if self._policy.guards.may_roll_back and self.store and self.directory.agreed_latest() is None:
                     self.save(wait=True)  # a checkpoint to go back to
                 yield

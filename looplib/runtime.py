@@ -11,11 +11,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib import plugins, source_locations
+from looplib import plugins
 from looplib.cluster import environment, peers
 from looplib.cluster import tpu as tpus
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, whole_number
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
@@ -170,7 +171,7 @@ def _too_late(setting: str) -> UsageError:
     """Returns the error for a setting, the subject of its sentence, that comes after the start of the devices."""
     return UsageError(
         f"{setting} must be set before TensorFlow initializes its devices, but they were initialized by "
-        f"{source_locations.place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
+        f"{diagnosis().place_of_start()}; make tensors, variables, models and optimizers in `build` (or call "
         "looplib.runtime.setup before any tensor is made)"
     )
 
@@ -240,7 +241,7 @@ def _warn_of_an_early_start() -> None:
         logging.warning(
             "TensorFlow's devices were initialized before looplib.runtime.setup, by %s; random values and Keras "
             "objects created there do not use the run's seed and precision; create them in `build`",
-            source_locations.place_of_start(),
+            diagnosis().place_of_start(),
         )
     _is_set_up = True
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import looplib
 from looplib.checkpoint.restoring import peek
-from looplib.task.batches import Batches, Epoch, Span
-from looplib.task.plans import Run
+from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.order import OrderKey
 
 pytestmark = pytest.mark.any_engine
 N = toy.NUM_EXAMPLES  # 37
@@ -289,13 +289,10 @@ def unbatched(context):
 def read_plain(folder, size, end, varies=False, distribute="auto"):
     trainer = Plain(unbatched, varies)
     with looplib.Controller(
+        looplib.RunConfig(global_batch_size=size, steps_per_loop=1, loop="eager", distribute=distribute),
         trainer=trainer,
-        global_batch_size=size,
         model_dir=folder,
-        steps_per_loop=1,
         writers=[],
-        loop="eager",
-        distribute=distribute,
     ) as controller:
         controller.train(end)
     return sum(trainer.seen, [])
@@ -342,8 +339,12 @@ def test_whole_epochs_still_hold_each_example_once(strategy, tmp_path):
         trainer = Noting(model, np.arange(50, dtype="float32")[:, None], np.zeros(50, "float32"))
         trainer.rows = []
         with looplib.Controller(
-            trainer=trainer, global_batch_size=size, model_dir=tmp_path, steps_per_loop=1, writers=[], loop="eager",
-            strategy=make_strategy(strategy), actions=[lambda event: log.append((event.step, event.metrics["epoch"]))],
+            looplib.RunConfig(global_batch_size=size, steps_per_loop=1, loop="eager"),
+            trainer=trainer,
+            model_dir=tmp_path,
+            writers=[],
+            strategy=make_strategy(strategy),
+            actions=[lambda event: log.append((event.step, event.metrics["epoch"]))],
         ) as controller:  # fmt: skip
             controller.train(**to)
         seen.append([row for rows in trainer.rows for row in rows])
@@ -364,7 +365,7 @@ class Noting(looplib.KerasTrainer):
 def test_a_record_of_batches_that_no_run_has_is_refused():
     assert not Batches(8, (Span(4, 4, 8), Span(3, 3, 16))).holds(9, 9)
     assert not Batches(8, (Span(4, 4, 2**30), Span(5, 2**40, 2**30))).holds(2**41, 2**41)
-    assert Run(3, Batches(8, (Span(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
+    assert OrderKey(3, Batches(8, (Span(4, 6, 2),))).batches.before(7) == 6 * 2 + 8
 
 
 def test_keras_callbacks_refuse_epochs_that_do_not_end_with_a_report(tmp_path):
@@ -373,7 +374,9 @@ def test_keras_callbacks_refuse_epochs_that_do_not_end_with_a_report(tmp_path):
         model = keras3.Sequential([keras3.Input((1,)), keras3.layers.Dense(1)])
         model.compile(keras3.optimizers.SGD(0.0), "mse")
         trainer = looplib.KerasTrainer(model, x, x, callbacks=[keras3.callbacks.ReduceLROnPlateau("loss")])
-        with looplib.Controller(trainer=trainer, global_batch_size=size, model_dir=tmp_path, writers=[]) as controller:
+        with looplib.Controller(
+            looplib.RunConfig(global_batch_size=size), trainer=trainer, model_dir=tmp_path, writers=[]
+        ) as controller:
             if size == 8:
                 controller.train(epochs=1)
                 continue

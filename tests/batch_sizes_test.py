@@ -1,5 +1,6 @@
 """Training batches of another size than a step is told are noticed, where shapes do not say it beforehand too."""
 
+import flat_config
 import keras
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ class Line(looplib.Trainer):
 def train(trainer, strategy=None, steps=6, **settings):
     settings = {"steps_per_loop": 3, **settings}
     strategy = strategy or make_strategy("default")
-    with looplib.Controller(
+    with flat_config.controller(
         trainer=trainer, strategy=strategy, global_batch_size=GLOBAL_BATCH, writers=[], **settings
     ) as controller:
         return controller.train(steps)
@@ -143,7 +144,7 @@ def test_a_static_size_that_is_wrong_is_refused_before_the_first_step(kind):
     element = ragged if kind is tf.RaggedTensor else lambda i: tf.sparse.from_dense(dense(i))
     trainer = Line(lambda n: ids(960).batch(2 * n, drop_remainder=True), element)
     with pytest.raises(looplib.UsageError, match="makes batches of 16 examples"):
-        looplib.Controller(trainer=trainer, global_batch_size=GLOBAL_BATCH)
+        looplib.Controller(looplib.RunConfig(global_batch_size=GLOBAL_BATCH), trainer=trainer)
 
 
 def test_sizes_that_vary_are_taken_as_they_are():

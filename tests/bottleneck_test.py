@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import looplib
-from looplib.data import bottleneck
+from looplib.extras.diagnosis import bottleneck
 
 pytestmark = pytest.mark.tuned
 
@@ -173,7 +173,7 @@ def test_a_slow_source_of_records_is_named_and_the_advice_helps():
         start = time.perf_counter()
         for _ in range(100):  # several chunks of 32
             next(iterator)
-        return bottleneck.of(iterator, reads=context.reads), time.perf_counter() - start
+        return bottleneck.of(iterator, reads=context.reader.reads), time.perf_counter() - start
 
     found, before = read(Own(), 1)
     assert "of the pipeline's time is read (Own.__getitem__: " in str(found) and "record, 1 at once" in str(found)
@@ -214,7 +214,9 @@ class Waiting(looplib.Trainer):
 
 def train(make):
     """(what is said about the input after 40 steps of 8 examples, the seconds that these waited)."""
-    with looplib.Controller(trainer=Waiting(make), global_batch_size=8, steps_per_loop=10, writers=[]) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=10), trainer=Waiting(make), writers=[]
+    ) as controller:
         controller.train(10)  # compiles
         before = controller.clock.of("input")
         controller.train(50)

@@ -264,3 +264,7 @@ if __name__ == "__main__":
     assert sys.argv[1:] == ["--write"], "usage: python tests/build_test.py --write"
     for folder in PACKAGES:
         (ROOT / folder / "BUILD").write_text(build_text(folder))
+    top = (ROOT / "BUILD").read_text()
+    before, rest = top.split('        "BUILD",\n')
+    labels = "".join(f'        "//{package}:sources",\n' for package in PACKAGES)
+    (ROOT / "BUILD").write_text(f'{before}        "BUILD",\n{labels}{rest[rest.index("    ],") :]}')

@@ -122,7 +122,9 @@ def test_an_evaluation_job_has_the_layers_that_a_keras_3_model_keeps_in_lists_an
     with toy.controller(make_strategy("default"), trainer, model_dir=tmp_path) as controller:
         controller.train(2)
     evaluator = Evaluator()
-    with looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=tmp_path, writers=[]) as job:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=tmp_path, writers=[]
+    ) as job:
         job.evaluate()
     np.testing.assert_array_equal(evaluator.model(toy.X), trainer.model(toy.X))
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 
 import counting
+import flat_config
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -43,7 +44,9 @@ def job(folder, **policy):
     """A controller without a trainer, and the weight that it has restored."""
     model = counting.Counting().model
     settings = dict(evaluator=counting.Counted(model), model_dir=folder, writers=[])
-    with looplib.Controller(global_batch_size=8, checkpoints=looplib.CheckpointPolicy(**policy), **settings) as built:
+    with flat_config.controller(
+        global_batch_size=8, checkpoints=looplib.CheckpointPolicy(**policy), **settings
+    ) as built:
         return float(built.evaluate()["eval"]["weight"]), built.global_step
 
 
@@ -81,7 +84,7 @@ def test_a_warm_start_takes_it_too(trained, tmp_path):
 def test_a_controller_goes_to_any_checkpoint_that_is_named(run):
     model = counting.Counting().model
     settings = dict(evaluator=counting.Counted(model), global_batch_size=8, model_dir=run, writers=[])
-    with looplib.Controller(**settings) as controller:
+    with flat_config.controller(**settings) as controller:
         for which, step in {**CHOICES, f"{run}/checkpoints/ckpt-{KEPT}": KEPT}.items():
             if which is None or which == str(KEPT):
                 continue
@@ -119,14 +122,13 @@ def test_a_longer_training_continues_from_the_newest_and_is_then_what_jobs_take(
     def controller(**policy):
         trainer = counting.Counting()
         return looplib.Controller(
+            looplib.RunConfig(global_batch_size=8, steps_per_loop=5),
             trainer=trainer,
             evaluator=counting.Counted(trainer.model),
-            global_batch_size=8,
             model_dir=run,
             checkpoints=looplib.CheckpointPolicy(
                 keep=(looplib.KeepLast(2), looplib.KeepBest("eval/score", "max")), **policy
             ),
-            steps_per_loop=5,
         )
 
     with controller(restore="best") as going_back, pytest.raises(looplib.UsageError, match="each start of a training"):

@@ -53,7 +53,7 @@ def test_class_weights_are_those_of_fit(case, kind, keras):
     size = {"batch_size": 4} if kind == "arrays" else {}
     history = theirs.fit(**arguments(targets, kind), **size, **options, class_weight=WEIGHTS, verbose=0).history
     trainer = looplib.KerasTrainer(ours, **arguments(targets, kind), **options, class_weight=WEIGHTS)
-    with looplib.Controller(trainer=trainer, global_batch_size=4, writers=[]) as controller:
+    with looplib.Controller(looplib.RunConfig(global_batch_size=4), trainer=trainer, writers=[]) as controller:
         assert controller.train(epochs=1)["loss"] == pytest.approx(history["loss"][0], rel=1e-5)
     for one, other in zip(ours.get_weights(), theirs.get_weights()):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -64,7 +64,7 @@ def test_soft_targets_are_rounded_to_a_class():
     losses = np.square(model(X).numpy()[:, 0] - SOFT)
     weights = np.array([5, 2, 5, 2, 5, 7, 2, 7])
     trainer = looplib.KerasTrainer(model, X, SOFT, class_weight=WEIGHTS, shuffle=False)
-    with looplib.Controller(trainer=trainer, global_batch_size=8, writers=[]) as controller:
+    with looplib.Controller(looplib.RunConfig(global_batch_size=8), trainer=trainer, writers=[]) as controller:
         assert controller.train(1)["loss"] == pytest.approx((losses * weights).mean(), rel=1e-5)
 
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 from nested import Colour, Config, Model
 
-from looplib import UsageError, config, field_types
+from looplib import UsageError
+from looplib.extras.configuration import config, field_types
 
 SMALL = ("--train_steps=2", "--eval_interval=2", "--steps_per_loop=2", "--loop=eager")
 EVERYTHING = """

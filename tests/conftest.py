@@ -64,6 +64,7 @@ def pytest_configure(config):
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 4)
     _note_controllers(looplib.Controller)
+    _choose_engines(looplib.RunConfig)
     tf.data.Dataset.__iter__ = _untuned(tf.data.Dataset.__iter__)
 
 
@@ -83,17 +84,28 @@ def _share_fork_server(config):
 
 
 def _note_controllers(kind):
-    """Has each controller that is built put into `_controllers`, with the engine that the test chose."""
+    """Has each controller that is built put into `_controllers`."""
     build = kind.__init__
 
     @functools.wraps(build)
     def note_and_build(self, *args, **kwargs):
         _controllers.append(self)
+        build(self, *args, **kwargs)
+
+    kind.__init__ = note_and_build
+
+
+def _choose_engines(kind):
+    """Has settings that name no engine take the one that the test chose."""
+    build = kind.__init__
+
+    @functools.wraps(build)
+    def choose_and_build(self, *args, **kwargs):
         if _engine:
             kwargs.setdefault("loop", _engine)
         build(self, *args, **kwargs)
 
-    kind.__init__ = note_and_build
+    kind.__init__ = choose_and_build
 
 
 def _untuned(iterate):

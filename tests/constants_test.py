@@ -3,6 +3,7 @@
 import json
 import logging
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ class Error(looplib.Evaluator):
 
 def controller(path, trainer=None, evaluator=None, **kwargs):
     kwargs = {"steps_per_loop": 2, "writers": [], "global_batch_size": BATCH, **kwargs}
-    return looplib.Controller(trainer=trainer, evaluator=evaluator, model_dir=path, **kwargs)
+    return flat_config.controller(trainer=trainer, evaluator=evaluator, model_dir=path, **kwargs)
 
 
 def weights(model):
@@ -266,7 +267,7 @@ def test_other_tables_and_boundaries_are_refused_by_name(name, tmp_path):
 
     def run(**given):
         return looplib.Controller(
-            trainer=Tables(keras, **given), model_dir=tmp_path, global_batch_size=BATCH, writers=[]
+            looplib.RunConfig(global_batch_size=BATCH), trainer=Tables(keras, **given), model_dir=tmp_path, writers=[]
         )
 
     run().train(1)

@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 
+import flat_config
 import keras
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def build(config, strategy, **settings):
     with strategy.scope():
         trainer, evaluator = contrastive.build(config)
     settings = {"global_batch_size": 32, "writers": [], "loop": "graph", **settings}
-    return trainer, looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
+    return trainer, flat_config.controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
 
 
 def test_the_loss_is_that_of_a_plain_loop_over_all_views():

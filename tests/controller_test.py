@@ -2,6 +2,7 @@
 
 import os
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -216,7 +217,9 @@ def test_loop_end_adds_and_changes_metrics(tmp_path):
 def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(tmp_path):
     trainer, training, result = run(tmp_path, 14)
     _, evaluator = build()
-    with looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=tmp_path, writers=[]) as job:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=tmp_path, writers=[]
+    ) as job:
         assert job.global_step == 14 and job.restored_from.endswith("ckpt-14")
         assert job.evaluate() == result
         assert job.restore_checkpoint(tmp_path / "checkpoints" / "ckpt-7").endswith("ckpt-7")
@@ -226,7 +229,9 @@ def test_an_evaluation_job_reads_the_checkpoints_of_a_training_job(tmp_path):
 
 def test_continuous_evaluation_says_once_that_it_waits_and_times_out_with_a_sentence(tmp_path, caplog, monkeypatch):
     _, evaluator = build()
-    job = looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=tmp_path, writers=[])
+    job = looplib.Controller(
+        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=tmp_path, writers=[]
+    )
     with caplog.at_level("INFO", logger="absl"):
         for _ in range(2):
             with pytest.raises(looplib.UsageError, match="no checkpoint came in .* within 0.1 s"):
@@ -381,7 +386,7 @@ def test_bad_settings_are_sentences(settings, message):
     trainer, _ = build()
     settings = {"trainer": trainer, "global_batch_size": 8, **settings}
     with pytest.raises(looplib.UsageError, match=message):
-        looplib.Controller(**settings)
+        flat_config.controller(**settings)
 
 
 @pytest.mark.parametrize("interval", [0, -5, 2.5])
@@ -441,12 +446,14 @@ def test_a_change_of_the_data_order_after_a_restart_is_logged(tmp_path, caplog):
 def test_evaluators_with_different_models_of_one_name_are_refused():
     first, second = build()[1], build()[1]
     with pytest.raises(looplib.UsageError, match="is not the object that .* holds under that name"):
-        looplib.Controller(evaluator={"a": first, "b": second}, global_batch_size=8, writers=[])
+        looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator={"a": first, "b": second}, writers=[])
 
 
 def test_an_evaluation_job_without_a_checkpoint_is_a_sentence(tmp_path):
     with pytest.raises(looplib.UsageError, match="there is no checkpoint in .* to evaluate"):
-        looplib.Controller(evaluator=build()[1], global_batch_size=8, model_dir=tmp_path, writers=[]).evaluate()
+        looplib.Controller(
+            looplib.RunConfig(global_batch_size=8), evaluator=build()[1], model_dir=tmp_path, writers=[]
+        ).evaluate()
 
 
 @pytest.mark.parametrize("call", [lambda c: c.train(20), lambda c: c.restore_checkpoint()])
@@ -533,7 +540,7 @@ def test_a_strategy_or_action_or_writer_of_another_kind_is_a_sentence():
         ({"writers": [print]}, "is not a looplib.Writer"),
     ):
         with pytest.raises(looplib.UsageError, match=message):
-            looplib.Controller(trainer=trainer, global_batch_size=8, **settings)
+            flat_config.controller(trainer=trainer, global_batch_size=8, **settings)
 
 
 def test_training_to_the_end_of_endless_data_is_refused():

@@ -85,8 +85,13 @@ def trained(strategy, trainer, folder, steps, seen=None, **policy):
     """Trains, with the weight after each step in `seen`; returns the average before the first step, and after the last."""
     note = [] if seen is None else [lambda event: seen.append(trainer.model.get_weights()[0])]
     with looplib.Controller(
-        trainer=trainer, global_batch_size=BATCH, steps_per_loop=1, writers=[], model_dir=folder, strategy=strategy,
-        actions=note, checkpoints=looplib.CheckpointPolicy(**policy),
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=1),
+        trainer=trainer,
+        writers=[],
+        model_dir=folder,
+        strategy=strategy,
+        actions=note,
+        checkpoints=looplib.CheckpointPolicy(**policy),
     ) as controller:  # fmt: skip
         first = average_of(trainer) if seen is not None else None
         controller.train(steps)
@@ -182,7 +187,10 @@ def test_a_restore_that_fails_changes_no_average(tmp_path):
     trained(strategy, Gradient(keras3), tmp_path / "run", 2)
     trainer = Gradient(keras3)
     with looplib.Controller(
-        trainer=trainer, global_batch_size=BATCH, writers=[], model_dir=tmp_path / "other",
+        looplib.RunConfig(global_batch_size=BATCH),
+        trainer=trainer,
+        writers=[],
+        model_dir=tmp_path / "other",
         checkpoints=looplib.CheckpointPolicy(partial=True),
     ) as controller:  # fmt: skip
         controller.train(1)

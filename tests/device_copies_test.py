@@ -105,7 +105,9 @@ class Noting(looplib.Trainer):
 def overlaps():
     """How many of 19 fetches began before the step before them had ended."""
     trainer = Noting()
-    with looplib.Controller(trainer=trainer, global_batch_size=1, steps_per_loop=20, writers=[]) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=1, steps_per_loop=20), trainer=trainer, writers=[]
+    ) as controller:
         controller.train(20)
     assert float(trainer.weight) == sum(range(20)) and ("fetch", 20) not in trainer.events  # none is left over
     return sum(trainer.events.index(("fetch", i + 1)) < trainer.events.index(("step ends", i)) for i in range(19))

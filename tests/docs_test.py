@@ -17,7 +17,6 @@ import tensorflow as tf
 from conftest import more, needs_models, repetitions
 
 import looplib
-from looplib import config, launch
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -80,7 +79,9 @@ def page(name, after=""):
 LOWER = """
 trainer = {trainer}()
 evaluator = {evaluator}
-controller = looplib.Controller(trainer=trainer, evaluator=evaluator, global_batch_size=64, writers=[])
+controller = looplib.Controller(
+    looplib.RunConfig(global_batch_size=64), trainer=trainer, evaluator=evaluator, writers=[]
+)
 report = looplib.preflight.look(controller, "TPU", cores=8)
 faults = [finding["text"] for finding in report["findings"] if finding["fault"]]
 print("lowered:", {{split: step["lowered"] for split, step in report["steps"].items()}}, faults)
@@ -308,15 +309,6 @@ def test_the_lightning_program_learns_as_its_port_does(tmp_path):
     assert shown(r"^lightning: (\S+)$", printed(run(sys.executable, program, tmp_path)))[0] > 0.95
 
 
-def test_the_readmes_table_has_every_flag_with_its_default():
-    rows = re.findall(r"^\| `--(\w+)` \| (\S+) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    flags = [*launch.FLAGS, *config.FLAGS]
-    assert [name for name, _, _ in rows] == [name for name, *_ in flags]
-    for (name, default, text), (_, _, value, help_text, *values) in zip(rows, flags):
-        assert default == ("none" if value is None else str(value).lower()), name
-        assert text == help_text + (f" One of {', '.join(values[0])}." if values else ""), name
-
-
 def test_the_readme_says_what_each_package_is_for():
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
@@ -333,7 +325,10 @@ def test_the_examples_in_docstrings_run():
         exec(textwrap.dedent(example), namespace)
     trainer = namespace["Line"]()
     controller = looplib.Controller(
-        trainer=trainer, evaluator=namespace["LineError"](trainer.model), global_batch_size=32, writers=[]
+        looplib.RunConfig(global_batch_size=32),
+        trainer=trainer,
+        evaluator=namespace["LineError"](trainer.model),
+        writers=[],
     )
     assert controller.train_and_evaluate(200, 100)["eval"]["error"] < 0.05
 

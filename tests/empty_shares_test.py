@@ -64,7 +64,9 @@ def controller(keras, loop, loose=False, returned=False):
     with strategy.scope():
         evaluator = Metrics(keras, keras.metrics.Mean(name="loose") if loose else None)
     evaluator.returns_loose = returned
-    return looplib.Controller(evaluator=evaluator, strategy=strategy, global_batch_size=4, writers=[], loop=loop)
+    return looplib.Controller(
+        looplib.RunConfig(global_batch_size=4, loop=loop), evaluator=evaluator, strategy=strategy, writers=[]
+    )
 
 
 @pytest.mark.parametrize("loop", ["eager", "graph"])

@@ -10,8 +10,8 @@ from conftest import make_strategy
 
 import looplib
 from looplib import UsageError, runtime
+from looplib.data.input_context import per_replica_batch_size
 from looplib.errors import whole_number
-from looplib.task.input_context import per_replica_batch_size
 
 
 @pytest.mark.parametrize(

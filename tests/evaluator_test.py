@@ -25,7 +25,7 @@ def test_an_evaluator_without_an_init_takes_the_model():
             return {"output": self.model(inputs)[:, 0]}
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
-    with looplib.Controller(evaluator=Error(model), global_batch_size=2, writers=[]) as controller:
+    with looplib.Controller(looplib.RunConfig(global_batch_size=2), evaluator=Error(model), writers=[]) as controller:
         assert controller.evaluate()["eval"]["output"] == 1.5
 
 
@@ -63,7 +63,9 @@ class Collected(looplib.Evaluator):
 @pytest.mark.parametrize("n", [1, 16, 23])
 def test_what_steps_return_as_each_reaches_the_host_in_order(strategy, n, loop):
     evaluator = Collected(n)
-    controller = looplib.Controller(evaluator=evaluator, strategy=strategy, global_batch_size=8, writers=[], loop=loop)
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=8, loop=loop), evaluator=evaluator, strategy=strategy, writers=[]
+    )
     for _ in range(2):
         evaluator.begun = 0
         metrics = controller.evaluate()["eval"]
@@ -91,7 +93,10 @@ def test_replicas_whose_first_batches_are_empty_add_nothing(loop):
 
     kept = np.arange(37)[np.arange(37) % 8 > 3]
     with looplib.Controller(
-        evaluator=Filtered(), strategy=make_strategy("mirrored_x2"), global_batch_size=8, writers=[], loop=loop
+        looplib.RunConfig(global_batch_size=8, loop=loop),
+        evaluator=Filtered(),
+        strategy=make_strategy("mirrored_x2"),
+        writers=[],
     ) as controller:
         metrics = controller.evaluate()["eval"]
     assert metrics["examples"] == len(kept) and metrics["value"] == pytest.approx(VALUES[kept].mean())
@@ -99,7 +104,7 @@ def test_replicas_whose_first_batches_are_empty_add_nothing(loop):
 
 def test_a_number_of_steps_is_kept_to():
     evaluator = Collected(50)
-    controller = looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[])
+    controller = looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator=evaluator, writers=[])
     assert controller.evaluate(steps=2)["eval"]["examples"] == 16 and len(evaluator.calls) == 2
 
 
@@ -155,7 +160,7 @@ def test_an_evaluator_brings_actions_along():
     controller.train_and_evaluate(1, 1)
     expected = [(whose, split, 1) for split in ("train", "eval") for whose in ("own", "given")]
     assert seen == expected
-    job = looplib.Controller(evaluator=Acting(trainer.model), global_batch_size=8, writers=[])
+    job = looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator=Acting(trainer.model), writers=[])
     job.evaluate()
     assert seen[len(expected) :] == [("own", "eval", 0)]
 
@@ -174,7 +179,7 @@ def test_an_evaluator_that_collects_nothing_says_what_is_missing():
     class Lacking(Collected):
         collect = looplib.Evaluator.collect
 
-    controller = looplib.Controller(evaluator=Lacking(8), global_batch_size=8, writers=[])
+    controller = looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator=Lacking(8), writers=[])
     with pytest.raises(NotImplementedError, match="Lacking.step_fn returns looplib.each, and there is no collect"):
         controller.evaluate()
 

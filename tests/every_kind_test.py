@@ -104,7 +104,11 @@ def test_replicas_keep_their_own_strings_and_small_numbers_over_a_restart(tmp_pa
         with strategy.scope():
             trainer = every_kind.Everything(every_kind.Config())
         with looplib.Controller(
-            trainer=trainer, strategy=strategy, global_batch_size=8, steps_per_loop=1, writers=[], model_dir=tmp_path
+            looplib.RunConfig(global_batch_size=8, steps_per_loop=1),
+            trainer=trainer,
+            strategy=strategy,
+            writers=[],
+            model_dir=tmp_path,
         ) as controller:
             own = lambda name: [
                 as_array(part).tolist() for part in strategy.experimental_local_results(vars(trainer)[name])

@@ -170,7 +170,7 @@ def exported(cases, tmp_path_factory):
         strategy = make_strategy(strategy)
         trainer, evaluator, inputs = build(argument, strategy)
         with looplib.Controller(
-            trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=8, writers=[]
+            looplib.RunConfig(global_batch_size=8), trainer=trainer, evaluator=evaluator, strategy=strategy, writers=[]
         ) as controller:
             controller.train(2)
             path = controller.export(folder / str(number))
@@ -178,7 +178,7 @@ def exported(cases, tmp_path_factory):
         family = "" if argument == "resnet18" else argument if argument in FAMILIES else "keras"
         exports.append((path, inputs, family))
         expected[name] = np.array(trainer.model(*inputs.values(), training=False))
-    controller = looplib.Controller(evaluator=OfModule(Module()), global_batch_size=8, writers=[])
+    controller = looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator=OfModule(Module()), writers=[])
     words = {"x": toy.X[:3], "word": np.array(["ten", "no", "one"])}
     exports.append((controller.export(folder / "own"), words, ""))
     expected["own"] = toy.X[:3] @ toy.KERNEL * [[10], [0], [1]]
@@ -225,7 +225,7 @@ def research():
 def test_the_research_trainers_export_what_they_compute(tmp_path):
     exports, expected = [], []
     for evaluator, inputs, outputs in research():
-        controller = looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[])
+        controller = looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator=evaluator, writers=[])
         path = controller.export(tmp_path / type(evaluator).__name__, averages=False)
         exports.append((path, inputs, ""))
         expected.append(np.array(outputs))
@@ -251,7 +251,10 @@ class Averaged(toy.RegressionEvaluator):
 def test_averages_are_exported_unless_the_last_weights_are_asked_for(evaluates, tmp_path):
     trainer = Gradient(keras3, average_decay=0.9)
     with looplib.Controller(
-        trainer=trainer, evaluator=Averaged(trainer) if evaluates else None, global_batch_size=8, writers=[]
+        looplib.RunConfig(global_batch_size=8),
+        trainer=trainer,
+        evaluator=Averaged(trainer) if evaluates else None,
+        writers=[],
     ) as controller:
         controller.train(5)
         last = np.array(trainer.model.layers[-1].kernel)
@@ -273,7 +276,9 @@ def test_a_tflite_file_is_written_where_the_converter_takes_the_model(tmp_path):
             return looplib.Exported(lambda x: tf.linalg.svd(whole.function(x))[0], whole.signature, whole.model)
 
     for kind, taken in ((toy.RegressionEvaluator, True), (Decomposed, False)):
-        controller = looplib.Controller(evaluator=kind(toy.Regression().model), global_batch_size=8, writers=[])
+        controller = looplib.Controller(
+            looplib.RunConfig(global_batch_size=8), evaluator=kind(toy.Regression().model), writers=[]
+        )
         path = pathlib.Path(controller.export(tmp_path / kind.__name__, tflite=True))
         record = json.loads((path / "export.json").read_text())
         assert (path / "model.tflite").exists() == taken
@@ -437,7 +442,9 @@ def layers_of_ones_own(keras):
 def test_a_keras_file_is_left_out_that_keras_does_not_load_as_the_model(keras, tmp_path):
     for number, (model, words) in enumerate(layers_of_ones_own(keras)):
         evaluator = toy.RegressionEvaluator(model)
-        with looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[], loop="eager") as controller:
+        with looplib.Controller(
+            looplib.RunConfig(global_batch_size=8, loop="eager"), evaluator=evaluator, writers=[]
+        ) as controller:
             path = controller.export(tmp_path / str(number))
         record = json.loads((tmp_path / str(number) / "export.json").read_text())
         there = "model.keras" in names(tmp_path / str(number))
@@ -478,7 +485,7 @@ def test_what_cannot_be_exported_is_a_sentence(tmp_path):
         (toy.RegressionEvaluator(model), "/proc/x/y", "/proc/x/y cannot be written"),
         (toy.RegressionEvaluator(model), None, "export without a directory needs a model_dir"),
     ]:
-        with looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[]) as controller:
+        with looplib.Controller(looplib.RunConfig(global_batch_size=8), evaluator=evaluator, writers=[]) as controller:
             with pytest.raises(looplib.UsageError, match=words):
                 controller.export(directory)
     assert names(tmp_path / "mine") == ["thesis.tex"] and not (tmp_path / "x").exists()

@@ -83,8 +83,8 @@ def stream(strategy, make, start_step=0, training=True, how="auto"):
         (),
         {"dataset": lambda self, context: make(context), "batch_size_varies": False, "batches": "per_replica"},
     )()
-    settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, training=training, start_step=start_step, how=how)
-    return distribution.distribute(strategy, task, **settings)
+    config = looplib.RunConfig(global_batch_size=GLOBAL_BATCH, seed=3, distribute=how)
+    return distribution.distribute(strategy, task, config, training=training, start_step=start_step)
 
 
 def plain(value):
@@ -269,7 +269,7 @@ def test_every_example_is_evaluated_once_in_elements_of_any_kind(strategy, n):
 # The loop of a trainer over such data.
 
 
-def loop_of(strategy, make, **settings):
+def loop_of(strategy, make, start_step=0, distribute="auto"):
     class Pipeline(toy.Regression):
         def dataset(self, context):
             data = make(context).map(lambda i: (i, tf.gather(toy.X, i), tf.gather(toy.Y, i)))
@@ -279,8 +279,8 @@ def loop_of(strategy, make, **settings):
         trainer = Pipeline()
     trainer.global_batch_size = GLOBAL_BATCH
     checks.build_optimizers(trainer, strategy, "graph")
-    settings = dict(global_batch_size=GLOBAL_BATCH, seed=3, **settings)
-    return task_loop.TaskLoop(Specification("train", trainer, strategy, Clock(), **settings))
+    config = looplib.RunConfig(global_batch_size=GLOBAL_BATCH, seed=3, steps_per_loop=1, distribute=distribute)
+    return task_loop.TaskLoop(Specification("train", trainer, strategy, Clock(), config, start_step=start_step))
 
 
 def order(loop, steps):

@@ -24,8 +24,12 @@ def train(module, config, model_dir, steps, strategy=None):
     with strategy.scope():
         trainer, evaluator = module.build(config)
     controller = looplib.Controller(
-        trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=64, steps_per_loop=steps,
-        model_dir=model_dir, config=config, loop="graph",
+        looplib.RunConfig(global_batch_size=64, steps_per_loop=steps, loop="graph"),
+        trainer=trainer,
+        evaluator=evaluator,
+        strategy=strategy,
+        model_dir=model_dir,
+        config=config,
     )  # fmt: skip
     metrics = controller.train_and_evaluate(steps, steps)["eval"]
     controller.close()

@@ -138,7 +138,10 @@ class _Program:
         model, arguments = self.build(first=False)
         trainer = looplib.KerasTrainer(model, **arguments)
         with looplib.Controller(
-            trainer=trainer, global_batch_size=fit_rows.BATCH, model_dir=self._folder / "whole", writers=[]
+            looplib.RunConfig(global_batch_size=fit_rows.BATCH),
+            trainer=trainer,
+            model_dir=self._folder / "whole",
+            writers=[],
         ) as controller:
             path = pathlib.Path(controller.export(self._folder / "export"))
         loaded = tf.saved_model.load(path / "saved_model")
@@ -190,8 +193,12 @@ class _Program:
                 raise _NotMadeError(gist(error)) from error
             trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
         with looplib.Controller(
-            trainer=trainer, evaluator=trainer.evaluator() if "validation_data" in arguments else None,
-            strategy=strategy, global_batch_size=fit_rows.BATCH, writers=[], actions=[note],
+            looplib.RunConfig(global_batch_size=fit_rows.BATCH),
+            trainer=trainer,
+            evaluator=trainer.evaluator() if "validation_data" in arguments else None,
+            strategy=strategy,
+            writers=[],
+            actions=[note],
             model_dir=self._folder / name if name else None,
         ) as controller:  # fmt: skip
             train = controller.train_and_evaluate if "validation_data" in arguments else controller.train

@@ -10,8 +10,8 @@ import toy
 from conftest import make_strategy
 
 import looplib
-from looplib.loop import flops
-from looplib.report.speed import measured_peak
+from looplib.extras.diagnosis import speed as flops
+from looplib.extras.diagnosis.speed import measured_peak
 
 BATCH = 8
 
@@ -45,7 +45,9 @@ def by_hand():
 def test_a_step_has_the_operations_of_its_layers(strategy, options):
     with make_strategy(strategy).scope():
         trainer = Network(**options)
-    with looplib.Controller(trainer=trainer, strategy=make_strategy(strategy), global_batch_size=BATCH) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=make_strategy(strategy)
+    ) as controller:
         speed = controller.report.speed
     assert (speed.flops_per_step, speed.dtype) == (by_hand(), "float32")
 

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("orbit", reason="needs Orbit, which comes with Model Garden: pip install 'looplib[models]'")
 
+import flat_config
 import numpy as np
 import orbit
 import tensorflow as tf
@@ -46,7 +47,7 @@ def controller(trainer, evaluator=None, strategy=DEFAULT, every=10, guards=loopl
         trainer = looplib.OrbitTrainer(trainer)
     if not settings.get("model_dir"):
         settings.setdefault("writers", [])
-    return looplib.Controller(
+    return flat_config.controller(
         trainer=trainer, evaluator=evaluator, strategy=strategy, checkpoints=policy, steps_per_loop=4, **settings
     )
 
@@ -258,8 +259,11 @@ def test_a_train_of_its_own_trains_and_resumes_and_its_nested_metrics_get_names(
     evaluator = LineError(trainer)
     policy = looplib.CheckpointPolicy(keep=looplib.KeepBest("eval/line/error", "min"))
     with looplib.Controller(
-        trainer=looplib.OrbitTrainer(trainer), evaluator=looplib.OrbitEvaluator(evaluator), model_dir=tmp_path,
-        checkpoints=policy, steps_per_loop=4,
+        looplib.RunConfig(steps_per_loop=4),
+        trainer=looplib.OrbitTrainer(trainer),
+        evaluator=looplib.OrbitEvaluator(evaluator),
+        model_dir=tmp_path,
+        checkpoints=policy,
     ) as c:  # fmt: skip
         results = c.train_and_evaluate(6, 3, eval_steps=5)
     w = 2 * (1 - 0.9**6)

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 
+import flat_config
 import keras
 import numpy as np
 import pytest
@@ -33,7 +34,11 @@ def classifier(tmp_path_factory):
     trainer, _ = image_classification.build(image_classification.Config())
     policy = looplib.CheckpointPolicy(every_steps=1000)
     with looplib.Controller(
-        trainer=trainer, global_batch_size=64, model_dir=folder, checkpoints=policy, writers=[], loop="graph"
+        looplib.RunConfig(global_batch_size=64, loop="graph"),
+        trainer=trainer,
+        model_dir=folder,
+        checkpoints=policy,
+        writers=[],
     ) as controller:
         controller.train(repetitions(200, 300))
     return str(folder)
@@ -45,7 +50,7 @@ def control(experiment, config, strategy="default", **settings):
     with strategy.scope():
         trainer, evaluator = experiment.build(config)
     settings = {"global_batch_size": 64, "writers": [], "evaluator": evaluator, **settings}
-    return looplib.Controller(trainer=trainer, strategy=strategy, **settings), trainer, evaluator
+    return flat_config.controller(trainer=trainer, strategy=strategy, **settings), trainer, evaluator
 
 
 def sigmoid(values):
@@ -192,7 +197,7 @@ def test_the_samples_are_digits_and_an_evaluation_job_repeats_them(experiment, s
     pixels = tf.io.decode_png(grid.read_bytes()).numpy()
     grid.unlink()
     _, evaluator = experiment.build(config)  # whose classifier comes from the run's checkpoint
-    with looplib.Controller(evaluator=evaluator, global_batch_size=64, model_dir=tmp_path) as job:
+    with looplib.Controller(looplib.RunConfig(global_batch_size=64), evaluator=evaluator, model_dir=tmp_path) as job:
         assert job.evaluate()["eval"] == metrics
     np.testing.assert_array_equal(tf.io.decode_png(grid.read_bytes()).numpy(), pixels)
     assert read_jsonl(str(tmp_path / "media.jsonl")) == [shown]
@@ -213,7 +218,9 @@ def test_the_real_images_are_recognised_and_their_halves_are_close(classifier):
 
     evaluator = Real(None, None, sample_quality.make_classifier(), ())
     sample_quality.prepare_classifier(evaluator.classifier, classifier)
-    metrics = looplib.Controller(evaluator=evaluator, global_batch_size=64, writers=[]).evaluate()["eval"]
+    metrics = looplib.Controller(looplib.RunConfig(global_batch_size=64), evaluator=evaluator, writers=[]).evaluate()[
+        "eval"
+    ]
     assert metrics["recognised"] > 0.9 and metrics["as_asked"] > 0.97
     assert metrics["distance"] == pytest.approx(metrics["real_distance"], rel=1e-3) and metrics["nearest"] < 1e-6
     expected = np.mean([np.linalg.norm(images - image, axis=(1, 2)).min() for image in test])
@@ -250,7 +257,9 @@ def test_a_directory_without_a_fitting_classifier_is_a_sentence(tmp_path):
     with pytest.raises(looplib.UsageError, match="has no checkpoint"):
         sample_quality.prepare_classifier(classifier, str(tmp_path))
     trainer, _ = image_classification.build(image_classification.Config(model="mlp"))
-    with looplib.Controller(trainer=trainer, global_batch_size=64, model_dir=tmp_path, writers=[]) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=64), trainer=trainer, model_dir=tmp_path, writers=[]
+    ) as controller:
         controller.train(1)
     with pytest.raises(looplib.UsageError, match="is of another model"):
         sample_quality.prepare_classifier(classifier, str(tmp_path))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ class Tagger(looplib.GradientTrainer):
 def train(trainer, steps, strategy=None, **settings):
     settings = dict(steps_per_loop=2, writers=[]) | settings
     strategy = strategy or make_strategy("default")
-    with looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=BATCH, **settings) as controller:
+    with flat_config.controller(trainer=trainer, strategy=strategy, global_batch_size=BATCH, **settings) as controller:
         return controller.train(steps)
 
 
@@ -227,7 +228,7 @@ def test_the_loss_and_the_regularization_are_the_loss_of_fit(weighted, count, ke
     with strategy.scope():
         trainer = InOrder(keras, regularizer=0.01, weighted=weighted, micro_batches=count)
     with looplib.Controller(
-        trainer=trainer, strategy=strategy, global_batch_size=8, steps_per_loop=4, writers=[]
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=4), trainer=trainer, strategy=strategy, writers=[]
     ) as controller:
         metrics = controller.train(4)
     order = np.stack([np.arange(0, BATCH, 2), np.arange(1, BATCH, 2)]).reshape(2, 4, 4).transpose(1, 0, 2).ravel()
@@ -316,10 +317,12 @@ def test_averages_equal_numpy_and_are_what_an_evaluation_sees(name, family, tmp_
                 trainer = Tagger(FAMILIES[family], average_decay=0.8)
                 evaluator = Norm(trainer)
             settings = dict(global_batch_size=BATCH, steps_per_loop=2, writers=[], model_dir=folder)
-            with looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings) as controller:
+            with flat_config.controller(
+                trainer=trainer, evaluator=evaluator, strategy=strategy, **settings
+            ) as controller:
                 controller.train_and_evaluate(end, 2)
                 seen = controller.evaluate()["eval"]["sum"]
-        with looplib.Controller(evaluator=evaluator, strategy=strategy, **settings) as controller:
+        with flat_config.controller(evaluator=evaluator, strategy=strategy, **settings) as controller:
             assert controller.evaluate()["eval"]["sum"] == seen  # an evaluation job, by the checkpoint alone
         return trainer, seen
 
@@ -729,7 +732,7 @@ def test_rematerialized_layers_are_computed_twice_and_train_alike(name, family):
         with strategy.scope():
             trainer = Deep(**settings)
         settings = dict(strategy=strategy, global_batch_size=BATCH, writers=[])
-        with looplib.Controller(trainer=trainer, **settings) as controller:
+        with flat_config.controller(trainer=trainer, **settings) as controller:
             controller.train(3)
             weights.append(trainer.model.get_weights())
         kernel = tf.function(lambda trainer=trainer: _gradient(trainer)).get_concrete_function()
@@ -886,7 +889,7 @@ def test_the_average_of_checkpoints_is_their_mean_and_can_be_evaluated(tmp_path,
             return {"kernel": looplib.last(kernel[0, 0]), "bias": looplib.last(bias[0])}
 
     settings = dict(global_batch_size=1, writers=[], model_dir=mean)
-    with looplib.Controller(evaluator=Weights(Tagger().model), **settings) as controller:
+    with flat_config.controller(evaluator=Weights(Tagger().model), **settings) as controller:
         found = controller.evaluate()["eval"]
     assert found["kernel"] == pytest.approx(np.mean([weights[0][0, 0] for weights in seen[1:]]), rel=1e-6)
     assert found["bias"] == pytest.approx(np.mean([weights[1][0] for weights in seen[1:]]), rel=1e-6)
@@ -914,7 +917,7 @@ class Wide(looplib.GradientTrainer):
 
 trainer = Wide()
 before = trainer.model.layers[0].get_weights()[2]
-with looplib.Controller(trainer=trainer, global_batch_size=512, writers=[]) as controller:
+with looplib.Controller(looplib.RunConfig(global_batch_size=512), trainer=trainer, writers=[]) as controller:
     moved = (trainer.model.layers[0].get_weights()[2] != before).any()
     controller.train(1)
 print("parts", trainer.micro_batches, "moved", moved)

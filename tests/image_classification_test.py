@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flat_config
 import numpy as np
 import pytest
 from conftest import make_strategy, more, needs_models
@@ -15,7 +16,7 @@ def run(config, strategy, steps, **settings):
     with strategy.scope():
         trainer, evaluator = image_classification.build(config)
     settings = {"global_batch_size": 32, "steps_per_loop": steps, "writers": [], "seed": 0, **settings}
-    controller = looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
+    controller = flat_config.controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
     return controller, controller.train_and_evaluate(steps, steps)["eval"]
 
 
@@ -98,7 +99,9 @@ def test_float16_gets_loss_scaling(family):
             )
         optimizer = image_classification.make_optimizer(Config(), network)
         trainer = image_classification.ImageClassifier(network, optimizer, image_data.digits())
-        controller = looplib.Controller(trainer=trainer, global_batch_size=8, steps_per_loop=2, writers=[])
+        controller = looplib.Controller(
+            looplib.RunConfig(global_batch_size=8, steps_per_loop=2), trainer=trainer, writers=[]
+        )
         metrics = controller.train(2)
         assert np.isfinite(metrics["loss"]) and metrics["loss_scale"] == 2**15
     finally:

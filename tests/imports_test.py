@@ -38,7 +38,9 @@ bare = set(sys.modules)
 import {image_classification.__name__} as image_classification, looplib
 trainer, evaluator = image_classification.build(image_classification.Config())
 with tempfile.TemporaryDirectory() as folder:
-    looplib.Controller(trainer=trainer, evaluator=evaluator, global_batch_size=60, model_dir=folder).close()
+    looplib.Controller(
+        looplib.RunConfig(global_batch_size=60), trainer=trainer, evaluator=evaluator, model_dir=folder
+    ).close()
 print("added", *(sys.modules.keys() - bare))
 print("all", *sys.modules)
 """

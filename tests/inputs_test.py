@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import flat_config
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,7 +12,7 @@ from absl import logging
 from conftest import make_strategy, more, repetitions
 
 import looplib
-from looplib.task import input_context
+from looplib.data import input_context
 
 pytestmark = pytest.mark.any_engine
 
@@ -443,7 +444,7 @@ def test_a_stage_behind_the_ids_that_depends_on_earlier_batches_resumes_exactly(
     for stop in (7, 20):
         trainer = Behind(stage)
         settings = dict(global_batch_size=4, steps_per_loop=1, seed=3, writers=[])
-        with looplib.Controller(trainer=trainer, model_dir=tmp_path, **settings) as controller:
+        with flat_config.controller(trainer=trainer, model_dir=tmp_path, **settings) as controller:
             controller.train(stop)
         seen += trainer.seen
     np.testing.assert_array_equal(np.reshape(seen, [20, 4]), batches)
@@ -459,7 +460,7 @@ def test_a_map_that_may_not_repeat_its_results_is_warned_of(kind, tmp_path, capl
     for stop in (2, 4):
         caplog.clear()
         settings = dict(global_batch_size=4, steps_per_loop=1, seed=3, writers=[])
-        with looplib.Controller(trainer=Behind(kind), model_dir=tmp_path, **settings) as controller:
+        with flat_config.controller(trainer=Behind(kind), model_dir=tmp_path, **settings) as controller:
             controller.train(stop)
         warned.append(len(re.findall(f"Behind.dataset has {words}", caplog.text)))
     assert warned == [int(kind == "random"), 1]

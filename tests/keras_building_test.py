@@ -3,6 +3,7 @@
 import functools
 import types
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def trained(make, strategy, data=(X,), steps=STEPS, evaluates=False, **settings)
         trainer = looplib.KerasTrainer(model, *data, shuffle=False)
     settings = {"writers": [], "strategy": strategy, "global_batch_size": BATCH, **settings}
     evaluator = trainer.evaluator(*data) if evaluates else None
-    with looplib.Controller(trainer=trainer, evaluator=evaluator, **settings) as controller:
+    with flat_config.controller(trainer=trainer, evaluator=evaluator, **settings) as controller:
         controller.train(steps)
         if evaluates:
             return model, controller.evaluate()["eval"]
@@ -229,7 +230,7 @@ def test_random_numbers_without_a_seed_are_refused_on_several_replicas(place):
         model = (keras3.Model if place == "layer" else Model)(inputs, outputs)
         model.compile("sgd", "mse")
         trainer = looplib.KerasTrainer(model, X, X[:, :1])
-        looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=BATCH, writers=[])
+        looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=strategy, writers=[])
 
 
 class Accumulating(keras3.Model):
@@ -258,7 +259,10 @@ def test_variables_in_a_list_of_a_keras_3_model_are_saved(tmp_path):
             model.compile(keras3.optimizers.SGD(0.05))
             trainer = looplib.KerasTrainer(model, X, X[:, :1], shuffle=False)
             with looplib.Controller(
-                trainer=trainer, global_batch_size=BATCH, model_dir=folder and str(folder), writers=[]
+                looplib.RunConfig(global_batch_size=BATCH),
+                trainer=trainer,
+                model_dir=folder and str(folder),
+                writers=[],
             ) as controller:
                 controller.train(end)
         weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))
@@ -280,7 +284,10 @@ def test_the_states_of_recurrent_layers_of_tf_keras_are_saved(wrapped, tmp_path)
             model.compile(tf_keras.optimizers.SGD(0.1), "mse")
             trainer = looplib.KerasTrainer(model, x, x[:, 0, :1], shuffle=False)
             with looplib.Controller(
-                trainer=trainer, global_batch_size=BATCH, model_dir=folder and str(folder), writers=[]
+                looplib.RunConfig(global_batch_size=BATCH),
+                trainer=trainer,
+                model_dir=folder and str(folder),
+                writers=[],
             ) as controller:
                 controller.train(end)
         weights.append(np.concatenate([np.ravel(value) for value in model.get_weights()]))
@@ -294,4 +301,4 @@ def test_a_stateful_model_for_another_batch_than_a_replica_s_is_refused():
         model.compile("sgd", "mse")
         trainer = looplib.KerasTrainer(model, np.zeros([16, 5, 2], "float32"), np.zeros([16, 3], "float32"))
     with pytest.raises(UsageError, match="made for batches of 8, and each of 2 replicas gets 4"):
-        looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=BATCH, writers=[])
+        looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, strategy=strategy, writers=[])

@@ -2,6 +2,7 @@
 
 import itertools
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def controlled(keras, called, strategy="default", **settings):
         model = build(keras)
         trainer = looplib.KerasTrainer(model, X, Y, shuffle=False, validation_data=OTHERS, callbacks=called)
     settings = {"writers": [], "strategy": strategy, "global_batch_size": BATCH, **settings}
-    return model, looplib.Controller(trainer=trainer, evaluator=trainer.evaluator(), **settings)
+    return model, flat_config.controller(trainer=trainer, evaluator=trainer.evaluator(), **settings)
 
 
 def trained(keras, called, epochs=EPOCHS, **settings):
@@ -150,7 +151,7 @@ def test_jobs_on_a_run_take_the_best_weights_and_a_longer_training_continues_fro
         assert controller.global_step == 3 * (best + 1)
     strategy = make_strategy("default")
     evaluator = looplib.KerasTrainer(build(keras3), X, Y, validation_data=OTHERS).evaluator()
-    with looplib.Controller(
+    with flat_config.controller(
         evaluator=evaluator, strategy=strategy, global_batch_size=BATCH, writers=[], **settings
     ) as job:
         assert job.evaluate()["eval"]["loss"] == pytest.approx(theirs[1][-1].history["val_loss"][best], rel=1e-5)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def controlled(model, x, strategy="default", arguments=(), **settings):
     seen = lambda event: reports.append(event.metrics) if event.split == "train" else None
     evaluator = trainer.evaluator() if "validation_data" in dict(arguments) else None
     settings = {"writers": [], "strategy": strategy, "global_batch_size": BATCH, "actions": [seen], **settings}
-    return trainer.model, looplib.Controller(trainer=trainer, evaluator=evaluator, **settings), reports
+    return trainer.model, flat_config.controller(trainer=trainer, evaluator=evaluator, **settings), reports
 
 
 def assert_as_fit(model, reports, fit, history):

@@ -110,8 +110,11 @@ def trained(make, keras, strategy, x, y, **arguments):
         trainer = looplib.KerasTrainer(model, x, y, shuffle=False, **arguments)
     reports = []
     controller = looplib.Controller(
-        trainer=trainer, strategy=strategy, global_batch_size=BATCH, steps_per_loop=STEPS,
-        actions=[lambda event: reports.append(event.metrics["loss"])], writers=[],
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=STEPS),
+        trainer=trainer,
+        strategy=strategy,
+        actions=[lambda event: reports.append(event.metrics["loss"])],
+        writers=[],
     )  # fmt: skip
     controller.train(2 * STEPS)
     controller.close()

@@ -71,7 +71,11 @@ def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, k
         trainer = looplib.KerasTrainer(model, X, Y, shuffle=False, validation_data=(X, Y))
     expected, last = numpy_epochs(model.get_weights()[0].astype(np.float64), 2)
     with looplib.Controller(
-        trainer=trainer, evaluator=trainer.evaluator(), strategy=strategy, global_batch_size=BATCH, writers=[],
+        looplib.RunConfig(global_batch_size=BATCH),
+        trainer=trainer,
+        evaluator=trainer.evaluator(),
+        strategy=strategy,
+        writers=[],
         actions=[lambda event: reports[event.split].append(event.metrics)],
     ) as controller:  # fmt: skip
         controller.train_and_evaluate(epochs=2)
@@ -84,7 +88,7 @@ def test_what_a_step_returns_is_reported_as_the_mean_over_examples(kind, name, k
 
 def test_a_returned_loss_that_is_not_finite_ends_the_run_at_its_step(keras):
     trainer = looplib.KerasTrainer(compiled(keras, "bad"), X, Y, shuffle=False)
-    with looplib.Controller(trainer=trainer, global_batch_size=BATCH, writers=[]) as controller:
+    with looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, writers=[]) as controller:
         with pytest.raises(looplib.DivergenceError, match="at step 2, loss.* not finite"):
             controller.train(epochs=1)
 
@@ -117,7 +121,10 @@ def test_the_step_of_the_guides_reports_as_in_fit(keras):
     history = make().fit(X, Y, batch_size=5, epochs=1, shuffle=False, verbose=0).history
     trainer = looplib.KerasTrainer(make(), X, Y, shuffle=False)
     controller = looplib.Controller(
-        trainer=trainer, strategy=make_strategy("default"), global_batch_size=5, writers=[], steps_per_loop=4
+        looplib.RunConfig(global_batch_size=5, steps_per_loop=4),
+        trainer=trainer,
+        strategy=make_strategy("default"),
+        writers=[],
     )
     found = controller.train(4)
     assert {name: found[name] for name in history} == pytest.approx(
@@ -143,7 +150,10 @@ def test_a_metric_of_several_results_or_of_an_array_has_a_number_for_each(keras)
     model.compile("sgd", "mse", metrics=[Both()])
     trainer = looplib.KerasTrainer(model, X, Y, shuffle=False)
     controller = looplib.Controller(
-        trainer=trainer, strategy=make_strategy("default"), global_batch_size=10, writers=[], steps_per_loop=2
+        looplib.RunConfig(global_batch_size=10, steps_per_loop=2),
+        trainer=trainer,
+        strategy=make_strategy("default"),
+        writers=[],
     )
     found, total = controller.train(2), Y.sum()
     if keras.__name__ == "keras":

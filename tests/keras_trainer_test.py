@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 
+import flat_config
 import keras as keras3
 import keras_scripts
 import numpy as np
@@ -43,7 +44,7 @@ def trained(name, keras, strategy="default", epochs=EPOCHS, callbacks=(), **sett
         trainer = looplib.KerasTrainer(model, **arguments, shuffle=False, callbacks=callbacks)
     evaluator = trainer.evaluator() if "validation_data" in arguments else None
     settings = {"writers": [], "actions": [lambda event: reports.setdefault(event.split, []).append(event)], **settings}
-    with looplib.Controller(
+    with flat_config.controller(
         trainer=trainer, evaluator=evaluator, strategy=strategy, global_batch_size=BATCH, **settings
     ) as controller:
         if evaluator:
@@ -99,7 +100,11 @@ def test_an_evaluation_counts_each_example_once_and_leaves_the_metrics_of_the_tr
     model, arguments = keras_scripts.build("cnn", keras3)
     trainer = looplib.KerasTrainer(model, **arguments, shuffle=False)
     with looplib.Controller(
-        trainer=trainer, evaluator=trainer.evaluator(), strategy=strategy, global_batch_size=BATCH, writers=[]
+        looplib.RunConfig(global_batch_size=BATCH),
+        trainer=trainer,
+        evaluator=trainer.evaluator(),
+        strategy=strategy,
+        writers=[],
     ) as controller:
         controller.train_and_evaluate(8, eval_interval=3)  # in the middle of the reports' windows
         assert controller.train(8)["loss"] == pytest.approx(reports["train"][1].metrics["loss"], rel=1e-5)
@@ -306,7 +311,9 @@ def test_wrong_arguments_are_refused(case):
 def test_callbacks_refuse_reports_that_are_not_of_epochs():
     model, arguments = keras_scripts.build("mlp", keras3)
     trainer = looplib.KerasTrainer(model, **arguments, callbacks=[keras3.callbacks.ReduceLROnPlateau()])
-    with looplib.Controller(trainer=trainer, global_batch_size=BATCH, steps_per_loop=3, writers=[]) as controller:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=3), trainer=trainer, writers=[]
+    ) as controller:
         with pytest.raises(UsageError, match="leave out its steps_per_loop"):
             controller.train(epochs=1)
 
@@ -324,7 +331,11 @@ def test_a_data_set_of_global_batches_trains_as_in_fit(strategy, keras):
         ours, _ = keras_scripts.build("class_weights", keras)
         trainer = looplib.KerasTrainer(ours, data, class_weight=weights)
     with looplib.Controller(
-        trainer=trainer, strategy=strategy, global_batch_size=BATCH, writers=[], actions=[reports["train"].append]
+        looplib.RunConfig(global_batch_size=BATCH),
+        trainer=trainer,
+        strategy=strategy,
+        writers=[],
+        actions=[reports["train"].append],
     ) as controller:
         controller.train(epochs=EPOCHS)
     assert_as_in_fit(ours, reports, ([np.array(variable) for variable in model.trainable_variables], history))

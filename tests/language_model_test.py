@@ -11,6 +11,7 @@ import pathlib
 import shutil
 import subprocess
 
+import flat_config
 import keras
 import numpy as np
 import pytest
@@ -165,7 +166,7 @@ def test_bits_per_byte_are_those_of_each_byte_predicted_once(files, vocabularies
     for tokens in data.vocabulary.encode(texts):  # each is shorter than half a row, so it sees all of itself
         whole = np.concatenate([[data.start], tokens, [data.start + 1]])
         nats -= log_probabilities(model, whole[:-1])[np.arange(len(whole) - 1), whole[1:]].sum()
-    controller = looplib.Controller(evaluator=evaluator, global_batch_size=2, writers=[])
+    controller = looplib.Controller(looplib.RunConfig(global_batch_size=2), evaluator=evaluator, writers=[])
     metrics = controller.evaluate()["eval"]
     size = len(b"".join(texts))
     assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
@@ -211,7 +212,7 @@ def run(settings, strategy="default", steps=60, interval=None, **others):
     keras.utils.set_random_seed(0)
     with make_strategy(strategy).scope():
         trainer, evaluator = language_model.build(settings)
-    controller = looplib.Controller(
+    controller = flat_config.controller(
         trainer=trainer, evaluator=evaluator, strategy=make_strategy(strategy), global_batch_size=8, steps_per_loop=20,
         **{"writers": [], **others},
     )  # fmt: skip
@@ -246,7 +247,9 @@ def test_it_learns_on_any_number_of_replicas(files, trained):
 def test_an_evaluation_job_finds_all_weights(files, trained):
     folder, metrics = trained["one"]
     _, evaluator = language_model.build(config(files))
-    with looplib.Controller(evaluator=evaluator, global_batch_size=8, model_dir=folder, writers=[]) as job:
+    with looplib.Controller(
+        looplib.RunConfig(global_batch_size=8), evaluator=evaluator, model_dir=folder, writers=[]
+    ) as job:
         assert job.evaluate()["eval"] == pytest.approx(metrics, rel=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def test_replicas_evaluate_with_what_an_export_writes(name, kind, loop, tmp_path
     settings = dict(strategy=strategy, global_batch_size=BATCH, writers=[], loop=loop, steps_per_loop=2)
     with strategy.scope():
         trainer, evaluator = pair(kind, keras)
-    run = looplib.Controller(trainer=trainer, evaluator=evaluator, model_dir=tmp_path, **settings)
+    run = flat_config.controller(trainer=trainer, evaluator=evaluator, model_dir=tmp_path, **settings)
     run.train(2)
     means = strategy.experimental_local_results(tf_of(trainer.model.get_layer("norm").moving_mean))
     assert not np.allclose(*means, atol=1)
@@ -92,7 +93,7 @@ def test_replicas_evaluate_with_what_an_export_writes(name, kind, loop, tmp_path
     run.train(STEPS)
     with strategy.scope():
         other, _ = pair(kind, keras)
-    looplib.Controller(trainer=other, **settings).train(STEPS)
+    flat_config.controller(trainer=other, **settings).train(STEPS)
     assert values(strategy, trainer.model) == values(strategy, other.model)
 
 
@@ -122,7 +123,10 @@ def test_a_training_has_its_own_recurrent_and_random_state_after_an_evaluation(n
         model = recurrent(keras)
         trainer = Sequences(model, keras.optimizers.SGD(0.01))
         run = looplib.Controller(
-            trainer=trainer, evaluator=SequencesError(model), global_batch_size=BATCH, writers=[], loop=loop
+            looplib.RunConfig(global_batch_size=BATCH, loop=loop),
+            trainer=trainer,
+            evaluator=SequencesError(model),
+            writers=[],
         )
         for step in range(1, STEPS + 1):
             run.train(step)
@@ -165,12 +169,11 @@ def test_a_metric_that_both_have_counts_the_examples_of_each_alone(name, tmp_pat
             model = keras.Sequential([keras.layers.InputLayer((3,)), keras.layers.Dense(1)])
             trainer, evaluator = WithMetric(model, keras.optimizers.SGD(0.0), metric), MetricEvaluator(model, metric)
         run = looplib.Controller(
+            looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=4),
             trainer=trainer,
             evaluator=evaluator,
             strategy=strategy,
-            global_batch_size=BATCH,
             writers=[],
-            steps_per_loop=4,
         )
         found = run.train_and_evaluate(4, interval)["eval"]["distance"]
         assert found == pytest.approx(np.mean(np.abs(model(HELD_OUT[0]).numpy() - HELD_OUT[1])), rel=1e-5)
@@ -183,7 +186,9 @@ def test_a_training_without_such_state_lends_nothing_to_an_evaluation(monkeypatc
     model = normalized(keras3)
     model.trainable = False  # as a frozen one
     trainer = Line(keras3.Sequential([model, keras3.layers.Dense(1)]), keras3.optimizers.SGD(0.01))
-    run = looplib.Controller(trainer=trainer, evaluator=Error(trainer.model), global_batch_size=BATCH, writers=[])
+    run = looplib.Controller(
+        looplib.RunConfig(global_batch_size=BATCH), trainer=trainer, evaluator=Error(trainer.model), writers=[]
+    )
     run.train(1)
     run.evaluate()
     (lending,) = run._run.loops._lendings.values()

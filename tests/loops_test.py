@@ -10,7 +10,7 @@ import toy
 from conftest import make_strategy, more, repetitions
 
 import looplib
-from looplib.loop import graph
+from looplib.loop import device_loop
 from looplib.loop.base import Request
 
 
@@ -83,7 +83,7 @@ def test_the_graph_loop_equals_a_plain_loop_over_tf_function():
 def test_a_step_of_many_ops_trains_like_one_of_few(ends, monkeypatch):
     weights = []
     for many_ops in (0, 1_000_000):
-        monkeypatch.setattr(graph, "_MANY_OPS", many_ops)
+        monkeypatch.setattr(device_loop, "_MANY_OPS", many_ops)
         trainer = toy.Regression()
         if ends:
             trainer.dataset = lambda context: toy.Regression.dataset(trainer, context).take(23)

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 
+import flat_config
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -34,7 +35,7 @@ class Values(looplib.Evaluator):
 
 
 def evaluate(strategy, evaluator, global_batch_size=16, steps=-1, **settings):
-    controller = looplib.Controller(
+    controller = flat_config.controller(
         evaluator=evaluator, strategy=strategy, global_batch_size=global_batch_size, writers=[], **settings
     )
     return controller.evaluate(steps)["eval"]
@@ -108,7 +109,9 @@ def test_keras_metrics_of_both_families_reduce_exactly(name, family):
         return dict(metrics)
 
     evaluator = Values(65, outputs)
-    controller = looplib.Controller(evaluator=evaluator, strategy=strategy, global_batch_size=16, writers=[])
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=16), evaluator=evaluator, strategy=strategy, writers=[]
+    )
     alone = keras.metrics.AUC()
     alone.update_state(labels[:65], scores[:65])
     for _ in range(2):  # reset between evaluations
@@ -193,7 +196,9 @@ def test_a_training_is_the_one_without_the_check_of_its_metric():
     for own in (False, True):
         with strategy.scope():
             trainer = Summing(own)
-        controller = looplib.Controller(trainer=trainer, strategy=strategy, global_batch_size=8, writers=[])
+        controller = looplib.Controller(
+            looplib.RunConfig(global_batch_size=8), trainer=trainer, strategy=strategy, writers=[]
+        )
         metrics = controller.train(3)
         weights.append(trainer.weight.numpy())
     assert weights[0] == weights[1] and metrics["own"] == pytest.approx(24 * metrics["value"])
@@ -234,7 +239,7 @@ def test_a_keras_metric_may_return_its_own_variables(name, family, loop):
         return {"several": several, "one": one}
 
     with looplib.Controller(
-        evaluator=Values(65, outputs), strategy=strategy, global_batch_size=16, writers=[], loop=loop
+        looplib.RunConfig(global_batch_size=16, loop=loop), evaluator=Values(65, outputs), strategy=strategy, writers=[]
     ) as controller:
         for _ in range(2):  # reset between evaluations
             found = controller.evaluate()["eval"]
@@ -373,12 +378,16 @@ def test_ragged_features_beside_dense_labels_are_counted_by_row():
 def test_an_evaluation_set_found_empty_only_by_reading_is_refused_when_the_controller_is_built():
     data = lambda context: tf.data.Dataset.range(8).filter(lambda i: i < 0).batch(4).map(lambda i: (i,))
     with pytest.raises(looplib.UsageError, match="the evaluation data set 'eval' is empty"):
-        looplib.Controller(evaluator=Values(0, lambda i: {"i": i}, data), global_batch_size=4, writers=[])
+        looplib.Controller(
+            looplib.RunConfig(global_batch_size=4), evaluator=Values(0, lambda i: {"i": i}, data), writers=[]
+        )
 
 
 def test_several_evaluators_report_under_their_names():
     short, long = Values(3, lambda i, v: {"v": v}), Values(9, lambda i, v: {"v": v})
-    controller = looplib.Controller(evaluator={"short": short, "long": long}, global_batch_size=4, writers=[])
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=4), evaluator={"short": short, "long": long}, writers=[]
+    )
     found = controller.evaluate()
     assert {name: metrics["examples"] for name, metrics in found.items()} == {"short": 3, "long": 9}
 
@@ -490,7 +499,7 @@ class Named(looplib.Trainer):
 
 
 def build(trainer, **settings):
-    return looplib.Controller(trainer=trainer, global_batch_size=8, steps_per_loop=1, writers=[], **settings)
+    return flat_config.controller(trainer=trainer, global_batch_size=8, steps_per_loop=1, writers=[], **settings)
 
 
 OWN = ["epoch", "examples", "steps_per_second", "skipped_steps", "examples_checksum", "batch_sizes/more"]
@@ -503,7 +512,7 @@ def test_a_metric_with_the_name_of_one_of_looplib_s_is_refused_when_the_controll
         build(Named([name]), loop="graph")
     evaluator = Values(8, lambda i, v: {"value": v, name: v})
     with pytest.raises(looplib.UsageError, match=f"Values.step_fn {said}"):
-        looplib.Controller(evaluator=evaluator, global_batch_size=8, writers=[], loop="graph")
+        looplib.Controller(looplib.RunConfig(global_batch_size=8, loop="graph"), evaluator=evaluator, writers=[])
     with pytest.raises(looplib.UsageError, match=f"Named.step_fn {said}"):
         build(Named([name])).train(1)  # in the eager loop, which traces no step before
     with pytest.raises(looplib.UsageError, match=f"Named.loop_end {said}"):
@@ -534,4 +543,4 @@ def test_a_compiled_metric_with_such_a_name_is_refused_when_the_controller_is_bu
     trainer = looplib.KerasTrainer(model, x, x, validation_data=(x, x))
     for tasks in ({"trainer": trainer}, {"evaluator": trainer.evaluator()}):
         with pytest.raises(looplib.UsageError, match="compiled Sequential returned a metric named 'examples', which"):
-            looplib.Controller(**tasks, global_batch_size=8, writers=[], loop="graph")
+            flat_config.controller(**tasks, global_batch_size=8, writers=[], loop="graph")

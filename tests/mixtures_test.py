@@ -333,12 +333,14 @@ def test_sources_of_a_mixture_whose_records_differ_are_refused_before_the_first_
     for one, other, first, second in unequal(tmp_path):
         trainer = Reads(looplib.Mixture({"one": one, "other": other}, {"one": 1, "other": 1}))
         if first is None:
-            with looplib.Controller(trainer=trainer, global_batch_size=4, loop="eager", writers=[]) as controller:
+            with looplib.Controller(
+                looplib.RunConfig(global_batch_size=4, loop="eager"), trainer=trainer, writers=[]
+            ) as controller:
                 assert controller.train(2)["source"] == 0.5
             continue
         said = f"the sources 'one' and 'other' of a mixture have records of different structures: {first} and {second};"
         with pytest.raises(looplib.UsageError, match=re.escape(said)):
-            looplib.Controller(trainer=trainer, global_batch_size=4, loop="eager", writers=[])
+            looplib.Controller(looplib.RunConfig(global_batch_size=4, loop="eager"), trainer=trainer, writers=[])
 
 
 STEPS = ["--train_steps=20", "--checkpoint_interval=5", "--mode=train", "--config.state_mb=0.01"]

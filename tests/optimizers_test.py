@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flat_config
 import keras as keras3
 import numpy as np
 import pytest
@@ -172,7 +173,10 @@ def check(keras, cases, name, loop="graph", x=X):
     with make_strategy(name).scope():
         zoo = Zoo(keras, cases, x)
     with looplib.Controller(
-        trainer=zoo, strategy=make_strategy(name), global_batch_size=BATCH, steps_per_loop=STEPS, loop=loop, writers=[]
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=STEPS, loop=loop),
+        trainer=zoo,
+        strategy=make_strategy(name),
+        writers=[],
     ) as controller:
         controller.train(-1)
     assert controller.global_step == len(x) // BATCH
@@ -265,7 +269,10 @@ def test_sparse_gradients_of_varying_length_equal_keras_on_one_device(keras, nam
     with make_strategy(name).scope():
         trainer = Sentences(keras, makes)
     with looplib.Controller(
-        trainer=trainer, strategy=make_strategy(name), global_batch_size=BATCH, steps_per_loop=STEPS, writers=[]
+        looplib.RunConfig(global_batch_size=BATCH, steps_per_loop=STEPS),
+        trainer=trainer,
+        strategy=make_strategy(name),
+        writers=[],
     ) as controller:
         controller.train(-1)
     alone = Sentences(keras, makes)
@@ -283,7 +290,7 @@ def small_zoo(name, make=lambda: keras3.optimizers.SGD(0.1, clipnorm=0.5)):
 
 def controller_of(zoo, name, **settings):
     settings = {"global_batch_size": BATCH, "writers": [], "strategy": make_strategy(name), **settings}
-    return looplib.Controller(trainer=zoo, **settings)
+    return flat_config.controller(trainer=zoo, **settings)
 
 
 @pytest.mark.parametrize("name, loop", [("default", "graph"), ("mirrored_x2", "eager")])

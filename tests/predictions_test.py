@@ -98,7 +98,7 @@ def predict(strategy, folder, build=Predicts, batch=8, loop=LOOP, weights=None, 
     if weights is not None:
         model.set_weights(weights)
     controller = looplib.Controller(
-        evaluator=build(model), strategy=strategy, global_batch_size=batch, writers=[], loop=loop
+        looplib.RunConfig(global_batch_size=batch, loop=loop), evaluator=build(model), strategy=strategy, writers=[]
     )
     return controller.predict(folder, **settings)["eval"]
 
@@ -140,7 +140,9 @@ def test_a_keras_trainer_predicts_as_model_predict_does(name, family, tmp_path):
         model.compile("sgd", "mse")
         trainer = looplib.KerasTrainer(model, toy.X, toy.X[:, :2])
         evaluator = trainer.evaluator(toy.X, toy.X[:, :2])
-    controller = looplib.Controller(evaluator=evaluator, strategy=strategy, global_batch_size=12, writers=[])
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=12), evaluator=evaluator, strategy=strategy, writers=[]
+    )
     records = read(controller.predict(tmp_path)["eval"])  # the last global batch has one example
     kernel, bias = model.get_weights()
     np.testing.assert_allclose([r["prediction"] for r in records], np.tanh(toy.X @ kernel + bias), rtol=1e-5)

@@ -20,7 +20,7 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.health import preemption
 from looplib.health.preemption import Preempted, notice
-from looplib.loop import graph
+from looplib.loop import device_loop
 
 DEFAULT = make_strategy("default")
 
@@ -108,7 +108,7 @@ def test_the_current_step_ends_and_is_saved_not_the_loop(signum, name, tmp_path)
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_the_current_step_of_many_ops_ends_not_the_loop(ends, monkeypatch):
-    monkeypatch.setattr(graph, "_MANY_OPS", 0)
+    monkeypatch.setattr(device_loop, "_MANY_OPS", 0)
     trainer = Quiet(0.1)
     if ends:
         trainer.dataset = lambda context: toy.Regression.dataset(trainer, context).take(10_000)
@@ -237,8 +237,13 @@ class Stalling(toy.Regression):
 
 trainer = Stalling()
 policy = looplib.CheckpointPolicy(every_steps=4, guards=looplib.Guards(stall_limit={limit}))
-controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000,
-                                checkpoints=policy, writers=[])
+controller = looplib.Controller(
+    looplib.RunConfig(global_batch_size=8, steps_per_loop=1000),
+    trainer=trainer,
+    model_dir={folder!r},
+    checkpoints=policy,
+    writers=[],
+)
 controller.train(20)
 print("weights", [w.tolist() for w in trainer.weights()])
 """
@@ -326,7 +331,9 @@ class Slow(toy.Regression):
 
 again = []
 trainer = Slow()
-controller = looplib.Controller(trainer=trainer, global_batch_size=8, model_dir={folder!r}, steps_per_loop=1000, writers=[])
+controller = looplib.Controller(
+    looplib.RunConfig(global_batch_size=8, steps_per_loop=1000), trainer=trainer, model_dir={folder!r}, writers=[]
+)
 if {first}:
     controller.train({first})  # what follows is traced and compiled
 took = lambda: sum(map(controller.clock.of, ("train", "input", "suspended")))

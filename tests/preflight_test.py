@@ -127,7 +127,9 @@ def look(step_fn, dataset=None, cores=1, platform="TPU", model=None, batch=8, ke
 
     trainer = Trainer()
     evaluator = evaluator(trainer.model) if evaluator else None
-    controller = looplib.Controller(trainer=trainer, evaluator=evaluator, global_batch_size=batch, writers=[])
+    controller = looplib.Controller(
+        looplib.RunConfig(global_batch_size=batch), trainer=trainer, evaluator=evaluator, writers=[]
+    )
     return preflight.look(controller, platform, cores)
 
 
@@ -327,7 +329,7 @@ def test_a_step_without_variables_computes_what_the_step_does(optimizer, keras, 
     """With Keras's own updates: a fused one becomes a subtraction, which compiles where the update does."""
     monkeypatch.setattr("looplib.compat.optimizers.fused_update", lambda optimizer: None)
     trainer = toy.Regression(keras, optimizer)
-    controller = looplib.Controller(trainer=trainer, global_batch_size=8, writers=[])
+    controller = looplib.Controller(looplib.RunConfig(global_batch_size=8), trainer=trainer, writers=[])
     step = controller.loops["train"].step
     batch = (tf.range(8, dtype=tf.int64), tf.constant(toy.X[:8]), tf.constant(toy.Y[:8]))
     spec = tf.nest.map_structure(tf.type_spec_from_value, batch)

@@ -11,8 +11,8 @@ from conftest import make_strategy
 
 from looplib.checkpoint import commits
 from looplib.checkpoint.restoring import peek
+from looplib.data.batches import Span
 from looplib.errors import UsageError
-from looplib.task.batches import Span
 from looplib.task.record import EngineChoice, RunningTotals, RunRecord
 
 RECORD = RunRecord(

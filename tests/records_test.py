@@ -14,9 +14,9 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data import refused
-from looplib.records import damage
-from looplib.records import order as orders
+from looplib.data.input_context import BadRecords
+from looplib.extras.diagnosis import refused
+from looplib.extras.records import order as orders
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 COUNTS = (40, 0, 123, 1, 57)  # of the shards
@@ -53,7 +53,7 @@ def copy(files, tmp_path):
 def context(batch=20, replicas=1, worker=0, workers=1, training=True, start=0, bad_records=0):
     return looplib.InputContext(
         global_batch_size=batch, num_replicas=replicas, pipeline_index=worker, num_pipelines=workers, seed=3,
-        training=training, start_step=start, bad_records=damage.LeftOut(bad_records),
+        training=training, start_step=start, bad_records=BadRecords(bad_records),
     )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def test_a_few_damaged_records_are_left_out(copy, block, caplog):
         numbers(context(bad_records=2).records(pattern, block=block), 25)
     # The one that was too many is named, but not counted, so that a restart that allows more needs nothing else.
     refused, restarted = context(), context()
-    refused.bad_records, restarted.bad_records = (damage.LeftOut(most, f"{copy}/bad_records") for most in (2, 3))
+    refused.bad_records, restarted.bad_records = (BadRecords(most, f"{copy}/bad_records") for most in (2, 3))
     with pytest.raises(
         tf.errors.OpError, match="record .* at byte .* --bad_records=skip:3 or more, and delete nothing"
     ):
@@ -343,7 +343,9 @@ def test_a_record_that_the_program_refuses_is_named(files):
     assert refused_by(Refusing(kept, block=2), context(), 0) == said
 
     with looplib.Controller(
-        trainer=Refusing(files), global_batch_size=20, loop="eager", seed=3, steps_per_loop=5, writers=[]
+        looplib.RunConfig(global_batch_size=20, loop="eager", seed=3, steps_per_loop=5),
+        trainer=Refusing(files),
+        writers=[],
     ) as controller:
         with pytest.raises(looplib.UsageError, match=f"{said}, is refused by Refusing.dataset: .*; restore the file"):
             controller.train(40)

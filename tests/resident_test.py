@@ -1,5 +1,6 @@
 """Evaluations of rows that stay on the device, and the ids of an evaluation."""
 
+import flat_config
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -41,7 +42,7 @@ class Rows(looplib.Evaluator):
 def evaluate(engine, name="default", change="none"):
     strategy = make_strategy(name)
     settings = dict(global_batch_size=BATCH, loop=engine, writers=[], strategy=strategy)
-    with looplib.Controller(evaluator=Rows(change), **settings) as controller:
+    with flat_config.controller(evaluator=Rows(change), **settings) as controller:
         return [controller.evaluate()["eval"] for _ in range(2)]
 
 
@@ -54,6 +55,8 @@ def expected(ids):
 @pytest.mark.parametrize("engine", ["graph", "xla", *more(["auto", "eager"])])
 @pytest.mark.parametrize("name", ["default", "mirrored_x4", *more(["one_device", "mirrored_x2"])])
 def test_an_evaluation_has_each_row_once(engine, name):
+    if engine == "xla" and name.startswith("mirrored"):
+        pytest.skip("XLA takes one replica")
     for metrics in evaluate(engine, name):
         wanted = expected([np.arange(EXAMPLES)])
         assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
@@ -95,7 +98,7 @@ def test_the_ids_of_a_plan_get_their_own_rows():
             super().dataset(context)
             return context.indices(looplib.Kept(KEPT))
 
-    with looplib.Controller(evaluator=Kept(), global_batch_size=BATCH, writers=[]) as controller:
+    with looplib.Controller(looplib.RunConfig(global_batch_size=BATCH), evaluator=Kept(), writers=[]) as controller:
         metrics = controller.evaluate()["eval"]
     wanted = expected([np.flatnonzero(KEPT)])
     assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-5)
@@ -132,7 +135,7 @@ def test_a_training_continues_with_the_rows_behind_its_checkpoint(engine, size, 
     for end in (stop, steps):
         trainer = Order()
         settings = dict(global_batch_size=BATCH, steps_per_loop=7, seed=5, loop=engine, writers=[])
-        with looplib.Controller(trainer=trainer, model_dir=tmp_path, **settings) as controller:
+        with flat_config.controller(trainer=trainer, model_dir=tmp_path, **settings) as controller:
             controller.train(end)
     assert trainer.sum.numpy() == wanted
 
@@ -160,7 +163,7 @@ def test_rows_keep_the_structure_of_the_arrays(engine):
                 return {"first": looplib.total(tf.reduce_sum(tf.cast(first, tf.float32)))}
 
         settings = dict(global_batch_size=BATCH, steps_per_loop=5, loop=engine, writers=[])
-        with looplib.Controller(trainer=Seen(), **settings) as controller:
+        with flat_config.controller(trainer=Seen(), **settings) as controller:
             controller.train(11)
         assert seen[0] == tf.nest.map_structure(
             lambda array: tf.as_dtype(array.dtype) if array.dtype.kind != "U" else tf.string, arrays

@@ -21,12 +21,13 @@ FOLDERS = sorted(path for path in (ROOT / "looplib").iterdir() if path.is_dir() 
 # A room may import from the levels below its own; files and rooms of one level do not import each other, except the
 # ground level, whose files are small and have an order of their own.
 LEVELS = [
-    {"errors", "files", "folders", "masks", "console", "plugins", "source_locations", "compat"},
-    {"cluster", "records", "field_types"},
+    {"errors", "files", "folders", "masks", "console", "plugins", "settings", "diagnosis", "compat"},
+    {"cluster", "run_config"},
+    {"data"},
     {"task", "report", "health"},
-    {"data", "checkpoint", "runtime"},
+    {"checkpoint", "runtime"},
     {"loop"},
-    {"run", "command_line", "config"},
+    {"run", "command_line"},
     {"evaluations"},
     {"controller"},
     {"launch"},

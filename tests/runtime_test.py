@@ -41,7 +41,7 @@ def test_a_deterministic_run_trains_and_evaluates(loop, python):
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 import toy
-strategy = runtime.setup("auto", num_virtual_devices=2, deterministic=True)
+strategy = runtime.setup("auto", num_virtual_devices={1 if loop == "xla" else 2}, deterministic=True)
 trainer, evaluator = toy.build(strategy)
 with toy.controller(strategy, trainer, evaluator, loop={loop!r}) as controller:
     accuracy = controller.train_and_evaluate(6, 3)["eval"]["accuracy"]

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from looplib import UsageError, config, field_types
+from looplib import UsageError
+from looplib.extras.configuration import config, field_types
 
 
 class Kind(enum.Enum):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import rooms
 import yaml
 
 import looplib
@@ -43,7 +44,7 @@ def test_the_api_pages_name_each_public_name_where_it_is_defined():
     assert len(blocks) == text.count(":::")
     assert {name: path for path, name in blocks if "." not in name} == {
         name: f"{home}.{name}" for name, home in looplib._HOMES.items()
-    }
+    } | {name: rooms.plug_ins("looplib.parts")[name] for name in looplib._PARTS}
 
 
 @pytest.mark.repetition

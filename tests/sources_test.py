@@ -23,6 +23,7 @@ from tensorflow.python.data.experimental.ops import global_shuffle_op  # behind 
 
 from looplib.compat import tensorflow as _tf
 from looplib.data import distribution, iterator_state
+from looplib.run_config import RunConfig
 
 Data, X = tf.data.Dataset, tf.data.experimental
 READ, STOPS = repetitions(24, 34), repetitions((8,), (1, 8, 21))
@@ -311,8 +312,8 @@ def service():
 def stream(make, start_step=0):
     tf.random.set_seed(0)  # as runtime.setup does in each process
     task = types.SimpleNamespace(dataset=lambda context: make(), batches="per_replica", batch_size_varies=True)
-    settings = dict(global_batch_size=2, seed=3, training=True, start_step=start_step)
-    return distribution.distribute(tf.distribute.get_strategy(), task, **settings)
+    config = RunConfig(global_batch_size=2, seed=3)
+    return distribution.distribute(tf.distribute.get_strategy(), task, config, training=True, start_step=start_step)
 
 
 def read(iterator, count):

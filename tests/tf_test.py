@@ -16,9 +16,9 @@ import pytest
 import tensorflow as tf
 from conftest import make_strategy, more, repetitions
 
-from looplib import source_locations
 from looplib.compat import tensorflow as _tf
 from looplib.data import iterator_state
+from looplib.extras.diagnosis import places
 from looplib.extras.tools import xla
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
@@ -61,12 +61,12 @@ def the_line_that_starts_the_devices(folder: pathlib.Path) -> None:
     program = folder / "program.py"
     program.write_text(
         "import looplib, tensorflow as tf\n"
-        "from looplib import source_locations\n"
         "from looplib.compat import tensorflow as _tf\n"
+        "from looplib.extras.diagnosis import places\n"
         "assert not _tf.started() and _tf.stack_at_start() == []\n"
         "x = tf.constant(1.0)  # here\n"
         "assert _tf.started()\n"
-        "print(source_locations.place_of_start())\n"
+        "print(places.place_of_start())\n"
     )
     assert run(f"import runpy; runpy.run_path({str(program)!r})").endswith(":5: x = tf.constant(1.0)  # here\n")
 
@@ -103,7 +103,7 @@ def the_graphs_of_called_functions(folder: pathlib.Path) -> None:
     assert {"Sin", "Cos"} <= {op.type for op in ops}
     sine = next(op for op in ops if op.type == "Sin")
     assert ops.in_function(*ops.place(sine)) is sine
-    assert "tf.sin(x)" in source_locations.line_of(sine)
+    assert "tf.sin(x)" in places.line_of(sine)
 
 
 def the_op_that_an_error_names(folder: pathlib.Path) -> None:
@@ -113,7 +113,7 @@ def the_op_that_an_error_names(folder: pathlib.Path) -> None:
 
     with pytest.raises(tf.errors.OpError) as caught:
         failing(tf.constant([1.0, 2.0]))
-    place = source_locations.place_of(caught.value, [failing.get_concrete_function(tf.TensorSpec([2]))])
+    place = places.place_of(caught.value, [failing.get_concrete_function(tf.TensorSpec([2]))])
     assert place.endswith("# here"), caught.value
 
 

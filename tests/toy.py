@@ -1,5 +1,6 @@
 """A softmax regression small enough to train again in numpy, and what it should come to."""
 
+import flat_config
 import keras as keras3
 import numpy as np
 import tensorflow as tf
@@ -95,7 +96,7 @@ def build(strategy, keras=keras3, optimizer="sgd"):
 def controller(strategy, trainer, evaluator=None, **settings):
     """A quiet controller of one step a loop and a global batch of 8."""
     settings = {"global_batch_size": 8, "steps_per_loop": 1, "writers": [], **settings}
-    return looplib.Controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
+    return flat_config.controller(trainer=trainer, evaluator=evaluator, strategy=strategy, **settings)
 
 
 def _softmax(z):

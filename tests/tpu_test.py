@@ -207,7 +207,9 @@ def test_the_eager_loop_is_refused_on_a_tpu():
     import toy
 
     with pytest.raises(UsageError, match="a TPU runs only compiled programs, and the eager loop does not compile"):
-        looplib.Controller(trainer=toy.Regression(), strategy=tpu_strategy(), global_batch_size=8, loop="eager")
+        looplib.Controller(
+            looplib.RunConfig(global_batch_size=8, loop="eager"), trainer=toy.Regression(), strategy=tpu_strategy()
+        )
 
 
 def test_only_a_tpus_loss_is_one():

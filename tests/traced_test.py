@@ -86,7 +86,7 @@ def test_a_change_that_a_traced_step_does_not_see_is_refused_before_the_next_ste
             change(trainer)
 
     with looplib.Controller(
-        trainer=trainer, global_batch_size=8, steps_per_loop=2, writers=[], actions=[act]
+        looplib.RunConfig(global_batch_size=8, steps_per_loop=2), trainer=trainer, writers=[], actions=[act]
     ) as controller:
         with pytest.raises(UsageError, match=said) as error:
             controller.train(8)
@@ -108,7 +108,7 @@ def test_what_the_step_sees_or_never_reads_may_change(keras):
     trainer.settings.unread = 5.0
     trainer.optimizer.learning_rate = 0.0
     with looplib.Controller(
-        trainer=trainer, global_batch_size=32, steps_per_loop=2, writers=[], actions=[act]
+        looplib.RunConfig(global_batch_size=32, steps_per_loop=2), trainer=trainer, writers=[], actions=[act]
     ) as controller:
         controller.train(8)
     np.testing.assert_allclose(np.divide(losses, losses[0]), [1, 1, 4, 1], rtol=1e-5)
@@ -124,7 +124,10 @@ def test_a_step_that_runs_eagerly_sees_every_change(keras):
         trainer.shared = 3.0
 
     with looplib.Controller(
-        trainer=trainer, global_batch_size=32, steps_per_loop=1, writers=[], actions=[act], loop="eager"
+        looplib.RunConfig(global_batch_size=32, steps_per_loop=1, loop="eager"),
+        trainer=trainer,
+        writers=[],
+        actions=[act],
     ) as controller:
         controller.train(2)
     np.testing.assert_allclose(losses[1] / losses[0], 3, rtol=1e-5)

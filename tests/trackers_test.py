@@ -202,3 +202,14 @@ def test_unknown_and_missing_trackers_are_refused(monkeypatch):
     monkeypatch.setattr(registered, "is_installed", lambda name: name == "csv")
     with pytest.raises(looplib.UsageError, match=r"needs the package wandb: pip install 'looplib\[wandb\]'"):
         named_writers(["csv", "wandb"], "x")
+
+
+def test_writers_are_named_in_the_list_of_writers(tmp_path):
+    with toy.controller(None, toy.Regression(), model_dir=tmp_path, writers=["csv", "jsonl"]) as controller:
+        controller.train(2)
+    assert [row["step"] for row in csv.DictReader((tmp_path / "csv" / "train.csv").open())] == ["1", "2"]
+    assert [record["step"] for record in read_jsonl(str(tmp_path / "metrics.jsonl"))] == [1, 2]
+    assert not (tmp_path / "train").exists()
+    for writers, sentence in ((["aim"], "there is no plug-in 'aim'"), (["csv"], "needs a run directory")):
+        with pytest.raises(looplib.UsageError, match=sentence):
+            toy.controller(None, toy.Regression(), model_dir=tmp_path if writers == ["aim"] else None, writers=writers)

@@ -20,8 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 import looplib
-from looplib import UsageError, field_types, launch
+from looplib import UsageError, launch
 from looplib.errors import gist
+from looplib.extras.configuration import field_types
 from looplib.report import run_json
 from trainers import image_classification, image_data, image_models
 

@@ -11,8 +11,9 @@ from typing import Any
 import tensorflow as tf
 from absl import flags, logging
 
-from looplib import Controller, Evaluator, Trainer, UsageError, config, field_types, launch
+from looplib import Controller, Evaluator, Trainer, UsageError, launch
 from looplib.errors import gist
+from looplib.extras.configuration import config, field_types
 from looplib.files import resolve
 from trainers import needed
 

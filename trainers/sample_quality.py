@@ -68,7 +68,7 @@ def prepare_classifier(classifier: keras.Model, run_dir: str) -> None:
     else:
         logging.info("training the classifier that rates the samples, for %d steps", _CLASSIFIER_STEPS)
         trainer = image_classification.ImageClassifier(network, keras.optimizers.Adam(1e-3), image_data.digits())
-        with looplib.Controller(trainer=trainer, global_batch_size=64, writers=[]) as controller:
+        with looplib.Controller(looplib.RunConfig(global_batch_size=64), trainer=trainer, writers=[]) as controller:
             controller.train(_CLASSIFIER_STEPS)
     classifier.set_weights(network.get_weights())
 

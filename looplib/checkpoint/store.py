@@ -14,8 +14,8 @@ from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.restoring import RestoreMode, peek, read_position
 from looplib.checkpoint.saving import Checkpoints
 from looplib.cluster.collectives import Workers
+from looplib.data.batches import Batches
 from looplib.errors import UsageError
-from looplib.task.batches import Batches
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState
 

@@ -4,9 +4,6 @@ import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
 
-# What carries batches: "auto" is a plain iterator wherever that can stand in for one of tf.distribute, "tf" is never.
-DISTRIBUTES = ("auto", "tf")
-
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:
     """Returns the device of each replica of this process; None for TPUs and where they are not those of one process."""

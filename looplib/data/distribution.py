@@ -8,54 +8,59 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import devices, refused
+from looplib.data import devices
+from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
+from looplib.data.input_context import BadRecords, InputContext, per_replica_batch_size
 from looplib.data.lengths import Lengths
-from looplib.data.pipelines import Pipelines, makes_global_batches
+from looplib.data.pipelines import Pipelines, Task, makes_global_batches
 from looplib.data.remote_stream import RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError
-from looplib.records.damage import LeftOut
-from looplib.records.fingerprint import fingerprint
-from looplib.task.batches import Batches, Span
-from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext, per_replica_batch_size
-from looplib.task.trainer import Trainer
+from looplib.run_config import RunConfig
 
 _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
 
 
 def distribute(
     strategy: tf.distribute.Strategy,
-    task: Trainer | Evaluator,
+    task: Task,
+    config: RunConfig,
+    left_out: BadRecords | None = None,
     *,
-    global_batch_size: int,
-    seed: int,
     training: bool,
     start_step: int = 0,
     earlier: Sequence[Span] = (),
-    overfit_batch: bool = False,
-    bad_records: LeftOut | None = None,
-    how: str = "auto",
     in_blocks: bool = False,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy; see `Specification` and `BlockStream`.
+
+    Args:
+      strategy: runs the steps.
+      task: has the `dataset`.
+      config: the settings of the controller; of an evaluator, with its own global batch size.
+      left_out: the damaged records that the run has left out, and how many it may; None for none.
+      training: whether the data is that of a training.
+      start_step: global batches that were consumed before.
+      earlier: those of other sizes.
+      in_blocks: whether the loop takes the batches of several steps at once.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
+    global_batch_size, overfit_batch = config.global_batch_size, config.overfit_batch
     remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    local = devices.local_devices(strategy) if how == "auto" else None
+    local = devices.local_devices(strategy) if config.distribute == "auto" else None
     on_host = remote or local is not None
     settings = dict(
         global_batch_size=global_batch_size,
         num_replicas=replicas,
-        seed=seed,
+        seed=config.seed,
         training=training,
         of_global_batches=makes_global_batches(task),
-        bad_records=bad_records,
+        bad_records=left_out,
     )
     batch_size = per_replica_batch_size(global_batch_size, replicas)
     whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own
@@ -106,17 +111,16 @@ def distribute(
         sized=pipelines.sized,
         epoch=context.epoch,
         examples=context.examples,
-        fingerprint=fingerprint(context.sources) if training else {},
+        fingerprint=context.reader.fingerprint() if training and context.reader else {},
         ids=context.ids,
-        reads=lambda: pipelines.contexts[-1].reads,
-        refused=lambda step: refused.find(task.dataset, pipelines.contexts[-1], 0 if overfit_batch else step),
+        context=lambda: pipelines.contexts[-1],
         lengths=lengths,
     )
 
 
 def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
     """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves."""
-    if context.by_python:
+    if context.reader is not None:
         raise UsageError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
             "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "

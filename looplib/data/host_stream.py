@@ -12,8 +12,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
-from looplib.data import doubts, iterator_state
+from looplib.data import iterator_state
 from looplib.data.stream import Stream, counted_from_0
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 
 _PIECE_SECONDS = 0.5  # of reading batches that are skipped
@@ -318,7 +319,7 @@ class HostStream(Stream):
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
         """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
-        condition = doubts.condition(self._unsavable, by_skipping=True)
+        condition = diagnosis().condition(self._unsavable, by_skipping=True)
         if not condition:
             return
         logging.warning(

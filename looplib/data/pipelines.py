@@ -1,6 +1,7 @@
 """Pipelines: a task's data set built for each worker, checked, and brought to its position."""
 
-from typing import Any
+import functools
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -9,17 +10,31 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.cluster.replicas import KINDS
 from looplib.compat import tensorflow as _tf
-from looplib.data import doubts, global_batches
+from looplib.data import global_batches
+from looplib.data.batches import Batches
+from looplib.data.input_context import InputContext
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
-from looplib.task.batches import Batches
-from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext
-from looplib.task.trainer import Trainer
 
 _ENDLESS = 2**62
 
 
-def makes_global_batches(task: Trainer | Evaluator) -> bool:
+class Task(Protocol):
+    """What is read of a `Trainer` or an `Evaluator`; see there.
+
+    Attributes:
+      batches: "per_replica" or "global".
+      batch_size_varies: whether its batches have other sizes than the context's.
+    """
+
+    batches: str
+    batch_size_varies: bool
+
+    def dataset(self, context: InputContext) -> tf.data.Dataset:
+        """Makes the batches of one pipeline."""
+
+
+def makes_global_batches(task: Task) -> bool:
     """Returns whether a task makes global batches.
 
     Raises:
@@ -59,7 +74,7 @@ class Pipelines:
 
     def __init__(
         self,
-        task: Trainer | Evaluator,
+        task: Task,
         settings: dict[str, Any],
         start_step: int,
         sizes: Batches,
@@ -204,7 +219,8 @@ class Pipelines:
     def _warn_of_state(self, ops: set[str], resumes: bool) -> None:
         """Warns once if maps may not repeat their results at a resume; without a resume, only of random numbers."""
         ops = ops if resumes else ops & _tf.RANDOM_OPS
-        conditions = {op: condition for op in sorted(ops) if (condition := doubts.condition(op, by_skipping=False))}
+        condition = functools.partial(diagnosis().condition, by_skipping=False)
+        conditions = {op: found for op in sorted(ops) if (found := condition(op))}
         if conditions and not self._warned:
             logging.warning(
                 "%s.dataset has %s in a map; a resume from the position of its ids is exact only if %s",

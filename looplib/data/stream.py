@@ -1,16 +1,16 @@
 """How batches reach the replicas step by step, and how a position in the data is saved and restored."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
+from looplib.data.batches import Epoch
+from looplib.data.input_context import InputContext
 from looplib.data.lengths import Lengths
-from looplib.records.reading import Reads
-from looplib.task.batches import Epoch
 
 
 def counted_from_0(iterator: Any) -> Any:
@@ -47,10 +47,9 @@ class Stream:
       sized: whether batches need no check of their size: it is static, or it may vary.
       epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples there are; None where that is not known.
-      fingerprint: of the files of a training, see `records.fingerprint`.
+      fingerprint: of the files of a training, see `input_context.Reader`.
       ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
-      reads: returns how the records of `context.records` are read, see `records.reading.Reads`.
-      refused: returns which record the batches after a global step fail at; None where that is not known.
+      context: returns the `InputContext` of the pipeline that was built last.
       lengths: how long the workers' shares of a training are; None where each reads by itself.
       block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
       passed: of the `skipped` batches, those that were read so far.
@@ -75,8 +74,7 @@ class Stream:
     examples: int | None = None
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     ids: tf.data.Dataset | None = None
-    reads: Callable[[], Sequence[Reads]] = list
-    refused: Callable[[int], str | None] = lambda step: None
+    context: Callable[[], InputContext] | None = None
     lengths: Lengths | None = None
     block: int = 1
     passed: int = dataclasses.field(default=0, init=False)

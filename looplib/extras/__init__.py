@@ -1,5 +1,4 @@
 """What is imported only where it is asked for.
 
-`keras`, `orbit`, `parameter_server`, `sweep`, `tools` and `trackers` may use every other room; no room imports them at
-its top.
+Each folder is a plug-in, which the entry points in `setup.cfg` name, and may use every other room; no room imports one.
 """

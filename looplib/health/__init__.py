@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     debuggers: none
-    guards: Guards, POLICIES, Trouble
+    guards: Guards, Trouble
     non_finite: check_skipped, GRADIENT_OF, run_watched, StateCheck
     preemption: notice
     running_time: none

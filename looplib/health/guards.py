@@ -1,11 +1,20 @@
 """Guards: the policy of a run for bad values, jumps of the loss and stalls, and the exception that a guard raises."""
 
 import dataclasses
+import functools
 import math
 
+from looplib import settings
 from looplib.errors import UsageError, whole_number
+from looplib.settings import setting
 
-POLICIES = ("halt", "skip", "rollback", "off")
+_WHOLE = functools.partial(whole_number, least=0)
+
+
+def _not_negative(name: str, value: float | None) -> float | None:
+    if value is not None and not value >= 0:
+        raise UsageError(f"{name} is {value!r}; expected at least 0")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,29 +38,27 @@ class Guards:
         run's own times, 0 turns the watchdog off.
     """
 
-    non_finite: str = "halt"
-    spike_score: float = 0.0
+    non_finite: str = setting(
+        "halt", "Response to a non-finite loss, gradient or weight.", choices=("halt", "skip", "rollback", "off")
+    )
+    spike_score: float = setting(
+        0.0, "Robust z-score of the loss that triggers on_spike; 0 disables it.", check=_not_negative
+    )
     spike_window: int = 50
-    loss_limit: float | None = None
-    loss_limit_from: int = 0
-    on_spike: str = "rollback"
-    rollbacks: int = 3
-    stall_limit: float | None = None
+    loss_limit: float | None = setting(None, "Reported loss above which on_spike is triggered; none disables it.")
+    loss_limit_from: int = setting(0, "First step to which loss_limit applies.", check=_WHOLE)
+    on_spike: str = setting("rollback", "Response to a spike or loss above loss_limit.", choices=("halt", "rollback"))
+    rollbacks: int = setting(3, "Maximum number of rollbacks in a run.", check=_WHOLE)
+    stall_limit: float | None = setting(
+        None, "Seconds without progress that end the run; 0: never; none: adaptive.", check=_not_negative
+    )
 
     def __post_init__(self) -> None:
-        if self.non_finite not in POLICIES:
-            raise UsageError(f"non_finite is {self.non_finite!r}; expected one of {', '.join(POLICIES)}")
-        if self.on_spike not in ("halt", "rollback"):
-            raise UsageError(f"on_spike is {self.on_spike!r}; expected halt or rollback")
+        settings.check(self)
         object.__setattr__(self, "loss_limit", math.inf if self.loss_limit is None else self.loss_limit)
         if math.isnan(self.loss_limit):
             raise UsageError("loss_limit is NaN; expected a number, or infinity for none")
-        for name, least in (("spike_window", 4), ("loss_limit_from", 0), ("rollbacks", 0)):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least=least))
-        for name, least in (("spike_score", 0), ("stall_limit", 0)):
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise UsageError(f"{name} is {value!r}; expected at least {least}")
+        object.__setattr__(self, "spike_window", whole_number("spike_window", self.spike_window, least=4))
 
     @property
     def may_roll_back(self) -> bool:

@@ -3,32 +3,22 @@
 Names that other rooms may use, by file:
     auto: none
     backend: Backend, Decorator
-    base: InnerLoop, Loop, Metrics, Ran, Request, Specification, TrainingLoop
+    base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     batch_sizes: none
-    calls: none
-    choices: none
-    chunks: none
-    eager: none
-    engines: ENGINES
-    evaluation: none
+    device_loop: none
     example_checksum: hash_of_each, METRIC, VARIABLE
-    flops: of_training, SHORT_TRAINING, with_share
     global_share: none
-    graph: none
+    host_loop: as_shown
     lending: none
-    loops: Loops, LoopSettings
-    media: as_shown
+    loops: Loops
     metric_sums: none
-    one_program: none
     packing: batch_size
     recorded: RecordedParts
     reducer: Accumulator, Reducer, State
     schedule: Boundary, Schedule
-    showing: none
-    step: raise_refusal, Step, StepFn
-    stepwise: none
+    step: raise_refusal, Step, StepFn, timed
     task_loop: as_numbers, check_evaluation, TaskLoop
-    timing: timed
     traced: none
     window: Window
+    xla: none
 """

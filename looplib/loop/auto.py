@@ -1,69 +1,39 @@
-"""The choice between engines: a loop that finds the fastest one while it trains."""
+"""`loop="auto"`: a loop that finds out while it trains whether XLA is faster, and continues with the faster engine."""
 
-import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Generator
-from collections.abc import Iterator as PythonIterator
 
 import tensorflow as tf
 from absl import logging
 
-from looplib.loop import choices
-from looplib.loop.base import InnerLoop, Iterator, Metrics, Ran, Request
-from looplib.loop.chunks import LONGEST, Unrolled, XlaProgram, size_of_chunk, why_not_xla
-from looplib.loop.evaluation import EvaluationLoop, single_steps
-from looplib.loop.graph import GraphLoop
+from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
+from looplib.loop.device_loop import DeviceLoop, single_steps
 from looplib.loop.step import Step
+from looplib.loop.xla import LONGEST, XlaChunk, size_of_chunk, why_not_xla
 from looplib.report.clock import Clock
 from looplib.task.record import EngineChoice
 
 _CHUNK_SECONDS = 0.1  # of an XLA program, which nothing stops under way
-_UNROLLED = 4
 _MISFITS = 100  # calls in which a candidate's chunk did not fit, after which the trial continues without its time
 # Rounds of a trial, the least seconds of a candidate in each, and how much faster than graph it must be.
 _ROUNDS, _SECONDS, _GAIN = 3, 0.1, 1.03
 # A candidate is tried once the training is known to last, or has lasted, this many times as long as its preparation may
 # take; the preparation may take this many times as long as the trace of the step.
-_PAYS_BACK, _READY = 10, {"graph": 1, "xla": 3}
+_PAYS_BACK, _COMPILES = 10, 3
 
 # A trial yields the loop to run next and for how many steps, gets the steps that ran and their seconds, and returns the
 # loop that was chosen.
-_Wanted = tuple[GraphLoop, int]
+_Wanted = tuple[DeviceLoop, int]
 _Took = tuple[int, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """One way to run the loop.
-
-    Attributes:
-      loop: "graph" or "xla".
-      chunk: steps of a round.
-    """
-
-    loop: str = "graph"
-    chunk: int = 1
-
-    def __str__(self) -> str:
-        return self.loop if self == Plan() else f"{self.loop} x{self.chunk}"
-
-    def build(self, step: Step) -> GraphLoop:
-        """Returns the loop."""
-        if self == Plan():
-            return single_steps(step)
-        return GraphLoop(step, (XlaProgram if self.loop == "xla" else Unrolled)(step, self.chunk))
-
-
 class AutoLoop(InnerLoop):
-    """Finds the fastest way to run a step while it trains, and continues with that.
-
-    The first steps run by the graph loop. Once the training is known to last long enough to pay for it, each candidate
-    is prepared and runs some of the steps that follow, in turns.
+    """Runs the first steps by the device loop; once it pays, measures chunks in XLA beside it, and takes the faster.
 
     Args:
-      step: the step.
+      step: the step, on one replica.
       steps_per_loop: steps of a call, which chunks should divide.
       clock: gets the time to prepare a loop as "compile".
       tracing: seconds that it took to trace the step.
@@ -73,25 +43,18 @@ class AutoLoop(InnerLoop):
     def __init__(
         self, step: Step, steps_per_loop: int, clock: Clock, tracing: float, chosen: EngineChoice | None = None
     ) -> None:
-        self._record = chosen
         self.step = step
-        self._steps_per_loop = steps_per_loop
-        self._clock = clock
-        self._tracing = tracing
-        self._graph = self._chosen = self._used = Plan().build(step)
+        self._record = chosen
+        self._steps_per_loop, self._clock, self._tracing = steps_per_loop, clock, tracing
+        self._graph = self._chosen = self._used = single_steps(step)
         self._iterator: Iterator = None
         self._lasted, self._horizon, self._misfits = 0.0, 0, 0
-        self._trials: Generator[_Wanted, _Took, GraphLoop] | None = None
-        self._wanted: _Wanted | None = None
-        if chosen and self._can_be(chosen):
-            self._chosen = self._used = Plan(chosen.loop, chosen.chunk).build(step)
-        else:
-            self._trials = self._try_all()
-            self._wanted = next(self._trials)
-
-    def _can_be(self, choice: EngineChoice) -> bool:
-        """Returns whether a choice from a file, whose values may be any, is a plan for this step."""
-        return 1 <= choice.chunk <= LONGEST and (choice.loop == "graph" or not why_not_xla(self.step))
+        self._trial: Generator[_Wanted, _Took, DeviceLoop] | None = None
+        if chosen is None or chosen.chunk > LONGEST or (chosen.loop == "xla" and why_not_xla(step)):
+            self._trial = self._try_all()
+            self._wanted: _Wanted = next(self._trial)
+        elif chosen.loop == "xla":
+            self._chosen = self._used = DeviceLoop(step, XlaChunk(step, chosen.chunk))
 
     @property
     def record(self) -> EngineChoice | None:
@@ -114,10 +77,10 @@ class AutoLoop(InnerLoop):
         """See `InnerLoop`."""
         return self._used.read()
 
-    def run(self, iterator: Iterator, request: Request) -> Ran:
+    def run(self, iterator: Iterator, request: Request) -> LoopResult:
         """See `InnerLoop`."""
-        total = Ran(0, True)
-        while self._trials and total.done != request.steps:
+        total = LoopResult(0, True)
+        while self._trial and total.done != request.steps:
             rest = request.after(total.done)
             left = rest.steps if rest.steps >= 0 else math.inf
             self._iterator, self._horizon = iterator, rest.horizon
@@ -143,60 +106,45 @@ class AutoLoop(InnerLoop):
         """Gives the trial the time of the steps that it wanted."""
         self._lasted += seconds if math.isfinite(seconds) else 0.0
         try:
-            self._wanted = self._trials.send((steps, seconds))
+            self._wanted = self._trial.send((steps, seconds))
         except StopIteration as end:
-            self._trials = self._wanted = None
-            self._chosen = end.value
+            self._trial, self._chosen = None, end.value
 
-    def _try_all(self) -> Generator[_Wanted, _Took, GraphLoop]:
-        """Prepares the candidates and measures all in turns."""
-        loops, taken = {Plan(): self._graph}, {Plan(): []}
+    def _try_all(self) -> Generator[_Wanted, _Took, DeviceLoop]:
+        """Prepares the candidates, measures all in turns, and records the fastest."""
+        loops = {"graph": self._graph}
         yield self._graph, 1  # in which the device allocates its memory
         yield from self._measure(self._graph)
         seconds = yield from self._measure(self._graph)
-        program = choices.key_of(self.step, self._steps_per_loop)
-        earlier = choices.find(program, seconds)
-        if earlier and self._can_be(earlier):
-            loop = yield from self._prepare(Plan(earlier.loop, earlier.chunk), seconds)
-            if loop:
-                self._record = earlier
-                return loop
-        for plan in self._candidates(seconds):
-            loop = yield from self._prepare(plan, seconds)
-            if loop:
-                loops[plan], taken[plan] = loop, []
-                yield loop, plan.chunk
+        for size in self._sizes(seconds):
+            while max(self._lasted, self._horizon * seconds) < _PAYS_BACK * _COMPILES * self._tracing:
+                yield from self._measure(self._graph)
+            loop = DeviceLoop(self.step, XlaChunk(self.step, size))
+            if self._is_ready(loop, self._iterator):
+                loops[f"xla x{size}"] = loop
+                yield loop, size
+        taken: dict[str, list[float]] = {name: [] for name in loops}
         for _ in range(_ROUNDS):
-            for plan, loop in loops.items():
-                taken[plan].append((yield from self._measure(loop)))
-        medians = {plan: statistics.median(values) for plan, values in taken.items()}
-        loop = loops[self._choose(medians)]
-        if all(map(math.isfinite, medians.values())):
-            choices.keep(program, self._record)
-        return loop
-
-    def _prepare(self, plan: Plan, seconds: float) -> Generator[_Wanted, _Took, GraphLoop | None]:
-        """Builds a loop once the training pays for it, by the graph loop's time; returns None if it cannot run."""
-        if plan == Plan():
-            return self._graph
-        cost = _READY[plan.loop] * self._tracing * _PAYS_BACK
-        while max(self._lasted, self._horizon * seconds) < cost:
-            yield from self._measure(self._graph)
-        loop = plan.build(self.step)
-        return loop if self._is_ready(loop, self._iterator) else None
-
-    def _choose(self, seconds: dict[Plan, float]) -> Plan:
-        """Returns the plan with the fewest seconds per step, and records it."""
-        best = min(seconds, key=seconds.get)
-        if seconds[Plan()] < _GAIN * seconds[best]:
-            best = Plan()
-        known = {str(plan): round(value, 9) for plan, value in seconds.items() if math.isfinite(value)}
-        self._record = EngineChoice(best.loop, best.chunk, known)
-        found = ", ".join(f"{plan} {1e3 * value:.3g}" for plan, value in seconds.items())
+            for name, loop in loops.items():
+                taken[name].append((yield from self._measure(loop)))
+        medians = {name: statistics.median(values) for name, values in taken.items()}
+        best = min(medians, key=medians.get)
+        best = "graph" if medians["graph"] < _GAIN * medians[best] else best
+        known = {name: round(value, 9) for name, value in medians.items() if math.isfinite(value)}
+        self._record = EngineChoice(best.partition(" ")[0], loops[best].round_size, known)
+        found = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in medians.items())
         logging.info("selected engine: %s (milliseconds per step: %s)", best, found)
-        return best
+        return loops[best]
 
-    def _measure(self, loop: GraphLoop) -> Generator[_Wanted, _Took, float]:
+    def _sizes(self, seconds: float) -> list[int]:
+        """Returns the chunks to try in XLA, where a step of the graph loop takes so many seconds."""
+        # XLA runs convolutions on one thread of a CPU, at a fraction of the graph loop's speed.
+        on_cpu = not tf.config.list_logical_devices("GPU")
+        if why_not_xla(self.step) or (on_cpu and any("Conv" in op for op in self.step.op_counts)):
+            return []
+        return sorted({1, size_of_chunk(int(_CHUNK_SECONDS / seconds), self.step, self._steps_per_loop)}, reverse=True)
+
+    def _measure(self, loop: DeviceLoop) -> Generator[_Wanted, _Took, float]:
         """Runs a loop for the time of a round; returns the seconds of a step."""
         steps, seconds = 0, 0.0
         while not steps or seconds < _SECONDS:
@@ -205,17 +153,7 @@ class AutoLoop(InnerLoop):
             steps, seconds = steps + more[0], seconds + more[1]
         return seconds / steps
 
-    def _candidates(self, seconds: float) -> PythonIterator[Plan]:
-        """Yields what may be faster than the graph loop, whose step takes so many seconds."""
-        if self._steps_per_loop >= _UNROLLED and not isinstance(self._graph, EvaluationLoop):
-            yield Plan("graph", _UNROLLED)
-        if why_not_xla(self.step) or _convolves_on_a_cpu(self.step):
-            return
-        chunk = size_of_chunk(int(_CHUNK_SECONDS / seconds), self.step, self._steps_per_loop)
-        for size in sorted({1, chunk}, reverse=True):
-            yield Plan("xla", size)
-
-    def _is_ready(self, loop: GraphLoop, iterator: Iterator) -> bool:
+    def _is_ready(self, loop: DeviceLoop, iterator: Iterator) -> bool:
         """Compiles and traces a loop; returns whether it can run."""
         with self._clock.phase("compile"):
             try:
@@ -225,8 +163,3 @@ class AutoLoop(InnerLoop):
                 logging.debug("a way to run the loop is left out", exc_info=True)
                 return False
         return True
-
-
-def _convolves_on_a_cpu(step: Step) -> bool:
-    """Returns whether XLA would run convolutions on one thread, at a fraction of the graph loop's speed."""
-    return not tf.config.list_logical_devices("GPU") and any("Conv" in op for op in step.op_counts)

@@ -8,16 +8,18 @@ import tensorflow as tf
 
 from looplib.data import devices
 from looplib.data.stream import Stream
-from looplib.loop import engines
+from looplib.errors import UsageError, gist
+from looplib.loop.auto import AutoLoop
 from looplib.loop.base import InnerLoop, Specification
-from looplib.loop.eager import EagerLoop
+from looplib.loop.device_loop import DeviceLoop, single_steps
+from looplib.loop.host_loop import EagerStep, HostLoop, ShowingLoop
 from looplib.loop.reducer import Reducer
-from looplib.loop.showing import ShowingLoop
 from looplib.loop.step import Step, StepFn
-from looplib.loop.stepwise import StepwiseLoop
+from looplib.loop.xla import XlaChunk, size_of_chunk, why_not_xla
 from looplib.task.evaluator import Evaluator
 
 Decorator = Callable[[StepFn], StepFn]
+_PINNED_CHUNK = 20  # steps of a program with `loop="xla"`
 
 
 class Backend(abc.ABC):
@@ -72,20 +74,50 @@ class LocalReplicas(Backend):
         """See `Backend`."""
         spec = self._spec
         collect = spec.task.collect if isinstance(spec.task, Evaluator) else None
-        if spec.engine == "eager":
-            return EagerLoop(spec.strategy, step_fn, reducer, stream, collect, spec.counter, spec.skips)
+        if spec.config.loop == "eager":
+            if spec.skips:
+                raise UsageError("the eager loop cannot undo steps; use another policy than skip with --loop=eager")
+            return HostLoop(EagerStep(spec.strategy, step_fn, reducer, stream, spec.counter), collect)
         before = spec.clock.of("compile")
         step = Step(spec.strategy, step_fn, reducer, stream, spec.counter, spec.skips)
-        apart = bool(reducer.collects)  # a step that is shown is not one of the loop
+        tracing = spec.clock.of("compile") - before
         if reducer.hands_over:
-            return StepwiseLoop(step, collect)
-        loop = engines.make(
-            spec.engine,
-            step,
-            # An evaluation is one call, however many steps a training call does.
-            steps_per_loop=max(1, (spec.steps_per_loop if spec.training else min(stream.sure, 1000)) - apart),
-            clock=spec.clock,
-            tracing=spec.clock.of("compile") - before,
-            chosen=spec.chosen,
+            return HostLoop(step, collect)
+        # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
+        steps_per_loop = (spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)) - bool(
+            reducer.collects
         )
-        return ShowingLoop(loop, first=not spec.training) if apart else loop
+        loop = self._device_loop(step, max(1, steps_per_loop), tracing)
+        return ShowingLoop(loop, first=not spec.training) if reducer.collects else loop
+
+    def _device_loop(self, step: Step, steps_per_loop: int, tracing: float) -> InnerLoop:
+        """Returns the loop of a traced step, with chunks in XLA if they are asked for, or faster.
+
+        Args:
+          step: the step.
+          steps_per_loop: steps of a call, which chunks should divide.
+          tracing: seconds that it took to trace the step.
+
+        Raises:
+          UsageError: if XLA is requested and cannot take the step.
+        """
+        spec = self._spec
+        if spec.config.loop == "xla":
+            return _xla_loop(step, steps_per_loop)
+        if spec.config.loop == "auto" and spec.may_compile:
+            return AutoLoop(step, steps_per_loop, spec.clock, tracing, spec.chosen)
+        return single_steps(step)
+
+
+def _xla_loop(step: Step, steps_per_loop: int) -> DeviceLoop:
+    if reason := why_not_xla(step):
+        raise UsageError(f"loop is xla, and XLA cannot run the step: {reason}; use loop=graph, or auto")
+    loop = DeviceLoop(step, XlaChunk(step, size_of_chunk(_PINNED_CHUNK, step, steps_per_loop)))
+    try:
+        loop.prepare()
+    except Exception as error:  # XLA's have many types
+        raise UsageError(
+            f"loop is xla, and XLA cannot compile the step: {gist(error)}; use loop=graph, or auto, which takes "
+            "XLA only where it can"
+        ) from error
+    return loop

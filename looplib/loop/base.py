@@ -1,7 +1,7 @@
 """The contracts of this room: what a controller calls, what runs many steps, and what passes between them.
 
 A controller calls a `Loop` for each trainer and evaluator, built from a `Specification`. Looplib's own `Loop` reads
-the data and lets an `InnerLoop` run the steps. Both take a `Request` and return a `Ran`.
+the data and lets an `InnerLoop` run the steps. Both take a `Request` and return a `LoopResult`.
 """
 
 import abc
@@ -10,13 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
-from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
 from looplib.report.shown import Shown
-from looplib.task.batches import Batches, Epoch, Span
+from looplib.run_config import RunConfig
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice
 from looplib.task.trainer import Trainer
@@ -54,7 +55,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
+class LoopResult:
     """What one call of an inner loop did.
 
     Attributes:
@@ -75,7 +76,12 @@ class Ran:
     to_stop: float = 0.0
     counted: int | None = None
 
-    def then(self, other: "Ran") -> "Ran":
+    @property
+    def go(self) -> bool:
+        """Whether nothing speaks against another step."""
+        return self.finite and not self.stopped
+
+    def then(self, other: "LoopResult") -> "LoopResult":
         """Returns the result of this call and a later one together."""
         waited, compiled = self.waited + other.waited, self.compiled + other.compiled
         return dataclasses.replace(other, done=self.done + other.done, waited=waited, compiled=compiled)
@@ -95,7 +101,7 @@ class InnerLoop(abc.ABC):
     ends_steps: bool = True
 
     @abc.abstractmethod
-    def run(self, iterator: Iterator, request: Request) -> Ran:
+    def run(self, iterator: Iterator, request: Request) -> LoopResult:
         """Runs steps, until the requested number, the end of the data, a signal or a value that is not finite.
 
         Args:
@@ -133,36 +139,26 @@ class Specification:
       task: the `Trainer` or `Evaluator`.
       strategy: the strategy that the steps run on.
       clock: gets the time of tracing as "compile".
-      engine: a name in `engines.ENGINES`.
-      global_batch_size: examples of a step over all replicas; None for a task with data of its own.
-      seed: the run's seed.
-      steps_per_loop: steps of a call.
+      config: the settings of the controller; of an evaluator, with its own global batch size.
       counter: int64 `tf.Variable` of finished steps, or None.
       start_step: global batches that were consumed before.
       earlier: those of other sizes.
       non_finite: the policy of `guards.Guards`, for training.
       chosen: the `Loop.chosen` of an earlier start of the run, or None.
-      overfit_batch: whether each step gets the first batch of the data.
-      bad_records: the damaged records that the run has left out, and how many it may; None for none.
-      distribute: what carries batches to the replicas, one of `devices.DISTRIBUTES`.
+      left_out: the damaged records that the run has left out, and how many it may; None for none.
     """
 
     split: str
     task: Trainer | Evaluator
     strategy: tf.distribute.Strategy
     clock: Clock
-    engine: str = "graph"
-    global_batch_size: int | None = None
-    seed: int = 0
-    steps_per_loop: int = 1
+    config: RunConfig
     counter: tf.Variable | None = None
     start_step: int = 0
     earlier: tuple[Span, ...] = ()
     non_finite: str = "off"
     chosen: EngineChoice | None = None
-    overfit_batch: bool = False
-    bad_records: LeftOut | None = None
-    distribute: str = "auto"
+    left_out: BadRecords | None = None
 
     @property
     def training(self) -> bool:
@@ -178,6 +174,11 @@ class Specification:
     def step_name(self) -> str:
         """The user's method that a step calls, such as "Digits.step_fn", for messages."""
         return f"{self.who}.{self.task.step_method}"
+
+    @property
+    def may_compile(self) -> bool:
+        """Returns whether steps may run as chunks in XLA, which takes one replica."""
+        return self.engine in ("auto", "xla") and self.strategy.num_replicas_in_sync == 1
 
     @property
     def guarded(self) -> bool:
@@ -222,7 +223,7 @@ class Loop(abc.ABC):
         """Returns whether the data is known never to end."""
 
     @abc.abstractmethod
-    def run(self, request: Request, phase: str) -> Ran:
+    def run(self, request: Request, phase: str) -> LoopResult:
         """Runs steps on the data that follows.
 
         Args:
@@ -282,7 +283,7 @@ class TrainingLoop(Loop):
       batches: the sizes of the global batches; None for data that looplib does not read.
       epoch: how many examples are an epoch; None where that is not known.
       examples: how many examples the data has; None where that is not known.
-      fingerprint: of the files of the data, see `records.fingerprint`; None where it is not known.
+      fingerprint: of the files of the data, see `input_context.Reader`; None where it is not known.
     """
 
     batches: Batches | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.records.order import mix
+from looplib.data.order import mix
 from looplib.task import own_names
 from looplib.task.reductions import total
 

@@ -11,18 +11,17 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib.data.devices import DISTRIBUTES
+from looplib.data.batches import Batches, Epoch
+from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
-from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
-from looplib.loop.engines import ENGINES
+from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.lending import Lending
 from looplib.loop.schedule import Boundary
 from looplib.loop.task_loop import TaskLoop
-from looplib.records.damage import LeftOut
 from looplib.report.clock import Clock
+from looplib.run_config import RunConfig
 from looplib.task import checks
-from looplib.task.batches import Batches, Epoch
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice, RunRecord
 from looplib.task.trainer import Trainer
@@ -31,64 +30,18 @@ from looplib.task.trainer import Trainer
 _newest: weakref.WeakValueDictionary[int, "Loops"] = weakref.WeakValueDictionary()
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopSettings:
-    """The settings that all loops of a run share; see the arguments of `Controller`.
-
-    Raises:
-      UsageError: for bad input.
-    """
-
-    strategy: tf.distribute.Strategy
-    loop: str
-    global_batch_size: int | None
-    steps_per_loop: int
-    seed: int
-    overfit_batch: bool = False
-    bad_records: LeftOut | None = None
-    distribute: str = "auto"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "steps_per_loop", whole_number("steps_per_loop", self.steps_per_loop))
-        if self.global_batch_size is not None:
-            size = whole_number("global_batch_size", self.global_batch_size)
-            object.__setattr__(self, "global_batch_size", size)
-        object.__setattr__(self, "seed", whole_number("seed", self.seed, least=0))
-        if self.loop not in ENGINES:
-            raise UsageError(f"loop is {self.loop!r}; expected one of {', '.join(ENGINES)}")
-        if self.distribute not in DISTRIBUTES:
-            raise UsageError(f"distribute is {self.distribute!r}; expected one of {', '.join(DISTRIBUTES)}")
-        if self.distribute == "tf" and isinstance(self.strategy, tf.distribute.ParameterServerStrategy):
-            raise UsageError(
-                "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
-                "another strategy"
-            )
-
-    @property
-    def recorded(self) -> dict[str, int | str | None]:
-        """The settings that decide the numbers to come, by the names of their fields in the run record."""
-        return {"seed": self.seed, "global_batch_size": self.global_batch_size, "loop": self.loop}
-
-    def batches_after(self, record: RunRecord, step: int) -> Batches | None:
-        """Returns the sizes of the global batches of a run that continues from a step; None if it has none."""
-        return None if self.global_batch_size is None else record.batches(step, self.global_batch_size)
-
-    @property
-    def flags(self) -> dict[str, int | str | None]:
-        """The settings that a binary takes as flags, by the names of these."""
-        others = {name: getattr(self, name) for name in ("steps_per_loop", "overfit_batch", "distribute")}
-        return {**self.recorded, **others}
-
-
 class Loops:
     """The loops of a run, and the counters of their steps.
 
     Args:
-      settings: the settings that they share.
+      config: the settings that they share.
+      strategy: runs the steps of all of them.
       clock: gets the time of all of them.
+      left_out: the damaged records that the run has left out, and how many it may; None for none.
 
     Attributes:
-      settings: the settings that they share.
+      config: the settings that they share.
+      strategy: runs the steps of all of them.
       global_step: the variable that counts training steps.
       training: the loop of the trainer, once it is built, or None.
       evaluations: the loops of the evaluators that are built, by name.
@@ -96,9 +49,11 @@ class Loops:
       torn: whether a step has failed, which may have updated only a part of the variables.
     """
 
-    def __init__(self, settings: LoopSettings, clock: Clock) -> None:
-        self.settings = settings
-        self._clock = clock
+    def __init__(
+        self, config: RunConfig, strategy: tf.distribute.Strategy, clock: Clock, left_out: BadRecords | None = None
+    ) -> None:
+        self.config, self.strategy = config, strategy
+        self._clock, self._left_out = clock, left_out
         self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
         self.training: TrainingLoop | None = None
@@ -124,7 +79,6 @@ class Loops:
           record: the record of an earlier start of the run.
           non_finite: the policy of `guards.Guards`, for training.
         """
-        settings = self.settings
 
         def make_loop(split: str, task: Trainer | Evaluator, **others: Any) -> Loop:
             return task_loop.make_loop(self._specification(split, task, chosen=record.engines.get(split), **others))
@@ -133,39 +87,30 @@ class Loops:
             self.own(task)
         if trainer:
             self._warn_of_others(trainer)
-            checks.build_optimizers(trainer, settings.strategy, settings.loop)
-            batches = settings.batches_after(record, start_step - record.input_offset)
+            checks.build_optimizers(trainer, self.strategy, self.config.loop)
+            batches = self.batches_after(record, start_step - record.input_offset)
             self.training = make_loop(
                 "train",
                 trainer,
-                global_batch_size=settings.global_batch_size,
                 start_step=start_step,
                 earlier=batches.earlier if batches else (),
                 counter=self.global_step,
                 non_finite=non_finite,
-                overfit_batch=settings.overfit_batch,
             )
         for name, task in evaluators.items():
-            self.evaluations[name] = make_loop(name, task, **self._of_evaluations(task))
+            self.evaluations[name] = make_loop(name, task, counter=self._evaluated)
 
     def _specification(self, split: str, task: Trainer | Evaluator, **others: Any) -> Specification:
-        settings = self.settings
-        return Specification(
-            split=split,
-            task=task,
-            strategy=settings.strategy,
-            clock=self._clock,
-            engine=settings.loop,
-            seed=settings.seed,
-            steps_per_loop=settings.steps_per_loop,
-            bad_records=settings.bad_records,
-            distribute=settings.distribute,
-            **others,
-        )
+        config = self.config
+        if isinstance(task, Evaluator):
+            size = task.global_batch_size or config.global_batch_size
+            config = dataclasses.replace(config, global_batch_size=size, overfit_batch=False)
+        return Specification(split, task, self.strategy, self._clock, config, left_out=self._left_out, **others)
 
-    def _of_evaluations(self, task: Evaluator) -> dict[str, Any]:
-        size = task.global_batch_size or self.settings.global_batch_size
-        return {"global_batch_size": size, "counter": self._evaluated}
+    def batches_after(self, record: RunRecord, step: int) -> Batches | None:
+        """Returns the sizes of the global batches of a run that continues from a step; None if it has none."""
+        size = self.config.global_batch_size
+        return None if size is None else record.batches(step, size)
 
     def of_prediction(self, name: str, task: Evaluator, start_step: int) -> TaskLoop:
         """Returns a new loop that predicts, for the caller to close.
@@ -175,13 +120,13 @@ class Loops:
           task: the prediction.
           start_step: global batches of its data to leave out.
         """
-        return TaskLoop(self._specification(name, task, start_step=start_step, **self._of_evaluations(task)))
+        return TaskLoop(self._specification(name, task, start_step=start_step, counter=self._evaluated))
 
     def own(self, task: Trainer | Evaluator) -> None:
         """Gives a task the attributes that it reads of the run; another controller may have set them since."""
         task.global_step = self.global_step
         if isinstance(task, Trainer):
-            task.global_batch_size, task.run_seed = self.settings.global_batch_size, self.settings.seed
+            task.global_batch_size, task.run_seed = self.config.global_batch_size, self.config.seed
 
     def _warn_of_others(self, trainer: Trainer) -> None:
         other = _newest.get(id(trainer))
@@ -237,7 +182,7 @@ class Loops:
 
     def _epoch(self, epochs: float) -> Epoch:
         training = self.training
-        if training.epoch is None and training.task.own_steps_per_loop(self.settings.global_batch_size, of_epoch=True):
+        if training.epoch is None and training.task.own_steps_per_loop(self.config.global_batch_size, of_epoch=True):
             training.renew()
         if training.epoch is None:
             raise UsageError(
@@ -261,7 +206,7 @@ class Loops:
         self.training.foresee_end(end)
         return None if end == -1 else end
 
-    def train(self, step: int, boundary: Boundary, horizon: int) -> Ran:
+    def train(self, step: int, boundary: Boundary, horizon: int) -> LoopResult:
         """Runs the steps up to a boundary; fewer if the data ends, a signal comes or a value is not finite.
 
         Args:
@@ -355,7 +300,7 @@ class Loops:
         if self.training is None:
             return contextlib.nullcontext()
         if loop not in self._lendings:
-            self._lendings[loop] = Lending(self.settings.strategy, self.training, loop)
+            self._lendings[loop] = Lending(self.strategy, self.training, loop)
         return self._lendings[loop].lent()
 
     def retrace(self, layers: str) -> None:

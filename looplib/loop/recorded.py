@@ -2,10 +2,10 @@
 
 from absl import logging
 
+from looplib import plugins
 from looplib.compat import keras as _keras
 from looplib.loop.loops import Loops
 from looplib.loop.window import Window
-from looplib.records.fingerprint import changes
 from looplib.task.actions import ActionStates
 from looplib.task.learning_rates import LearningRates
 from looplib.task.record import RunRecord
@@ -34,13 +34,13 @@ class RecordedParts:
 
     def fill_in(self, record: RunRecord) -> None:
         """Sets the fields of the record that are not kept up to date while the run trains."""
-        settings = self._loops.settings
+        config = self._loops.config
         record.running = self._loops.training.reducer.state()
         record.optimizers = self.optimizers
         record.learning_rates = self._learning_rates.built
         record.actions = self._actions.save()
         record.engines = self._loops.engines
-        record.seed, record.global_batch_size, record.loop = settings.seed, settings.global_batch_size, settings.loop
+        record.seed, record.global_batch_size, record.loop = config.seed, config.global_batch_size, config.loop
         record.examples, record.files = self._loops.training.examples, self._loops.training.fingerprint
 
     def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
@@ -54,7 +54,7 @@ class RecordedParts:
         self._warn_of_other_data(record, step)
         self._learning_rates.after_restore(record.learning_rates, step)
         self._actions.load(record.actions)
-        batches = self._loops.settings.batches_after(record, step)
+        batches = self._loops.batches_after(record, step)
         if batches:
             record.batches_are(batches)
         self._loops.training.rewind(step + record.input_offset, position, batches)
@@ -63,7 +63,9 @@ class RecordedParts:
 
     def _warn_of_other_data(self, record: RunRecord, step: int) -> None:
         examples, files = self._loops.training.examples, self._loops.training.fingerprint
-        found = changes(record.files, files) if record.files and files else []
+        found = []
+        if record.files and files:
+            found = plugins.load("looplib.parts", "changes_of_files")(record.files, files)
         order = ""
         if None not in (examples, record.examples) and examples != record.examples:
             found.insert(0, f"it has {examples} examples, and had {record.examples}")

@@ -3,19 +3,20 @@
 import collections
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from looplib import source_locations
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.data.stream import Stream
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 from looplib.loop.reducer import Reducer
 
 StepFn = Callable[[Any], Any]  # one step on one replica: from its batch to the outputs
+_Batch = TypeVar("_Batch")
 
 
 class Step:
@@ -52,8 +53,12 @@ class Step:
             return reducer.run_step(step_fn, inputs, stream.may_be_empty)
 
         self.replica_step = replica_step
+        self._trace()
 
-        @tf.function(input_signature=[stream.element_spec])
+    def _trace(self) -> None:
+        strategy, replica_step = self.strategy, self.replica_step
+
+        @tf.function(input_signature=[self.stream.element_spec])
         def step(inputs: Any) -> Any:
             # A copy of dicts and lists, because a step may remove entries from them.
             return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
@@ -63,7 +68,7 @@ class Step:
         except Exception as error:
             raise_refusal(error)
             raise
-        reducer.create()
+        self.reducer.create()
 
     @property
     def function(self) -> tf.types.experimental.ConcreteFunction:
@@ -178,6 +183,44 @@ def raise_refusal(error: Exception) -> None:
         raise UsageError(
             "the step joins the replicas, as an update by an optimizer does, inside of a condition, a loop or a "
             "tf.function (tf.cond, tf.while_loop, an if or for that AutoGraph converts), which TensorFlow cannot do "
-            f"({source_locations.place_of(error)}); call it outside, in every step. For an update in every n-th step, "
+            f"({diagnosis().place_of(error)}); call it outside, in every step. For an update in every n-th step, "
             "give an optimizer of Keras 3 gradient_accumulation_steps=n; or train on one device without a strategy"
         ) from error
+
+
+@tf.autograph.experimental.do_not_convert
+def now() -> tf.Tensor:
+    """Returns the time in seconds, float64 scalar tensor; 0 if ops have to be deterministic.
+
+    With `tf.config.experimental.enable_op_determinism` TensorFlow refuses to run a clock.
+    """
+    with tf.init_scope():
+        try:
+            tf.timestamp()
+        except tf.errors.FailedPreconditionError:
+            return tf.constant(0, tf.float64)
+    return tf.timestamp()
+
+
+def _leaves(batch: object) -> list[tf.Tensor]:
+    return tf.nest.flatten(batch, expand_composites=True)
+
+
+# AutoGraph has to convert this: without it, TensorFlow refuses a trace with more than some 30 calls of next().
+def timed(
+    fetch: Callable[[], _Batch], ready: Callable[[_Batch], list[tf.Tensor]] = _leaves
+) -> tuple[_Batch, tf.Tensor]:
+    """Calls a function that fetches a batch, in a `tf.function`.
+
+    Args:
+      fetch: the function.
+      ready: returns the tensors that exist once the batch has arrived.
+
+    Returns:
+      (what `fetch` returned, the seconds until it was `ready` as a float64 tensor).
+    """
+    start = now()
+    with tf.control_dependencies([start]):
+        batch = fetch()
+    with tf.control_dependencies(ready(batch)):
+        return batch, now() - start

@@ -10,24 +10,25 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import runtime, source_locations
+from looplib import runtime
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
-from looplib.data import bottleneck, distribution
+from looplib.data import distribution
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
+from looplib.diagnosis import diagnosis
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
 from looplib.loop import example_checksum, global_share, metric_sums
 from looplib.loop.backend import Backend, Decorator, LocalReplicas
-from looplib.loop.base import Iterator, Loop, Ran, Request, Specification, TrainingLoop
+from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.batch_sizes import BatchSizes
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task import own_names
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
@@ -61,7 +62,7 @@ class TaskLoop(TrainingLoop):
         self._iterator: Iterator = None
         self._position: bytes | None = None
         self._start_step = spec.start_step
-        self.batches = Batches(spec.global_batch_size, spec.earlier)
+        self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
         self._stream = self._distribute()
         self.epoch, self.examples = self._stream.epoch, self._stream.examples
@@ -112,15 +113,12 @@ class TaskLoop(TrainingLoop):
         return distribution.distribute(
             spec.strategy,
             spec.task,
-            global_batch_size=spec.global_batch_size,
-            seed=spec.seed,
+            spec.config,
+            spec.left_out,
             training=spec.training,
             start_step=self._start_step,
             earlier=self.batches.earlier,
-            overfit_batch=spec.overfit_batch,
-            bad_records=spec.bad_records,
-            how=spec.distribute,
-            in_blocks=spec.engine in ("auto", "xla"),
+            in_blocks=spec.may_compile,
         )
 
     def _check_for_a_batch(self) -> None:
@@ -179,7 +177,7 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         return self._inner.record
 
-    def run(self, request: Request, phase: str) -> Ran:
+    def run(self, request: Request, phase: str) -> LoopResult:
         """See `Loop`; the loop knows itself for how many steps the data is sure to last."""
         with self._clock.phase(phase):
             if self._iterator is None:
@@ -214,7 +212,9 @@ class TaskLoop(TrainingLoop):
         if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
             return
         steps = int(self._spec.counter) - self._counted_before
-        if (named := self._stream.refused(steps)) is not None:
+        steps = 0 if self._spec.config.overfit_batch else steps
+        named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
+        if named is not None:
             raise DataError(
                 f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or fix "
                 f"{self.place_of(error) or 'the functions of its maps'}"
@@ -229,7 +229,7 @@ class TaskLoop(TrainingLoop):
             with self._clock.phase("compile"):
                 self._inner.trace(self._iterator)
 
-    def _run(self, request: Request, phase: str) -> Ran:
+    def _run(self, request: Request, phase: str) -> LoopResult:
         if self._traced:
             self._traced.check(self._spec.step_name)
         before, suspended = self._clock.of(phase), notice.suspended
@@ -325,8 +325,9 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        found = bottleneck.of(self._iterator, self._stream.copy_seconds(), self._stream.reads())
-        return (str(found), found.advice) if found else None
+        reader = self._stream.context().reader
+        reads = reader.reads if reader else ()
+        return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
 
     def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
@@ -338,9 +339,9 @@ class TaskLoop(TrainingLoop):
         """See `Loop`."""
         if error is not self._failed:
             return ""
-        place = source_locations.place_of(error, [self._inner.step.function] if self._inner.step else [])
+        place = diagnosis().place_of(error, [self._inner.step.function] if self._inner.step else [])
         if not place and _tf.is_of_the_input(error):
-            place = source_locations.place_of_function(type(self.task).dataset)
+            place = diagnosis().place_of_function(type(self.task).dataset)
         return place
 
     def left_whole(self, error: BaseException) -> bool:
@@ -431,7 +432,7 @@ def _end_all_data() -> None:
 
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
-    if spec.overfit_batch and (
+    if spec.config.overfit_batch and (
         isinstance(spec.task, OwnLoop) or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy)
     ):
         raise UsageError(

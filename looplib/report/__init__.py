@@ -9,6 +9,5 @@ Names that other rooms may use, by file:
     records: Record, RecordFile, cut_short, each_record, key, read_jsonl, read_newest
     run_json: Report, RunReport, Standing, Start, as_dict, changed_settings, path_of, read, settings_of
     shown: Histogram, Images, Shown, Texts
-    speed: Speed
     writers: DEFAULT_WRITERS, JsonlWriter, Setting, Writer, Writers, make_writers, named_writers
 """

@@ -1,32 +1,21 @@
 """`report.html` of a run: written when the run ends, however it ends."""
 
-import dataclasses
-import html
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from absl import logging
 
-from looplib import files, plugins
+from looplib import plugins
 from looplib.errors import UsageError, with_cure
 
 _SHARE = 0.01  # of the time of a run that calls `train` many times
 
 
-@dataclasses.dataclass(frozen=True)
-class WrittenPage:
-    """A page that was written; a notebook shows it below the cell that ends with it.
-
-    Attributes:
-      path: the file.
-    """
+class WrittenPage(Protocol):
+    """A page that was written; a notebook shows it below the cell that ends with it."""
 
     path: str
-
-    def _repr_html_(self) -> str:
-        # As an attribute, because no address of the file works in all notebooks.
-        page = html.escape(files.read_text(self.path, most=1 << 28))
-        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" width="100%" height="600" style="border: 0"></iframe>'
 
 
 class Page:
@@ -35,17 +24,19 @@ class Page:
     Args:
       directory: the run directory; None writes nothing.
       check: called before; raises `UsageError` if the directory is not this process's any more.
-
-    Attributes:
-      path: the file, once it was written; "" before.
     """
 
     def __init__(self, directory: str | None, check: Callable[[], None]) -> None:
-        self.path = ""
+        self._page: WrittenPage | None = None
         self._directory = directory
         self._check = check
         self._stale = self._closed = False
         self._written, self._took = float("-inf"), 0.0
+
+    @property
+    def path(self) -> str:
+        """The file, once it was written; "" before."""
+        return self._page.path if self._page else ""
 
     def note_news(self) -> None:
         """Notes that the run has reported something since the page was written."""
@@ -64,9 +55,9 @@ class Page:
           UsageError: if there is no place for it.
         """
         self._write()
-        if self._directory is None:
+        if self._directory is None or self._page is None:
             raise UsageError("the page of a run needs a directory that can be written; give Controller(model_dir=...)")
-        return WrittenPage(self.path)
+        return self._page
 
     def close(self) -> None:
         """Writes the page if there are news; each later `update` writes it."""
@@ -80,11 +71,8 @@ class Page:
         started = time.monotonic()
         try:
             write = plugins.find("looplib.parts", "page")
-            if write is None:
-                self._directory = None
-                return
             self._check()
-            self.path = write(self._directory)
+            self._page = write(self._directory) if write else None
         except Exception as error:  # what is only shown never ends a run
             logging.warning("report.html cannot be written: %s", with_cure(error))
             self._directory = None

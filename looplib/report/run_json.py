@@ -28,7 +28,6 @@ from looplib.masks import masked, masked_text
 from looplib.report.clock import Clock
 from looplib.report.page import Page, WrittenPage
 from looplib.report.program import DIFF, Program, this_process
-from looplib.report.speed import Speed
 from looplib.report.writers import Setting
 
 OF_TRAINING = "run.json"
@@ -250,7 +249,7 @@ class RunReport:
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
       program: the `Program` of a binary, whose changed code is written beside the report; None for none.
       model: dict of the trainer's number of parameters and its variables; None without a trainer.
-      speed: how much the training computes; None where that is not known.
+      speed: how much the training computes, a dataclass; None where that is not known.
       points: memory and seconds at the reports of this start.
       defaults: `flags` and `config` as they are when nothing is set, for `not_default`; None if they are not known.
       page: the `Page` of the run, which is updated when the run has ended in some way.
@@ -266,7 +265,7 @@ class RunReport:
     config: Any = None
     program: Program | None = None
     model: dict[str, Any] | None = None
-    speed: Speed | None = None
+    speed: Any = None
     points: Points = dataclasses.field(init=False)
     defaults: dict[str, Any] | None = None
     page: Page = dataclasses.field(default_factory=lambda: Page(None, lambda: None))

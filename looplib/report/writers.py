@@ -22,6 +22,7 @@ Setting = bool | int | float | str
 _GROUP = "looplib.writers"
 _ON_SCREEN = "console"
 DEFAULT_WRITERS = (_ON_SCREEN, "tensorboard", "jsonl", "media")
+"""The names of the writers that a `Controller` has by default."""
 _MOST_WAITING = 20  # calls; media of a slow disk must not fill the memory
 
 

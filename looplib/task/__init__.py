@@ -3,27 +3,20 @@
 Names that other rooms may use, by file:
     actions: Action, ActionStates, attending, Event, stops_of, tell_saves, warn_of_other_memories
     averages: WeightAverages
-    batches: Batches, Epoch, Span
-    buckets: Buckets
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     derived: Constants, starting
     evaluator: Evaluator
     exported: Exported
     gradient_trainer: GradientTrainer
     gradients: none
-    input_context: InputContext, per_replica_batch_size
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     media: histogram, image, Media, text
     micro_batches: none
-    mixture: Mixture
     monitored: mode_of
     own_loop: OwnLoop
     own_names: BATCH_SIZES, check, check_finished, CHECKSUM, refuse_in
-    packed: Packed, PackedRows
     parts: none
     plain: as_array, as_bytes, as_json, as_number, is_number
-    plans: Kept
-    positions: none
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
     reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
     state: differing_variables, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of, unheld,

@@ -28,6 +28,8 @@ class Event:
       metrics: dict from metric name to number, as reported.
       controller: the `Controller`; call `controller.stop()` to end the training after this event, or
         `controller.save_checkpoint()`.
+      evaluation_due: whether an evaluation of the reported step follows.
+      ending: whether the reported step is the last of this training.
 
     Example:
         ```python
@@ -43,6 +45,8 @@ class Event:
     split: str
     metrics: dict
     controller: Any
+    evaluation_due: bool = False
+    ending: bool = False
 
 
 class Action:

@@ -70,7 +70,7 @@ def check_together(
       trainer: the `Trainer` or None.
       evaluators: dict from name to `Evaluator`.
       strategy: `tf.distribute.Strategy`.
-      engine: a name in `engines.ENGINES`.
+      engine: a name in `run_config.ENGINES`.
 
     Raises:
       UsageError: for two Keras families, variables of another strategy, models without variables where they must have

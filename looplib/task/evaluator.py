@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from looplib.data.input_context import InputContext
 from looplib.task import exported
 from looplib.task.actions import Event
 from looplib.task.averages import WeightAverages
 from looplib.task.exported import Exported
-from looplib.task.input_context import InputContext
 
 
 class Evaluator(abc.ABC):

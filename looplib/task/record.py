@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from looplib import files
 from looplib.compat.tensorflow import python_state_key
+from looplib.data.batches import Batches, Span
 from looplib.errors import UsageError
 from looplib.folders import is_name
-from looplib.task.batches import Batches, Span
 
 FORMAT = 2
 
@@ -125,7 +125,7 @@ class RunRecord:
       earlier_batches: the global batches of other sizes that came before.
       loop: the name of the engine.
       examples: how many examples the training data has; None where that is not known.
-      files: checksums of the files of the training data, see `records.fingerprint`; None where there are none.
+      files: checksums of the files of the training data, see `input_context.Reader`; None where there are none.
       names: what the variables are called; None in a record that has none.
       contents: dict from the name of a table, or of a layer that has learned from data, to its `Contents`.
       unknown: the fields that only a newer looplib knows.

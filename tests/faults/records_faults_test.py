@@ -22,7 +22,9 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.records import index
+from looplib.data.input_context import BadRecords
+from looplib.extras.records import damage, index
+from looplib.extras.records.indexed import BadRecordError
 
 MUTATIONS = int(os.environ.get("LOOPLIB_MUTATIONS", repetitions(120, 400)))
 TOTAL = 300
@@ -336,7 +338,7 @@ def test_a_damaged_length_is_looked_for_once_and_is_a_damaged_record(indexed, mo
     scan, scans = source._layout.scan, []
     object.__setattr__(source._layout, "scan", lambda *args: scans.append(args) or scan(*args))
     for number in (6, 7, 6):
-        with pytest.raises(looplib.records.indexed.BadRecordError, match=f"record {number} of {path}, at byte"):
+        with pytest.raises(BadRecordError, match=f"record {number} of {path}, at byte"):
             source[number]
     assert len(scans) == 1 and place.read_bytes() == good
 
@@ -539,7 +541,7 @@ def test_records_that_fill_the_memory_are_named(tmp_path, python):
         file.write(length_of((1 << 30) - 16))
         file.truncate(1 << 30)
     code = (
-        "import resource, looplib; from looplib.records.sources import items\n"
+        "import resource, looplib; from looplib.extras.records.sources import items\n"
         f"source = looplib.open_records({str(path)!r})\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29),) * 2)\n"
@@ -604,7 +606,7 @@ CHANGES = (truncated, appended, replaced, pathlib.Path.unlink, by_a_fifo, by_a_f
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("training", [True, *more([False])])
 def test_a_file_that_changes_inside_an_epoch_ends_it_in_a_sentence(name, training, tmp_path, monkeypatch):
-    monkeypatch.setattr("looplib.records.files._SECONDS", 0.0)  # it is looked at each time that it is read
+    monkeypatch.setattr("looplib.extras.records.files._SECONDS", 0.0)  # it is looked at each time that it is read
     for change in CHANGES:
         path = tmp_path / name
         write(path)
@@ -687,8 +689,11 @@ def train(run, path, steps, most=len(BAD), plan=None):
             return {"loss": tf.cast(inputs, tf.float32)}
 
     with looplib.Controller(
-        trainer=Sum(), global_batch_size=20, loop="eager", seed=3, steps_per_loop=5, writers=[], bad_records=most,
-        model_dir=run, checkpoints=looplib.CheckpointPolicy(every_steps=5),
+        looplib.RunConfig(global_batch_size=20, loop="eager", seed=3, steps_per_loop=5, bad_records=most),
+        trainer=Sum(),
+        writers=[],
+        model_dir=run,
+        checkpoints=looplib.CheckpointPolicy(every_steps=5),
     ) as controller:  # fmt: skip
         controller.train(steps)
     return found
@@ -758,10 +763,10 @@ def test_notes_of_damaged_records_are_written_inside_of_the_run_directory(what, 
     sentence = "is a symbolic link, and looplib writes" if what == "link" else "must be a directory in a run directory"
     with pytest.raises(looplib.UsageError, match=f"{place} {sentence}"):
         train(run, path, 5)
-    left_out = looplib.records.damage.LeftOut(len(BAD), str(place))  # as if it were put there while the run trains
-    error = looplib.records.indexed.BadRecordError("record 3 of a.tfrecord", "the file", "a_tfrecord-3-0123456789ab")
+    left_out = BadRecords(len(BAD), str(place))  # as if it were put there while the run trains
+    error = BadRecordError("record 3 of a.tfrecord", "the file", "a_tfrecord-3-0123456789ab")
     with pytest.raises(looplib.UsageError, match=f"{place} {sentence}"):
-        left_out.add(error)
+        damage.leave_out(left_out, error)
     assert not list(victim.iterdir())
 
 

@@ -31,8 +31,12 @@ def test_several_tasks_train_and_evaluate_as_under_the_driver(kind, tmp_path):
         )
     options = params.trainer
     with looplib.Controller(
-        trainer=trainer, evaluator=evaluators, strategy=strategy, global_batch_size=4, writers=[],
-        model_dir=tmp_path / "ours", steps_per_loop=options.steps_per_loop,
+        looplib.RunConfig(global_batch_size=4, steps_per_loop=options.steps_per_loop),
+        trainer=trainer,
+        evaluator=evaluators,
+        strategy=strategy,
+        writers=[],
+        model_dir=tmp_path / "ours",
         actions=[lambda event: losses.update(event.metrics) if event.split == "train" else None],
     ) as controller:  # fmt: skip
         ours = controller.train_and_evaluate(options.train_steps, options.validation_interval)["validation"]

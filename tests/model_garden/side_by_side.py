@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 
+import flat_config
 import tensorflow as tf
 import tf_keras
 from experiment import merged
@@ -86,7 +87,7 @@ def controller(params, model_dir, strategy=None, **settings):
     strategy = strategy or tf.distribute.OneDeviceStrategy("/cpu:0")
     with strategy.scope():
         trainer, evaluators = model_garden.make(params, model_dir)
-    built = looplib.Controller(
+    built = flat_config.controller(
         trainer=trainer, evaluator=evaluators, strategy=strategy, model_dir=model_dir,
         global_batch_size=values.get("global_batch_size", 2), steps_per_loop=values["steps_per_loop"],
         **{"writers": [], "checkpoints": looplib.CheckpointPolicy(every_steps=values["checkpoint_interval"]), **settings},

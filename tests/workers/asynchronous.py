@@ -5,6 +5,7 @@ import importlib
 import sys
 import tempfile
 
+import flat_config
 import numpy as np
 import tensorflow as tf
 
@@ -158,7 +159,7 @@ def tries():
         with strategy.scope() if scope else tf.device("/cpu:0"):
             trainer = Regression(config)
         settings = {"global_batch_size": 8, "steps_per_loop": 10, "writers": [], **settings}
-        return looplib.Controller(trainer=trainer, strategy=strategy, **settings)
+        return flat_config.controller(trainer=trainer, strategy=strategy, **settings)
 
     def attempt(name, *arguments, **settings):
         print(name, flush=True)

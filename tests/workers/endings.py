@@ -71,8 +71,10 @@ def do(strategy, case, job, distribute):
         task = (Training if job == "train" else Evaluation)(case)
     key = "trainer" if job == "train" else "evaluator"
     with looplib.Controller(
-        **{key: task}, strategy=strategy, global_batch_size=2 * BATCH, steps_per_loop=100, writers=[],
-        distribute=distribute,
+        looplib.RunConfig(global_batch_size=2 * BATCH, steps_per_loop=100, distribute=distribute),
+        **{key: task},
+        strategy=strategy,
+        writers=[],
     ) as controller:  # fmt: skip
         found = controller.train(-1) if job == "train" else controller.evaluate()["eval"]
         return {"steps": controller.global_step, "sum": found["sum"], "count": found["count"]}

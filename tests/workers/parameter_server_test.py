@@ -151,7 +151,9 @@ def test_workers_die_and_come_back_and_a_coordinator_resumes_with_every_batch_co
 def ids_of_one_process(capsys, steps):
     capsys.readouterr()
     trainer = asynchronous.Regression(asynchronous.Config())
-    looplib.Controller(trainer=trainer, global_batch_size=8, steps_per_loop=10, writers=[]).train(steps)
+    looplib.Controller(looplib.RunConfig(global_batch_size=8, steps_per_loop=10), trainer=trainer, writers=[]).train(
+        steps
+    )
     return ids_by_number(capsys.readouterr().out)
 
 

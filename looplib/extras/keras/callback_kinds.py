@@ -11,10 +11,10 @@ from looplib.extras.keras import models
 _REFUSED = {
     "SwapEMAWeights": "the averages of looplib.GradientTrainer",
     "OrbaxCheckpoint": "model_dir of the Controller, and CheckpointPolicy",
-    "CSVLogger": "Controller(trackers=[looplib.CsvWriter(model_dir)]) (--trackers=csv), whose tables have each step "
+    "CSVLogger": "Controller(writers=[*looplib.DEFAULT_WRITERS, 'csv']) (--trackers=csv), whose tables have each step "
     "once, also after a kill",
-    "RemoteMonitor": "trackers of the Controller, or a looplib.Writer of your own that sends the metrics, because its "
-    "`resume` says which records the run makes again",
+    "RemoteMonitor": "a tracker among the writers of the Controller, or a looplib.Writer of your own that sends the "
+    "metrics, because its `resume` says which records the run makes again",
 }
 _MODEL_DIR, _GUARDS, _CONSOLE = "a model_dir", "guards against values that are not finite", "the console"
 _REPLACED = {  # what does their work, and how

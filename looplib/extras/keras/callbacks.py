@@ -72,21 +72,21 @@ class KerasCallbacks(Action):
         if self._logs is None:
             self._begin_epoch(controller.global_step // steps)
         elif not self._missing:  # the run has stopped there
-            self._end_epoch(controller.global_step, controller)
+            self._end_epoch(controller.global_step, controller, ending=False)
 
     def __call__(self, event: Event) -> None:
         """Ends an epoch with its report, or with the last evaluation after that."""
         controller = event.controller
         if event.split == "train" and event.step % controller.steps_per_epoch == 0:
             self._logs = {name: value for name, value in event.metrics.items() if name not in _OWN}
-            self._missing = [name for name in controller.loops if name != "train"] if controller.evaluation_due else []
+            self._missing = [name for name in controller.loops if name != "train"] if event.evaluation_due else []
         elif self._logs is not None and event.split in self._missing:
             prefix = "val" if event.split == "eval" else event.split
             self._logs |= {f"{prefix}_{name}": value for name, value in event.metrics.items() if name != "examples"}
             self._missing.remove(event.split)
         else:
             return
-        if not self._missing and self._end_epoch(event.step, controller):
+        if not self._missing and self._end_epoch(event.step, controller, event.ending):
             if event.split == "train" and controller.model_dir:  # before an evaluation, the step has been saved
                 controller.save_checkpoint()
 
@@ -155,7 +155,7 @@ class KerasCallbacks(Action):
             for callback in self._callbacks:
                 callback.on_epoch_begin(epoch, {})
 
-    def _end_epoch(self, step: int, controller: Any) -> bool:
+    def _end_epoch(self, step: int, controller: Any, ending: bool) -> bool:
         """Ends the epoch of a step; returns whether the weights to restore at the end are now those of this step."""
         epoch = step // controller.steps_per_epoch - 1
         before, logs, self._logs = self._state(), self._logs, None
@@ -163,6 +163,6 @@ class KerasCallbacks(Action):
         if self._model.stop_training:
             self._stopped = before
             controller.stop()
-        elif not controller.ending:
+        elif not ending:
             self._begin_epoch(epoch + 1)
         return any(best)

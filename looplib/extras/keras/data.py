@@ -9,9 +9,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.extras.keras import rows
-from looplib.task.input_context import InputContext
 
 _MOST_RESIDENT_BYTES = 2**28  # of arrays that stay on the device
 _SINGLE = "the data set of KerasTrainer has single examples; batch it by the global batch size"

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from looplib.cluster import replicas
 from looplib.compat import keras as _keras
+from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.extras.keras import means, models
 from looplib.extras.keras.alone import alone
@@ -16,7 +17,6 @@ from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import Results
 from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext
 from looplib.task.trainer import Trainer
 
 
@@ -47,7 +47,9 @@ class KerasTrainer(Trainer):
     Example:
         ```python
         trainer = looplib.KerasTrainer(model, x, y, validation_data=(x_test, y_test))
-        controller = looplib.Controller(trainer=trainer, evaluator=trainer.evaluator(), global_batch_size=32)
+        controller = looplib.Controller(
+            looplib.RunConfig(global_batch_size=32), trainer=trainer, evaluator=trainer.evaluator()
+        )
         controller.train_and_evaluate(epochs=5)
         ```
     """

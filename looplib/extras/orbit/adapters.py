@@ -14,15 +14,15 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers
 from looplib.compat import keras as _keras
+from looplib.data.batches import Batches
 from looplib.errors import UsageError, join_names
 from looplib.extras.orbit.data import Data, datasets_of
 from looplib.extras.orbit.results import Results, flat, is_bad_loss
 from looplib.health.preemption import notice
-from looplib.loop.base import Loop, Ran, Request, Specification, TrainingLoop
+from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
 from looplib.task import own_names
-from looplib.task.batches import Batches
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of, variables_of
@@ -151,8 +151,8 @@ class _OrbitLoop(Loop):
         self._clock = spec.clock
         self._counter = spec.counter
         self._running = False
-        if spec.engine != "graph":
-            raise UsageError(f"loop is {spec.engine}, and {self.who} has its own loop; use loop=graph with it")
+        if spec.config.loop != "graph":
+            raise UsageError(f"loop is {spec.config.loop}, and {self.who} has its own loop; use loop=graph with it")
         if Workers(spec.strategy).count > 1 or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError(
                 f"{self.who} has its own loop, which looplib cannot synchronize across workers; run it in one "
@@ -211,15 +211,15 @@ class EvaluatorLoop(_OrbitLoop):
     def close(self) -> None:
         """Does nothing: the data belongs to Orbit's object."""
 
-    def run(self, request: Request, phase: str) -> Ran:
+    def run(self, request: Request, phase: str) -> LoopResult:
         """Calls the evaluator once. A signal waits for the end of the call."""
         if notice.requested:
-            return Ran(0, True, stopped=True)
+            return LoopResult(0, True, stopped=True)
         steps = max(1, request.steps)
         with self._clock.phase(phase):
             self.reducer.take(self._results(request.steps), steps)
         self._counter.assign_add(steps)
-        return Ran(steps, True)
+        return LoopResult(steps, True)
 
 
 class TrainerLoop(_OrbitLoop, TrainingLoop):
@@ -299,14 +299,14 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         """Returns False: it is unknown whether the variables are those of a complete step."""
         return False
 
-    def run(self, request: Request, phase: str) -> Ran:
+    def run(self, request: Request, phase: str) -> LoopResult:
         """Calls the trainer once. A signal waits for the end of the call.
 
         Raises:
           UsageError: if the trainer counts its steps otherwise, or an error says that its data has ended.
         """
         if notice.requested:
-            return Ran(0, True, stopped=True)
+            return LoopResult(0, True, stopped=True)
         steps, before, self._ran = request.steps, self._count(), True
         with self._clock.phase(phase):
             try:
@@ -326,7 +326,7 @@ class TrainerLoop(_OrbitLoop, TrainingLoop):
         self._counter.assign_add(done)
         self.reducer.take(results, done)
         self.reducer.bad = [name for name, value in results.items() if self._guarded and is_bad_loss(name, value)]
-        return Ran(done, not self.reducer.bad, bool(notice.requested))
+        return LoopResult(done, not self.reducer.bad, bool(notice.requested))
 
     def _count(self) -> int | None:
         return int(self._step) if self._step is not None else None

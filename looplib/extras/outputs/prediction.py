@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.extras.outputs.pieces import Record, rows_of
 from looplib.loop import example_checksum
 from looplib.loop.packing import batch_size
 from looplib.task import reductions
 from looplib.task.evaluator import Evaluator
-from looplib.task.input_context import InputContext
 
 Take = Callable[[list[Record], np.ndarray], None]  # gets the records of a step, and a checksum of each example
 

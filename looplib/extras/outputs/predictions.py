@@ -93,11 +93,11 @@ def _predict_into(
         if chief:
             source = Source(
                 step=run.step,
-                weights=_checksum(run.loops.settings.strategy, evaluator),
+                weights=_checksum(run.loops.strategy, evaluator),
                 examples=loop.stream.examples,
                 outputs=", ".join(f"{output} {kind}" for output, kind in task.outputs.items()),
-                global_batch_size=loop.stream.batch_size * run.loops.settings.strategy.num_replicas_in_sync,
-                replicas=None if in_order else run.loops.settings.strategy.num_replicas_in_sync,
+                global_batch_size=loop.stream.batch_size * run.loops.strategy.num_replicas_in_sync,
+                replicas=None if in_order else run.loops.strategy.num_replicas_in_sync,
                 format=kind,
                 piece=piece,
             )

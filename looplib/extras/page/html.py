@@ -1,6 +1,7 @@
 """The page of one run, or of several side by side, as one HTML file that needs no network."""
 
 import base64
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -28,8 +29,24 @@ _MOST_POINTS = 80_000  # of all curves of a page
 _MOST_POINTS_OF_A_CURVE = 2000
 
 
-def write_of_run(directory: str) -> str:
-    """Writes the page of a run into its directory; returns its path.
+@dataclasses.dataclass(frozen=True)
+class WrittenPage:
+    """A page that was written; a notebook shows it below the cell that ends with it.
+
+    Attributes:
+      path: the file.
+    """
+
+    path: str
+
+    def _repr_html_(self) -> str:
+        # As an attribute, because no address of the file works in all notebooks.
+        page = html.escape(files.read_text(self.path, most=1 << 28))
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" width="100%" height="600" style="border: 0"></iframe>'
+
+
+def write_of_run(directory: str) -> WrittenPage:
+    """Writes the page of a run into its directory, and returns it.
 
     Args:
       directory: the run directory.
@@ -40,7 +57,7 @@ def write_of_run(directory: str) -> str:
     name = os.path.basename(os.path.normpath(directory))
     path = os.path.join(directory, FILE)
     files.write_whole(path, page([read(directory, name)], name))
-    return path
+    return WrittenPage(path)
 
 
 def page(runs: Sequence[Run], title: str) -> str:

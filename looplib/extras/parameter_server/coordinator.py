@@ -24,10 +24,9 @@ from looplib.extras.parameter_server.processes import counts
 from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
-from looplib.loop.base import InnerLoop, Metrics, Ran, Request
+from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request
 from looplib.loop.reducer import Reducer
-from looplib.loop.step import Step, StepFn
-from looplib.loop.timing import timed
+from looplib.loop.step import Step, StepFn, timed
 from looplib.task.trainer import Trainer
 
 _AHEAD = 2  # calls for each worker that are under way or wait for it
@@ -46,10 +45,15 @@ class ParameterServers(Backend):
     def check(self, stream: Stream) -> None:
         """Raises `UsageError` for settings that steps of several workers in no fixed order cannot keep."""
         spec = self._spec
-        if spec.engine in ("xla", "eager"):
+        if spec.config.loop in ("xla", "eager"):
             raise UsageError(
-                f"loop is {spec.engine}, but with the strategy parameter_server steps run on workers, and the "
+                f"loop is {spec.config.loop}, but with the strategy parameter_server steps run on workers, and the "
                 "variables are on parameter servers; use loop=graph"
+            )
+        if spec.config.distribute == "tf":
+            raise UsageError(
+                "distribute is 'tf', and with parameter servers each worker reads its own data; leave it out, or use "
+                "another strategy"
             )
         if spec.skips:
             raise UsageError(
@@ -145,7 +149,7 @@ class RemoteLoop(InnerLoop):
     def _by_number(self) -> bool:
         return self._stream.by_number and not self._reducer.has_keras_metrics
 
-    def run(self, iterator: Place, request: Request) -> Ran:
+    def run(self, iterator: Place, request: Request) -> LoopResult:
         """See `InnerLoop`; returns when no worker has any step left, and moves the place."""
         steps = request.steps
         return self._guarded(lambda: self._train(iterator, steps) if self._stream.training else self._evaluate(steps))
@@ -157,7 +161,7 @@ class RemoteLoop(InnerLoop):
             return {}
         return self._reducer.packer.unpack(*self._reducer.read())
 
-    def _train(self, place: Place, steps: int) -> Ran:
+    def _train(self, place: Place, steps: int) -> LoopResult:
         if place is not self._place and not self._by_number:
             self._iterators = self._iterate(lambda: self._draw_own_share(place.skipped // self._workers))
         self._place = place
@@ -182,7 +186,7 @@ class RemoteLoop(InnerLoop):
                 break
         place.step += done
         waited /= self._workers
-        return Ran(done, self._reducer.finite(), bool(notice.requested), waited=waited, to_stop=_AHEAD * longest)
+        return LoopResult(done, self._reducer.finite(), bool(notice.requested), waited=waited, to_stop=_AHEAD * longest)
 
     def _may_continue(self, calls: Sequence) -> bool:
         return len(calls) < _AHEAD * self._workers and not notice.requested and self._reducer.finite()
@@ -191,7 +195,7 @@ class RemoteLoop(InnerLoop):
         shortest, longest = (max(1, int(seconds / self._seconds_per_step)) for seconds in (_SHORTEST, _LONGEST))
         return min(left, longest, max(shortest, -(-left // (2 * self._workers))))
 
-    def _evaluate(self, steps: int) -> Ran:
+    def _evaluate(self, steps: int) -> LoopResult:
         if self._reducer.has_keras_metrics:  # their variables take one update at a time, so here and one by one
             with self._strategy.scope():
                 results = [(0, unpacked(self._call_for_part(*_int64(steps, 1, 0))))]
@@ -207,7 +211,7 @@ class RemoteLoop(InnerLoop):
         for _, work in results:
             if work.done:
                 self._reducer.add(work.contribution)
-        return Ran(sum(work.done for _, work in results), self._reducer.finite(), bool(notice.requested))
+        return LoopResult(sum(work.done for _, work in results), self._reducer.finite(), bool(notice.requested))
 
     def _evaluate_parts(self, steps: int, batches: int, parts: int) -> list[tuple[int, Work]]:
         calls, given, results = collections.deque(), 0, []

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
 
-from looplib import files, source_locations
+from looplib import files
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
+from looplib.extras.diagnosis import places
 from looplib.extras.tools import pure_function, xla
 from looplib.extras.tools.variable_ops import NotAVariableError
 from looplib.task.state import state_of, variables_of
@@ -240,7 +241,7 @@ class _Look:
                 return not found
             for op in ops:
                 if target == self._platform or op.type not in _ONLY_ON_TPUS:
-                    self._find("unsupported op", self._unsupported(op), source_locations.line_of(op))
+                    self._find("unsupported op", self._unsupported(op), places.line_of(op))
                     found = True
                 replaced[self._ops.place(op)] = pure_function.outputs_of(op)
         return False
@@ -250,7 +251,7 @@ class _Look:
         for op in self._ops:
             strings = any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs))
             if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(_tf.called(op)):
-                self._find("unsupported op", self._unsupported(op), source_locations.line_of(op))
+                self._find("unsupported op", self._unsupported(op), places.line_of(op))
                 yield op
 
     def _unsupported(self, op: tf.Operation) -> str:
@@ -264,7 +265,7 @@ class _Look:
 
     def _tell_error(self, error: Exception, op: tf.Operation | None) -> None:
         text = gist(error).removeprefix("Failed getting HLO text: ").strip("'")
-        line = source_locations.line_of(op) if op is not None else ""
+        line = places.line_of(op) if op is not None else ""
         if xla.needs_a_constant(error):
             self._find("dynamic shape", f"{text}; XLA needs sizes that do not depend on values", line)
         else:
@@ -278,21 +279,16 @@ class _Look:
                 "dynamic shape",
                 f"the size of what {kind or 'an op'} gives depends on values, so XLA computes with its largest; keep "
                 "the size and use a mask, as in looplib.mean(value, weight)",
-                source_locations.line_of(op) if op is not None else "",
-                fault=self._platform == "TPU" and not (op is not None and source_locations.is_of_keras(op)),
+                places.line_of(op) if op is not None else "",
+                fault=self._platform == "TPU" and not (op is not None and places.is_of_keras(op)),
             )
 
     def _look_at_dtypes(self) -> None:
         for op in self._ops:
             for tensor in op.outputs:
                 name = tensor.dtype.base_dtype.name
-                line = source_locations.line_of(op)
-                if (
-                    name in _SLOW[self._platform]
-                    and line
-                    and tensor.shape.rank != 0
-                    and not source_locations.is_ours(op)
-                ):
+                line = places.line_of(op)
+                if name in _SLOW[self._platform] and line and tensor.shape.rank != 0 and not places.is_ours(op):
                     if name != "float16" or op.type in _PRODUCTS:
                         self._find("slow dtype", f"{name}: {_SLOW[self._platform][name]}", line)
         if self._platform == "TPU":

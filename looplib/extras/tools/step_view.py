@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from looplib import files, source_locations
+from looplib import files
 from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
 from looplib.errors import gist
+from looplib.extras.diagnosis import places
 from looplib.extras.page import values
 from looplib.extras.tools import model_table
 from looplib.extras.tools.player import Answer, Order, Player
@@ -266,7 +267,7 @@ class _View:
             if found is None:
                 return [f"the search for an op whose output is not finite failed: {gist(error)}"]
             op, what = found
-            layer, place = _layer_of(error), source_locations.place_of(error)
+            layer, place = _layer_of(error), places.place_of(error)
             lines = [f"first op whose output is not finite: {op}{f' in layer {layer}' * bool(layer)}, {what}"]
             return [*lines, *([f"  {place}"] if place else [])]
         finally:

@@ -1,0 +1,279 @@
+"""The global batches of a run, whose size may change at a restart, and which examples each of them has.
+
+A run counts global batches. With those of earlier sizes known, a number of batches is a position in the examples, at
+which the next batch begins whatever its size is.
+"""
+
+import dataclasses
+from fractions import Fraction
+
+import tensorflow as tf
+
+from looplib.errors import UsageError
+
+CHUNK_IDS = 8192  # that are drawn at once, at most
+_CHUNK = 32  # batches of them
+
+_MOST_BATCHES, _MOST_EXAMPLES = 2**53, 2**31  # of a run, and of a global batch
+_MOST_POSITIONS = 2**62  # which fit into int64
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Global batches of one size, up to the start of a run that continued with another one.
+
+    Attributes:
+      step: the global step at that start.
+      batch: the global batches that the run had consumed, those that rollbacks left out included.
+      size: examples of each.
+
+    Raises:
+      ValueError: for numbers that no run has.
+    """
+
+    step: int
+    batch: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.step < _MOST_BATCHES and 0 <= self.batch < _MOST_BATCHES and 0 < self.size < _MOST_EXAMPLES):
+            raise ValueError(f"no run has {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """How many examples an epoch has.
+
+    Attributes:
+      examples: of an epoch.
+      whole: whether it ends with a batch of its own, which may be smaller; else the next epoch fills that batch.
+    """
+
+    examples: int | Fraction
+    whole: bool = False
+
+    def steps(self, size: int) -> float:
+        """Returns the steps of an epoch with global batches of some examples."""
+        return -(-self.examples // size) if self.whole or self.examples % size == 0 else float(self.examples / size)
+
+    def after(self, examples: int, batches: int, size: int) -> int:
+        """Returns the examples that have come after some, and after further batches of one size."""
+        if not self.whole:
+            return examples + batches * size
+        first = self.batches(examples, self._next(examples), size)
+        if batches < first:
+            return examples + batches * size
+        epochs, rest = divmod(batches - first, -(-self.examples // size))
+        return self._next(examples) + epochs * self.examples + rest * size
+
+    def batches(self, examples: int, target: int | Fraction, size: int) -> int:
+        """Returns how many batches of one size it takes from some examples on, until a number of them has come."""
+        end = self._next(examples)
+        if not self.whole or target <= end:
+            return -(-(target - examples) // size)
+        epochs, rest = divmod(target - end, self.examples)
+        return self.batches(examples, end, size) + epochs * -(-self.examples // size) - (-rest // size)
+
+    def _next(self, examples: int) -> int:
+        """Returns where the epoch that some examples lead into ends."""
+        return (examples // self.examples + 1) * self.examples
+
+
+_WITHOUT_END = Epoch(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The sizes of a run's global batches.
+
+    Attributes:
+      size: examples of each from now on.
+      earlier: those of other sizes, in their order.
+    """
+
+    size: int
+    earlier: tuple[Span, ...] = ()
+
+    def resized(self, size: int, step: int, batch: int) -> "Batches":
+        """Returns those of a run that continues with another size.
+
+        Args:
+          size: examples of each from now on.
+          step: the global step.
+          batch: the global batches that the run has consumed.
+        """
+        if size == self.size:
+            return self
+        own = Span(step, batch, self.size)
+        before = self.earlier[-1] if self.earlier else Span(0, 0, size)
+        if (own.step, own.batch) != (before.step, before.batch):
+            return Batches(size, (*self.earlier, own))
+        earlier = self.earlier[:-1] if before.size == size else self.earlier  # no step had the size between
+        return Batches(size, earlier)
+
+    def back_to(self, step: int) -> "Batches":
+        """Returns those of a run that goes back to an earlier step and leaves out the data between."""
+        earlier = (dataclasses.replace(span, step=min(span.step, step)) for span in self.earlier)
+        return Batches(self.size, tuple(earlier))
+
+    def holds(self, step: int, batch: int) -> bool:
+        """Returns whether a run can be at a step and have consumed some global batches: a file may say anything."""
+        places = [(0, 0), *((span.step, span.batch) for span in self.earlier), (step, batch)]
+        in_order = all(a <= c and b <= d for (a, b), (c, d) in zip(places, places[1:]))
+        return 0 < self.size < _MOST_EXAMPLES and in_order and self.before(batch) < _MOST_POSITIONS
+
+    @property
+    def first(self) -> int:
+        """The number of the first batch of the present size."""
+        return self.earlier[-1].batch if self.earlier else 0
+
+    @property
+    def original(self) -> int:
+        """The size that the run began with."""
+        return self.earlier[0].size if self.earlier else self.size
+
+    def full(self, epoch: Epoch) -> bool:
+        """Returns whether all batches of the present size are full."""
+        return not epoch.whole or (epoch.examples % self.size == 0 == self.before(self.first, epoch) % self.size)
+
+    def whole(self, batch: int) -> int:
+        """Returns how many batches of the present size have as many examples as come before a global batch.
+
+        Raises:
+          UsageError: if no number of them does.
+        """
+        examples = self.before(batch)
+        if examples % self.size:
+            raise UsageError(
+                f"the run has read {examples} examples, in batches of {self}, and no number of batches of {self.size} "
+                "has as many, which data that resumes by skipping batches needs; continue with a batch size that "
+                "divides them, make the data with context.indices or context.records, or start a new run from the "
+                "weights (--warm_start)"
+            )
+        return examples // self.size
+
+    def before(self, batch: int, epoch: Epoch = _WITHOUT_END) -> int:
+        """Returns how many examples come before a global batch, by its number."""
+        return self._examples(batch, [span.batch for span in self.earlier], epoch)
+
+    def trained(self, step: int, epoch: Epoch = _WITHOUT_END) -> int:
+        """Returns how many examples some steps train on; those that rollbacks have left out do not count."""
+        return self._examples(step, [span.step for span in self.earlier], epoch)
+
+    def step_of(self, examples: int | Fraction, epoch: Epoch) -> int:
+        """Returns the first step at which a number of examples has been trained on."""
+        found = at = 0
+        for span in self.earlier:
+            steps = epoch.batches(found, examples, span.size)
+            if at + steps <= span.step:
+                return at + max(0, steps)
+            found, at = epoch.after(found, span.step - at, span.size), span.step
+        return at + max(0, epoch.batches(found, examples, self.size))
+
+    def _examples(self, number: int, ends: list[int], epoch: Epoch) -> int:
+        found = at = 0
+        for end, size in zip([*ends, number], [*(span.size for span in self.earlier), self.size]):
+            end = min(end, number)
+            found, at = epoch.after(found, end - at, size), end
+        return found
+
+    def __str__(self) -> str:
+        """Returns the sizes in words, such as "8, then 16"."""
+        return ", then ".join(str(size) for size in [*(span.size for span in self.earlier), self.size])
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """Makes the positions of the batches of one input pipeline; positions count the examples of all replicas.
+
+    Attributes:
+      sizes: of the global batches.
+      start_step: global batches that come before.
+      num_replicas: replicas that step together, over all workers.
+      pipeline_index: see `InputContext`.
+      num_pipelines: the number of input pipelines.
+      replicas_per_pipeline: replicas that this pipeline feeds.
+      numbers: the numbers of the batches to make, see `InputContext`; None for all.
+    """
+
+    sizes: Batches
+    start_step: int
+    num_replicas: int
+    pipeline_index: int | tf.Tensor
+    num_pipelines: int
+    replicas_per_pipeline: int
+    numbers: tf.data.Dataset | None
+
+    @property
+    def _batch(self) -> int:
+        return self.sizes.size // self.num_replicas
+
+    def training_batches(self, epoch: Epoch, most: int) -> tf.data.Dataset:
+        """Makes the batches of a training, without end.
+
+        Args:
+          epoch: of the examples.
+          most: batches of a chunk, at most.
+
+        Returns:
+          Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        """
+        if not self.sizes.full(epoch):
+            return self._in_epochs(epoch)
+        count = max(1, min(_CHUNK, CHUNK_IDS // self._batch, most))
+        count = 1 if self.numbers is not None else count
+
+        @tf.autograph.experimental.do_not_convert
+        def positions(first: tf.Tensor) -> tf.Tensor:
+            return self.batches(first, count, epoch)
+
+        first = self.start_step * self.replicas_per_pipeline
+        return (tf.data.Dataset.counter(first, count) if self.numbers is None else self.numbers).map(positions)
+
+    def batches(self, first: tf.Tensor, count: int, epoch: Epoch) -> tf.Tensor:
+        """Returns the positions of `count` full batches of this pipeline from a number on, int64 `[count, b]`."""
+        batches = self._global_number(first + tf.range(count, dtype=tf.int64))
+        begun = self.sizes.before(self.sizes.first, epoch) - self.sizes.first * self.sizes.size
+        return batches[:, None] * self._batch + (begun + tf.range(self._batch, dtype=tf.int64))
+
+    def _in_epochs(self, epoch: Epoch) -> tf.data.Dataset:
+        num_examples, size, steps = epoch.examples, self.sizes.size, epoch.steps(self.sizes.size)
+        epochs, done = divmod(self.sizes.before(self.sizes.first, epoch), num_examples)
+        # As if the epoch in which the present size begins had `steps` batches of it, of which `missing` came before.
+        missing = steps + (done - num_examples) // size
+        moved = tf.constant(done - missing * size, tf.int64)
+
+        @tf.autograph.experimental.do_not_convert
+        def positions(step: tf.Tensor) -> tf.Tensor:
+            step += missing - self.sizes.first
+            first = step % steps * size + tf.where(step < steps, moved, 0)
+            start = (epochs + step // steps) * num_examples
+            return (start + tf.range(first, tf.minimum(first + size, num_examples)))[None]
+
+        return (tf.data.Dataset.counter(self.start_step) if self.numbers is None else self.numbers).map(positions)
+
+    def evaluation_batches(self, num_examples: int) -> tuple[tf.data.Dataset, int | tf.Tensor]:
+        """Makes the batches of all examples once, in their order; returns them and how many there are from step 0 on.
+
+        The last one may be smaller. See `training_batches` for what is made.
+        """
+        batch = self._batch
+        rounds, rest = divmod(-(-num_examples // batch), self.num_replicas)
+        own = rounds * self.replicas_per_pipeline
+        own += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
+
+        @tf.autograph.experimental.do_not_convert
+        def positions(element: tf.Tensor) -> tf.Tensor:
+            start = self._global_number(element) * batch
+            return tf.range(start, tf.minimum(start + batch, num_examples))[None]
+
+        first = self.start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
+        if self.numbers is None and self.num_pipelines == 1:
+            # Without a function: to prepare one takes an iterator as long as ids for many steps.
+            return tf.data.Dataset.range(first * batch, num_examples).batch(batch).batch(1, drop_remainder=True), own
+        return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(positions), own
+
+    def _global_number(self, element: tf.Tensor) -> tf.Tensor:
+        """Returns the number of a batch of this pipeline among the batches of all replicas, in step order."""
+        step, replica = element // self.replicas_per_pipeline, element % self.replicas_per_pipeline
+        return step * self.num_replicas + self.pipeline_index * self.replicas_per_pipeline + replica

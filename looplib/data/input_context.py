@@ -1,0 +1,490 @@
+"""The input context: what a `dataset` function learns about its pipeline, batch sizes and the order of examples."""
+
+import dataclasses
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from looplib import plugins
+from looplib.data.batches import CHUNK_IDS, Batches, Epoch, Positions, Span
+from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
+from looplib.errors import UsageError, whole_number
+
+_PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
+
+
+@dataclasses.dataclass
+class BadRecords:
+    """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
+
+    Attributes:
+      most: how many there may be.
+      folder: the folder in which the processes of the run note them; None counts those of this process alone.
+      names: of those that are known to this process.
+      lock: held while they are counted.
+
+    Raises:
+      UsageError: if `most` is not a whole number of at least 0.
+    """
+
+    most: int = 0
+    folder: str | None = None
+    names: set[str] = dataclasses.field(default_factory=set, init=False)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
+
+    def __post_init__(self) -> None:
+        self.most = whole_number("bad_records", self.most, least=0)
+
+
+class Reads(Protocol):
+    """How the records of a data set are read, of which tf.data says only that it is a map. Its text names the reader.
+
+    Attributes:
+      calls: of its stages.
+      records: how many were read.
+      at_once: how many are read at once.
+      advice: what to change if reading takes the time.
+    """
+
+    calls: list[int]
+    records: int
+
+    @property
+    def at_once(self) -> int:
+        """See above."""
+
+    @property
+    def advice(self) -> str:
+        """See above."""
+
+
+class Reader(Protocol):
+    """What reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context.
+
+    Attributes:
+      reads: how, of each call.
+    """
+
+    reads: list[Reads]
+
+    def batches(
+        self,
+        source: Any,
+        *,
+        block: int | None,
+        shuffle: bool,
+        seeds: bool,
+        whole_epochs: bool,
+        name: str | None,
+        repeat: bool,
+    ) -> tf.data.Dataset:
+        """Makes the data set of a call; see `InputContext.records`."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns checksums of a part of what is read, by the name of the file."""
+
+    def name_of(self, number: int) -> str:
+        """Returns what an error calls the record that comes for an id of the first call."""
+
+
+class InputContext:
+    """The input pipeline of one `dataset(context)`.
+
+    Attributes:
+      global_batch_size: examples of one step over all replicas.
+      per_replica_batch_size: examples of one step on one replica: the size of the batches to make.
+      num_replicas: replicas that step together, over all workers.
+      pipeline_index: the index of this input pipeline; each worker has one.
+      num_pipelines: the number of input pipelines.
+      replicas_per_pipeline: replicas that this pipeline feeds; its batches go to them in turn.
+      seed: the run's seed, for shuffles and augmentation.
+      training: False for an evaluation.
+      start_step: global batches that were consumed before this pipeline starts; 0 in a new run. Of a run whose batch
+        size has changed, as many batches of the present size as have the examples of those.
+      arrays: the argument of `resident`, or None.
+      examples: how many examples `indices` was asked for, the most of all calls; None if it was not.
+      draw: makes the ids that `indices` was asked for last, in ops that XLA compiles: a function from the number of
+        batches of this pipeline before (int64 scalar tensor) and how many to make, to int64 `[batches, b]`; None for
+        other data.
+      steps_per_epoch: steps in which the data comes once, for `epochs` and reports. `indices` sets it; after several
+        calls it is that of the most examples, so that each example of all of them has come. A `dataset` may set it,
+        such as one that repeats other data. None where it is not known.
+      epoch: how many examples come in `steps_per_epoch`; None where it is not known.
+      of_global_batches: whether the task makes global batches, see `Trainer.batches`.
+      numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
+        the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
+        in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
+      bad_records: the damaged records that `records` may leave out.
+      reader: what reads records, once `records` was called.
+      positions: what `indices` or `records` made its batches of last: chunks of positions in the run, int64 `[k, b]`.
+    """
+
+    def __init__(
+        self,
+        *,
+        global_batch_size: int,
+        num_replicas: int,
+        pipeline_index: int | tf.Tensor,
+        num_pipelines: int,
+        seed: int,
+        training: bool,
+        start_step: int,
+        of_global_batches: bool = False,
+        numbers: tf.data.Dataset | None = None,
+        bad_records: BadRecords | None = None,
+        only: np.ndarray | None = None,
+        earlier: Sequence[Span] = (),
+    ) -> None:
+        self.global_batch_size = whole_number("global_batch_size", global_batch_size)
+        self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
+        self.num_replicas = num_replicas
+        self.num_pipelines = num_pipelines
+        self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
+        self.seed = seed
+        self.training = training
+        self.of_global_batches = of_global_batches
+        self.numbers = numbers
+        self.bad_records = bad_records or BadRecords()
+        self._only = only
+        self.sizes = Batches(self.global_batch_size, tuple(earlier))
+        self._places = Positions(
+            self.sizes, start_step, num_replicas, pipeline_index, num_pipelines, self.replicas_per_pipeline, numbers
+        )
+        self.calls_without_name = 0  # of `indices`, `records` and `resident`
+        self._named: dict[str, int] = {}  # the examples of the calls with a name
+        self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
+        self.positioned = False
+        self.asked_for_its_part = self.asked_for_its_start = False
+        self.arrays: Any = None
+        self.examples: int | None = None
+        self.ids: tf.data.Dataset | None = None  # what `indices` returned last, if an example has one
+        self.in_turn = False  # whether those of each batch follow one another
+        self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
+        self.epoch: Epoch | None = None
+        self.reader: Reader | None = None
+        self.positions: tf.data.Dataset | None = None
+        self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
+
+    def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
+        """Returns a new context of the same pipeline.
+
+        Args:
+          start_step: global batches that were consumed before.
+          only: positions in the run, int64 `[n]`, of examples to make batches of one of; None makes all batches.
+        """
+        return InputContext(
+            global_batch_size=self.global_batch_size,
+            num_replicas=self.num_replicas,
+            pipeline_index=self._places.pipeline_index,
+            num_pipelines=self.num_pipelines,
+            seed=self.seed,
+            training=self.training,
+            start_step=start_step,
+            of_global_batches=self.of_global_batches,
+            bad_records=self.bad_records,
+            only=only,
+            earlier=self.sizes.earlier,
+        )
+
+    @property
+    def pipeline_index(self) -> int | tf.Tensor:
+        """The index of this pipeline; to read it states that `dataset` gives each pipeline a part of its own.
+
+        On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
+        Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
+        """
+        self.asked_for_its_part = True
+        return self._places.pipeline_index
+
+    @property
+    def start_step(self) -> int:
+        """The global batches consumed before, where data beside that of `indices` or `records` has to start itself.
+
+        A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
+        """
+        self.asked_for_its_start = True
+        return self.sizes.whole(self._places.start_step)
+
+    @property
+    def steps_per_epoch(self) -> float | None:
+        """The steps in which the data comes once; None where that is not known."""
+        return self.epoch.steps(self.global_batch_size) if self.epoch else None
+
+    @steps_per_epoch.setter
+    def steps_per_epoch(self, steps: float | None) -> None:
+        if steps is not None and not (math.isfinite(steps) and steps > 0):
+            raise UsageError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
+        self.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
+
+    def indices(
+        self,
+        num_examples: int | Plan,
+        seeds: bool = False,
+        *,
+        shuffle: bool = True,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
+    ) -> tf.data.Dataset:
+        """Makes batches of example ids, in an order that the run's seed decides.
+
+        For training, epoch after epoch without end, each a keyed permutation of all ids (the op behind
+        `tf.random.experimental.index_shuffle`): entering it at any position costs O(1), no shuffle buffer is held, and
+        the global order is the same for any number of replicas and workers. Batches are always full, and one may
+        hold the end of an epoch and the start of the next. For evaluation, every id once, in order, the last batch
+        smaller.
+
+        With `seeds`, each example comes with a seed for random augmentation by `tf.random.stateless_*`. It depends only
+        on the run's seed and the example's position in the run, so that a resumed run, or one on other devices, has the
+        same seeds. In training an example gets another seed each epoch, in evaluation always the same one.
+
+            def augment(ids, seeds):
+                flip = lambda one: tf.image.stateless_random_flip_left_right(one[0], seed=one[1])
+                images = tf.map_fn(flip, (tf.gather(x, ids), seeds), fn_output_signature=tf.float32)
+                return images, tf.gather(y, ids)
+
+            return context.indices(len(x), seeds=True).map(augment, tf.data.AUTOTUNE)
+
+        Each call in one `dataset` has an order and seeds of its own, so that data sets of several calls can be zipped.
+        Calls with one `name` share them, such as those for inputs and targets that are kept apart.
+
+        A run that continues with another batch size begins at the next example.
+
+        Args:
+          num_examples: how many examples there are; ids are 0 to num_examples - 1. Or a plan, `Kept`, `Mixture`,
+            `Packed` or `Buckets`, whose examples stand for the ids in what is returned.
+          seeds: whether to give seeds too.
+          shuffle: whether each epoch of a training has an order of its own; else all have the order of the ids.
+          whole_epochs: whether each epoch of a training ends with a batch of its own, which may be smaller, as in
+            Keras `fit`; only in a task of global batches (`Trainer.batches`).
+          name: names the order. Without one, the first call has the order of the run's seed, and each further one an
+            order by its number among the calls without a name.
+          repeat: whether a training with fewer examples than a global batch repeats examples within a batch; else
+            this is refused.
+
+        Returns:
+          A `tf.data.Dataset` of int64 ids `[b]`, or of (ids, seeds) with int32 seeds `[b, 2]`; b is
+          per_replica_batch_size, or in the last batch of an evaluation less.
+
+        Raises:
+          UsageError: if there is no example, or fewer than a global batch of a training; or for whole epochs in a task
+            of batches per replica or of a plan that has none.
+        """
+        plan = as_plan(num_examples, "indices", shuffle, whole_epochs)
+        seed = self.order_seed(plan, name)
+        found = self.located(plan, seed)
+
+        @tf.autograph.experimental.do_not_convert
+        def examples(positions: tf.Tensor) -> Any:  # a chunk of batches at once, at half the cost
+            given = found(positions)
+            if not seeds:
+                return given
+            return *(given if type(given) is tuple else (given,)), seeds_at(positions, seed, self.training)
+
+        most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
+        chunks = self.batch_positions(plan, "indices", whole_epochs, repeat, most)
+        self.in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
+        batches = (chunks if self.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
+        self.ids = batches if plan.width == 1 else None
+        epoch = Epoch(plan.size, whole_epochs)
+        drawn = isinstance(plan, Ids) and self.training and not seeds and self.sizes.full(epoch)
+        self.draw = functools.partial(_draw, plan, seed, self._places, epoch) if drawn else None
+        self.made.append(batches)
+        return batches
+
+    def order_seed(self, plan: Plan, name: str | None) -> int:
+        """Returns the seed of the order of the next call; for the name see `indices`."""
+        if name is None:
+            number = self.calls_without_name = self.calls_without_name + 1
+            return self.seed if number == 1 else derived_seed(self.seed, f"call {number}")
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"the name of an order of examples is {name!r}; expected a text")
+        others = self._named.setdefault(name, plan.size)
+        if others != plan.size:
+            raise UsageError(
+                f"two calls for {others} and for {plan.size} examples have the name {name!r}, by which they would "
+                "share an order; give them different names, or as many examples"
+            )
+        return derived_seed(self.seed, f"name {name}")
+
+    def located(self, plan: Plan, seed: int) -> Locate:
+        """Returns `Plan.located` of this training, whose order has a seed, or of this evaluation."""
+        return plan.located(OrderKey(seed, self.sizes) if self.training else None)
+
+    def records(
+        self,
+        source: Any,
+        *,
+        block: int | None = None,
+        shuffle: bool = True,
+        seeds: bool = False,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
+    ) -> tf.data.Dataset:
+        """Makes batches of records of files, or of another source, read by number in the order of `indices`.
+
+        All that `indices` promises holds: the order depends on the run's seed alone, entering it at any position costs
+        O(1), each worker reads only its own records, and an evaluation has each record once, in order.
+
+            def dataset(self, context):
+                features = {"x": tf.io.FixedLenFeature([784], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
+                parse = lambda records: tf.io.parse_example(records, features)
+                return context.records("/data/train-*.tfrecord").map(parse, tf.data.AUTOTUNE)
+
+        Args:
+          source: files, as a path, a pattern or a list of these, whose names say their format; or what
+            `looplib.open_records` returns; or any object with `__len__` and `__getitem__`, such as a data source of
+            array_record, grain or TFDS; or a plan of records: `Mixture`, `Kept` or `Buckets`.
+          block: neighbouring records that are read at once in a training. 1 shuffles all records, and reads each by
+            itself; more suits disks: a batch takes its records from up to 64 blocks of the data, which come in a
+            shuffled order, in each of which the records are shuffled. The default is about a quarter of a megabyte, or
+            less so that there are many blocks. Of a plan, whose default is 1, only `Kept` takes more.
+          shuffle: see `indices`.
+          seeds: see `indices`.
+          whole_epochs: see `indices`.
+          name: see `indices`.
+          repeat: see `indices`.
+
+        Returns:
+          A `tf.data.Dataset` of records: strings `[b]`, or a structure of arrays `[b, ...]` if the source has those; or
+          of (records, seeds) with int32 seeds `[b, 2]`.
+
+        Raises:
+          UsageError: if no file matches, a file is damaged, or there is no record, or fewer than a global batch of a
+            training.
+        """
+        if self.reader is None:
+            self.reader = plugins.load("looplib.parts", "records")(self)
+        return self.reader.batches(
+            source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
+        )
+
+    def batch_positions(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
+        """Makes the positions of this pipeline's batches in the run, or in the evaluation.
+
+        Args:
+          plan: what stands there.
+          method: the name of the method that was called.
+          whole_epochs: see `indices`.
+          repeat: see `indices`.
+          most: batches of a chunk, at most.
+
+        Returns:
+          Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        """
+        self._check(plan, f"context.{method}", whole_epochs, repeat)
+        self.positioned = self.asked_for_its_part = True
+        self.examples = max(self.examples or 0, plan.size)
+        if self.training:
+            epoch = Epoch(plan.size, whole_epochs)
+            self.positions = self._places.training_batches(epoch, most)
+            if plan.comes_in_epochs and (self.epoch is None or self.epoch.examples < plan.size):
+                self.epoch = epoch
+        else:
+            self.positions, self.batches = self._places.evaluation_batches(plan.size)
+        if self._only is not None:
+            return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
+        return self.positions
+
+    def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
+        """Raises `UsageError` for examples of which no batches can be made."""
+        size = self.global_batch_size
+        if plan.size == 0:
+            raise UsageError(
+                f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
+                "0 examples; check where the data is read from"
+            )
+        if whole_epochs and not self.of_global_batches:
+            raise UsageError(
+                f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
+                'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
+            )
+        if self.training and plan.size < size and not (whole_epochs or repeat):
+            raise UsageError(
+                f"{method} was asked for {plan.size} examples, and a global batch has {size}, so that each batch would "
+                f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
+                "pass repeat=True if that is intended"
+            )
+        if self.training and plan.of_batches and self.sizes.earlier:
+            raise UsageError(
+                f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
+                f"together, so that its order depends on the batch size, and this run had batches of {self.sizes}; "
+                f"continue with {self.sizes.original}, or start a new run from the weights (--warm_start)"
+            )
+
+    def resident(
+        self,
+        arrays: Any,
+        *,
+        shuffle: bool = True,
+        whole_epochs: bool = False,
+        name: str | None = None,
+        repeat: bool = False,
+    ) -> tf.data.Dataset:
+        """Makes batches of rows of arrays that stay on the device, in the order of `indices`.
+
+        Only the ids travel; the rows are gathered in the step, where XLA makes the gather part of its program. A
+        training on CPUs with `loop="xla"` or `"auto"` gathers small rows ahead of it. For data that fits in the memory
+        of each device. Return the data set as it is: augmentation and the like belong into `step_fn`.
+
+            def dataset(self, context):
+                return context.resident((self.x, self.y))  # step_fn gets (x, y), each [b, ...]
+
+        Args:
+          arrays: array or tensor `[n, ...]`, or a structure of these with one n.
+          shuffle: see `indices`.
+          whole_epochs: see `indices`.
+          name: see `indices`.
+          repeat: see `indices`.
+
+        Returns:
+          A `tf.data.Dataset` of int64 ids `[b]`, in place of which `step_fn` is given the rows.
+
+        Raises:
+          UsageError: if the arrays have no rows, or not the same number, or if `indices` refuses that number.
+        """
+        lengths = [array.shape[0] if len(array.shape) else None for array in tf.nest.flatten(arrays)]
+        if len(set(lengths)) != 1 or None in lengths:
+            raise UsageError(
+                f"context.resident was given arrays of {', '.join(map(str, lengths)) or 'no'} rows; expected the same "
+                "number in each, that of the examples"
+            )
+        self.arrays = arrays
+        return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs, name=name, repeat=repeat)
+
+
+@tf.autograph.experimental.do_not_convert
+def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
+    """Returns ids in ops that XLA compiles; see `InputContext.draw`."""
+    positions = places.batches(first, count, epoch)
+    return tf.reshape(ids.endless_in_xla(tf.reshape(positions, [-1]), seed), positions.shape)
+
+
+def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
+    """Divides the global batch.
+
+    Args:
+      global_batch_size: examples of a step over all replicas.
+      num_replicas: how many replicas there are.
+
+    Returns:
+      The examples of a step on one replica.
+
+    Raises:
+      UsageError: if it does not divide, naming the nearest sizes that do.
+    """
+    global_batch_size = whole_number("global_batch_size", global_batch_size)
+    if global_batch_size % num_replicas:
+        below = global_batch_size // num_replicas * num_replicas
+        nearest = " or ".join(str(size) for size in (below, below + num_replicas) if size)
+        raise UsageError(
+            f"global_batch_size {global_batch_size} does not divide over {num_replicas} replicas; use {nearest}"
+        )
+    return global_batch_size // num_replicas

@@ -1,0 +1,9 @@
+"""Guesses at causes, for people: the line, the record or the stage of a pipeline to look at, and the speed of a step.
+
+Names that other rooms may use, by file:
+    bottleneck: none
+    causes: Causes
+    places: none
+    refused: none
+    speed: none
+"""

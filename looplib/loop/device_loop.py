@@ -1,0 +1,440 @@
+"""The device loop: `for _ in tf.range(n)` around `strategy.run`, inside one `tf.function`."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from looplib.cluster.collectives import Workers
+from looplib.health.preemption import notice
+from looplib.loop.base import InnerLoop, Iterator, LoopResult, Metrics, Request
+from looplib.loop.step import Step, now, timed
+from looplib.loop.xla import XlaChunk
+
+_FEW = 3  # chunks of XLA that are called one by one
+_TO_THE_END = np.iinfo(np.int32).max  # rounds of a tf.range loop, of which a TPU counts no more
+# Seconds that the device may run without reading the stop flag: the end of an inner loop costs more than half of a
+# small step (docs/speed.md), and several workers have to ask each other.
+_STRIDE_SECONDS, _LONGEST_STRIDE = 0.1, 1000
+# Ops of a step from which the loop over steps looks at the stop flag itself, which costs 17 microseconds a step. At the
+# end of a loop TensorFlow passes over all ops of its body again, in a third of the time of a step of many small ops.
+_MANY_OPS = 4000
+
+Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the same shapes each time
+
+
+class Numbers(NamedTuple):
+    """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing.
+
+    Attributes:
+      steps: steps to run.
+      rounds: how many rounds of them the data is sure to last for.
+      stride: steps between two looks at the stop flag.
+      read: 1 if the totals are to be read and reset after the last step.
+    """
+
+    steps: int
+    rounds: int
+    stride: int
+    read: int
+
+
+class Status(NamedTuple):
+    """Whether to stop, and whether all values are finite: boolean scalar tensors, equal on all workers."""
+
+    stopped: tf.Tensor
+    finite: tf.Tensor
+
+    @property
+    def go(self) -> tf.Tensor:
+        """Whether to do another step."""
+        return self.finite & ~self.stopped
+
+
+Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
+
+
+class Outcome(NamedTuple):
+    """What the loop on the device returns, as one float64 vector `[7 + n]` with the totals, read by the host at once.
+
+    Attributes:
+      done: steps.
+      stopped: `Status.stopped` after the last step, 0 or 1.
+      finite: `Status.finite` after the last step, 0 or 1.
+      waited: seconds that steps waited for data.
+      seconds: of the loop, the mean of all workers.
+      counted: the step's counter after the last step.
+      taken: whether the totals were reset, 0 or 1.
+    """
+
+    done: float | tf.Tensor
+    stopped: float | tf.Tensor
+    finite: float | tf.Tensor
+    waited: float | tf.Tensor
+    seconds: float | tf.Tensor
+    counted: float | tf.Tensor
+    taken: float | tf.Tensor
+
+
+class DeviceLoop(InnerLoop):
+    """Steps in a `tf.range` loop inside one `tf.function`.
+
+    With a chunk, several steps make one round of the loop while the data is sure to last for them, and the others run
+    one by one.
+
+    Args:
+      step: the step.
+      chunk: several steps as one program; None for single steps.
+
+    Attributes:
+      round_size: steps of a round.
+      seconds_per_step: float, of the last call.
+    """
+
+    _at_once = 10  # rounds, where they do not wait for each other's variables; TensorFlow's own default
+
+    def __init__(self, step: Step, chunk: XlaChunk | None = None) -> None:
+        self.traces = 0
+        self._chunk = chunk
+        self.round_size = chunk.size if chunk else 1
+        self.seconds_per_step = math.inf
+        self.step = step
+        self._reducer = step.reducer
+        self._stream = step.stream
+        self._fetches_in_step = step.stream.infinite and not step.stream.ahead
+        self._stop = notice.flag
+        self._workers = Workers(step.strategy)
+        self._spec = None
+        self._taken: np.ndarray | None = None  # the totals that the last call has read
+        self._ran: set[bool] = set()  # of the loop (False) and of one round (True), which have run
+        self._loop, self._one_round = tf.function(self._run), tf.function(self._run_round)
+        self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
+        self._bound: tuple[Iterator, dict[bool, Callable[[], tf.Tensor]]] | None = None  # as in `_ran`
+        self._looks_within = sum(step.op_counts.values()) >= _MANY_OPS
+        self._at_most = self._rounds_one_by_one()
+        self._numbers_now: Numbers | None = None
+        self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
+        self._read = tf.function(step.reducer.read)
+
+    # On the device.
+
+    def _run(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
+        self._note_trace(iterator)
+        wanted = Numbers(*tf.unstack(numbers))
+        started = now()
+        done, waited, status, ended = self._steps(iterator, wanted, self._look())
+        take = (wanted.read > 0) & status.go & (ended | (done >= wanted.steps))
+        return self._outcome(done, status, waited, started, take)
+
+    def _run_round(self, iterator: Iterator, numbers: tf.Tensor) -> tf.Tensor:
+        """One round, without the loops around it, which cost a call up to a millisecond."""
+        started = now()
+        waited = self._do_round(iterator, tf.constant(0, tf.float64))
+        status = self._look()
+        done = tf.constant(self.round_size, tf.int64)
+        return self._outcome(done, status, waited, started, (numbers[3] > 0) & status.go)
+
+    def _outcome(
+        self, done: tf.Tensor, status: Status, waited: tf.Tensor, started: tf.Tensor, take: tf.Tensor
+    ) -> tf.Tensor:
+        if self._reducer.has_keras_metrics:
+            take = tf.constant(False)
+        with tf.control_dependencies([done, status.finite]):
+            passed = self._workers.mean(now() - started)
+        outcome = Outcome(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
+        return self._vector(outcome, self._reducer.take(take))
+
+    @tf.autograph.experimental.do_not_convert
+    def _vector(self, outcome: Outcome, totals: tf.Tensor) -> tf.Tensor:
+        return tf.concat([tf.stack([tf.cast(part, tf.float64) for part in outcome]), totals], axis=0)
+
+    def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
+        """Does the steps; returns how many, the seconds that they waited, the status, and whether the data ended."""
+        done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
+        if self._chunk is not None:
+            stride_of_chunks = -(-wanted.stride // self.round_size)
+            rounds, waited, status = self._repeat(
+                self._do_round, waited, iterator, wanted.rounds, stride_of_chunks, status
+            )
+            done = rounds * self.round_size
+        left = wanted.steps - done
+        if self._fetches_in_step:
+            more, waited, status = self._repeat(self._do_step, waited, iterator, left, wanted.stride, status)
+        else:
+            more, seconds, status, ended = self._repeat_to_the_end(iterator, left, wanted.stride, status)
+            waited += seconds
+        return done + more, waited, status, ended
+
+    def _repeat(
+        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
+        stride: tf.Tensor, status: Status,
+    ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
+        """The inner loop: `do` calls `strategy.run`, and makes each round's value from the one before.
+
+        After each stride of rounds it checks whether to stop.
+        """
+        if self._looks_within:
+            return self._repeat_and_look(do, value, iterator, rounds, stride, status)
+        # The step appears once in the program: if it draws random numbers, each copy would have its own state.
+        rounds, done = tf.where(status.go, rounds, 0), tf.constant(0, tf.int64)
+        for _ in tf.range(_strides(rounds, stride)):
+            count = tf.minimum(stride, rounds - done)
+            for _ in tf.range(count):
+                tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)
+                value = do(iterator, value)
+            done += count
+            self._note(count)
+            status = self._look()
+            if not status.go:
+                break
+        return done, value, status
+
+    def _repeat_and_look(
+        self, do: Callable[[Iterator, Value], Value], value: Value, iterator: Iterator, rounds: tf.Tensor,
+        stride: tf.Tensor, status: Status,
+    ) -> tuple[tf.Tensor, Value, Status]:  # fmt: skip
+        """`_repeat` in one loop, which does not end for each check."""
+        done = tf.constant(0, tf.int64)
+        for _ in tf.range(tf.where(status.go, rounds, 0)):
+            tf.autograph.experimental.set_loop_options(parallel_iterations=self._at_once)
+            value = do(iterator, value)
+            done += 1
+            if tf.equal(done % stride, 0):
+                self._note(stride)
+                status = self._look()
+                if not status.go:
+                    break
+        self._note(done % stride)
+        return done, value, self._look()
+
+    def _repeat_to_the_end(self, iterator: Iterator, steps: tf.Tensor, stride: tf.Tensor, status: Status) -> Steps:
+        """The inner loop over data that ends, or is fetched a step ahead."""
+        # The last step stands apart, as a second loop of at most one round, so that no batch is fetched which this call
+        # does not train on; a tf.cond in its place fails on several replicas (TensorFlow 2.20).
+        done, waited = tf.constant(0, tf.int64), tf.constant(0, tf.float64)
+        batch = self._stream.next_as_optional(iterator)
+        begins = self._stream.has_value(batch) & status.go
+        rounds = tf.where(begins, steps - 1, 0)
+        longest = tf.maximum(rounds, 1) if self._looks_within else stride
+        for _ in tf.range(_strides(rounds, longest)):
+            for _ in tf.range(tf.minimum(longest, rounds - done)):
+                self.step(self._stream.get_value(batch))
+                done += 1
+                batch, seconds = timed(
+                    lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
+                )
+                waited += seconds
+                ends = ~self._stream.has_value(batch)
+                if self._looks_within:
+                    if tf.equal(done % stride, 0):
+                        status = self._look()
+                    ends |= ~status.go
+                if ends:
+                    break
+            status = self._look()
+            if ~(status.go & self._stream.has_value(batch)):
+                break
+        # A batch that was fetched is trained on, also when a signal asks to stop.
+        one_more = status.finite & (done < steps) & self._stream.has_value(batch)
+        for _ in tf.range(tf.cast(one_more, tf.int64)):
+            self.step(self._stream.get_value(batch))
+            done += 1
+        return done, waited, self._look(), not self._stream.has_value(batch)
+
+    def _do_step(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
+        batch, seconds = timed(lambda: self._stream.next(iterator))
+        self.step(batch)
+        return waited + seconds
+
+    def _do_round(self, iterator: Iterator, waited: tf.Tensor) -> tf.Tensor:
+        return self._do_step(iterator, waited) if self._chunk is None else waited + self._chunk.run(iterator)
+
+    @tf.autograph.experimental.do_not_convert
+    def _note(self, rounds: tf.Tensor) -> None:
+        """Counts what the rounds of a stride have not counted themselves: nothing here."""
+
+    @tf.autograph.experimental.do_not_convert
+    def _look(self) -> Status:
+        return Status(self._workers.any(self._stop.read_value()), self._reducer.finite())
+
+    @tf.autograph.experimental.do_not_convert
+    def _note_trace(self, iterator: Iterator) -> None:
+        self.traces += 1  # runs when tf.function traces, not when it runs
+        before, self._spec = self._spec, iterator.element_spec
+        if self.traces > 1:
+            logging.warning(
+                "the loop was traced again (%d times now), because the structure or shapes of its input changed from "
+                "%s to %s; each trace costs seconds, so keep the elements of dataset() alike",
+                self.traces,
+                before,
+                self._spec,
+            )
+
+    # On the host.
+
+    def run(self, iterator: Iterator, request: Request) -> LoopResult:
+        """See `InnerLoop`."""
+        steps = _TO_THE_END if request.steps < 0 else request.steps
+        request = dataclasses.replace(request, steps=steps)
+        first = self.round_size if self._fetches_in_step or self._chunk is None else self.round_size + 1
+        alone = 0 < self._rounds(request) <= self._at_most
+        if alone in self._ran or steps < first or (self._chunk is not None and request.sure < self.round_size):
+            return self._run_for(iterator, request, alone)
+        # TensorFlow optimizes and compiles a program in its first run; this time is not training.
+        self._ran.add(alone)
+        started = time.perf_counter()
+        ran = self._run_for(iterator, request.first(first), alone)
+        seconds = time.perf_counter() - started - ran.waited
+        if ran.done == first < steps and ran.finite:
+            ran = ran.then(self._run_for(iterator, request.after(first), alone))
+            seconds -= first * self.seconds_per_step
+        return dataclasses.replace(ran, compiled=max(0.0, seconds))
+
+    def _rounds(self, request: Request) -> int:
+        # Where the data ends, one step at least is left to the part of the loop that checks for it.
+        steps = request.steps if self._fetches_in_step else request.steps - 1
+        return min(steps, request.sure) // self.round_size
+
+    def _run_for(self, iterator: Iterator, request: Request, one_by_one: bool) -> LoopResult:
+        steps, rounds = request.steps, self._rounds(request)
+        if one_by_one and rounds:
+            return self._run_rounds(iterator, request, rounds)
+        stride = max(1, min(_LONGEST_STRIDE, int(_STRIDE_SECONDS / self.seconds_per_step)))
+        # A power of two, and no more than is needed, so that it is often the same as in the last call.
+        stride = 1 << min(stride.bit_length() - 1, (steps - 1).bit_length())
+        return self._run_once(iterator, Numbers(steps, rounds, stride, int(request.read)))
+
+    def _rounds_one_by_one(self) -> int:
+        """Returns how many rounds at most are called one by one; 0 for none."""
+        if not self._binds or self._workers.count > 1:
+            return 0
+        if self._chunk is None:  # the step's copy in another program would have its own state of random ops
+            return int(self._fetches_in_step and not self.step.random_ops)
+        return _FEW
+
+    def _run_rounds(self, iterator: Iterator, request: Request, rounds: int) -> LoopResult:
+        """Calls a few rounds one by one, then the loop for what is left."""
+        ran = LoopResult(0, True)
+        for _ in range(rounds):
+            if notice.requested:
+                return dataclasses.replace(ran, stopped=True)
+            read = int(request.read and ran.done + self.round_size == request.steps)
+            ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_round=True))
+            if not ran.finite:
+                return ran
+        return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done), False))
+
+    def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> LoopResult:
+        alone = self._workers.count == 1
+        started = time.perf_counter()
+        vector = self._call(iterator, numbers, one_round)
+        outcome, totals = Outcome(*vector[: len(Outcome._fields)].tolist()), vector[len(Outcome._fields) :]
+        done, self._taken = int(outcome.done), totals if outcome.taken else None
+        if done:
+            # What decides when workers ask each other has to be the same on all of them.
+            seconds = time.perf_counter() - started if alone else outcome.seconds or math.inf
+            self.seconds_per_step = seconds / done
+        stopped = bool(notice.requested if alone else outcome.stopped)
+        return LoopResult(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
+
+    def _call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
+        if not self._binds:
+            return self._loop(iterator, tf.constant(numbers, tf.int64)).numpy()
+        self._bind(iterator, one_round)
+        if numbers != self._numbers_now:
+            self._numbers.assign(numbers)
+            self._numbers_now = numbers
+        return self._bound[1][one_round]().numpy()
+
+    def _bind(self, iterator: Iterator, one_round: bool) -> None:
+        """Makes a function without arguments, if there is none; it takes a third of the time to call."""
+        if self._bound is None or self._bound[0] is not iterator:
+            self._bound, self._ran = (iterator, {}), set()
+        if one_round not in self._bound[1]:
+            run = self._one_round if one_round else self._loop
+            bound = tf.function(lambda: run(iterator, self._numbers.read_value()))
+            self._bound[1][one_round] = bound.get_concrete_function()
+
+    def read(self) -> Metrics:
+        """See `InnerLoop`."""
+        totals, self._taken = self._taken, None
+        return self._reducer.packer.unpack(*((totals, {}) if totals is not None else self._read()))
+
+    def prepare(self) -> None:
+        """Compiles the chunk, if there is one; raises an error if that is not possible."""
+        if self._chunk is not None:
+            self._chunk.prepare()
+
+    def trace(self, iterator: Iterator) -> None:
+        """See `InnerLoop`."""
+        if self._binds:
+            self._bind(iterator, one_round=False)
+        else:
+            self._loop.get_concrete_function(iterator, tf.TensorSpec([4], tf.int64))
+        if self._reducer.has_keras_metrics:
+            self._read.get_concrete_function()
+
+
+def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
+    """Returns the number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
+    return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)
+
+
+class EvaluationLoop(DeviceLoop):
+    """A device loop that keeps the totals as values, not in a variable, for whose update the next step would wait.
+
+    Two steps run at a time, unless the user's own step updates variables, as Keras metrics do. A call that fails adds
+    nothing to the totals.
+    """
+
+    _at_once = 2  # steps; more need memory and are not faster
+
+    def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
+        """See `DeviceLoop`; while steps are sure to have data, nothing looks for its end."""
+        totals = self._reducer.totals()
+        done, totals, status = self._repeat(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
+        waited, ends = tf.constant(0, tf.float64), not self._stream.infinite
+        if ends:
+            left = tf.where(status.go, wanted.steps - done, 0)
+            more, totals, waited = self._last(iterator, totals, left)
+            done += more
+            status = self._look()
+        self._reducer.put(totals)
+        # No batch follows the last step, so this call reads the metrics, although nothing has looked for one.
+        return done, waited, status, tf.constant(ends)
+
+    def _add(self, iterator: Iterator, totals: Any) -> Any:
+        return self.step.added_to(totals, self._stream.next(iterator))
+
+    @tf.autograph.experimental.do_not_convert
+    def _note(self, rounds: tf.Tensor) -> None:
+        self.step.count(rounds)
+
+    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor]:
+        """Does the step that may have no data; returns how many, the totals, and its wait."""
+        batch, waited = timed(
+            lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
+        )
+        done = tf.constant(0, tf.int64)
+        one_more = (done < steps) & self._stream.has_value(batch)
+        for _ in tf.range(tf.cast(one_more, tf.int64)):
+            totals = self.step.added_to(totals, self._stream.get_value(batch))
+            self.step.count(1)
+            done += 1
+        return done, totals, waited
+
+
+def single_steps(step: Step) -> DeviceLoop:
+    """Returns the device loop whose rounds are single steps, of a training or an evaluation.
+
+    Steps overlap where the length of the data is known and there is one replica, so that all steps but the last are
+    sure to have data.
+    """
+    evaluates = step.stream.renew is None and not isinstance(step.strategy, tf.distribute.TPUStrategy)
+    overlaps = evaluates and step.stream.sure > 0 and step.strategy.num_replicas_in_sync == 1
+    return EvaluationLoop(step) if overlaps else DeviceLoop(step)

@@ -1,0 +1,152 @@
+"""Settings: fields of frozen dataclasses, each declared once with its default, its check, its text and its flag."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from absl import flags
+
+from looplib.errors import UsageError, whole_number
+
+_Settings = TypeVar("_Settings")
+_AS_THE_FIELD: Any = object()
+_DEFINE = {
+    bool: flags.DEFINE_boolean,
+    int: flags.DEFINE_integer,
+    float: flags.DEFINE_float,
+    str: flags.DEFINE_string,
+    list: flags.DEFINE_list,
+    tuple: flags.DEFINE_multi_string,
+}
+flags.disclaim_key_flags()  # --help lists them under the module that calls `Flag.make`
+
+
+class Flag(NamedTuple):
+    """A flag of the command line.
+
+    Attributes:
+      name: without dashes.
+      kind: the type of its value; list for texts between commas, tuple for a flag that is given several times.
+      default: its default value.
+      help: what --help says.
+      choices: the allowed values of an enum.
+      least: the smallest allowed number, or None.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    choices: Sequence[str] = ()
+    least: int | None = None
+
+    def make(self, default: Any, more_choices: Iterable[str] = ()) -> None:
+        """Defines the flag, with a default of its own and maybe further choices."""
+        if self.choices:
+            flags.DEFINE_enum(self.name, default, [*self.choices, *more_choices], self.help)
+        else:
+            _DEFINE[self.kind](self.name, default, self.help)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Declared:
+    """What `setting` was given besides the default."""
+
+    help: str
+    choices: Sequence[str]
+    least: int | None
+    check: Callable[[str, Any], Any] | None
+    flag_default: Any
+    read: Callable[[str], Any] | None
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] = (),
+    least: int | None = None,
+    check: Callable[[str, Any], Any] | None = None,
+    flag_default: Any = _AS_THE_FIELD,
+    read: Callable[[str], Any] | None = None,
+) -> Any:
+    """Declares a field of a dataclass as a setting, whose flag has the field's name.
+
+    Args:
+      default: the default value. None is allowed where it is the default, and is not checked.
+      help: what --help says about the flag.
+      choices: the allowed values.
+      least: the smallest allowed value of a whole number.
+      check: function of the name and a value, which returns the value to keep or raises `UsageError`.
+      flag_default: the default of the flag, where it is not that of the field.
+      read: function from the text of the flag to the value of the field, for a flag that is not of the field's type.
+    """
+    return dataclasses.field(
+        default=default, metadata={"setting": _Declared(help, choices, least, check, flag_default, read)}
+    )
+
+
+def check(settings: Any) -> None:
+    """Checks each setting of a dataclass, and replaces it by the value to keep; for `__post_init__`.
+
+    Raises:
+      UsageError: for a value that is not allowed.
+    """
+    for field, declared in _declared(type(settings)):
+        name, value = field.name, getattr(settings, field.name)
+        if value is None and field.default is None:
+            continue
+        if declared.choices and value not in declared.choices:
+            raise UsageError(f"{name} is {value!r}; expected one of {', '.join(declared.choices)}")
+        if declared.least is not None:
+            value = whole_number(name, value, least=declared.least)
+        if declared.check:
+            value = declared.check(name, value)
+        object.__setattr__(settings, name, value)
+
+
+def flags_of(kind: type) -> list[Flag]:
+    """Returns the flags of a dataclass's settings."""
+    found = []
+    for field, declared in _declared(kind):
+        default = field.default if declared.flag_default is _AS_THE_FIELD else declared.flag_default
+        kind, least = (str, None) if declared.read else (_type(field), declared.least)
+        found.append(Flag(field.name, kind, default, declared.help, declared.choices, least))
+    return found
+
+
+def from_flags(kind: type[_Settings], values: Mapping[str, Any]) -> _Settings:
+    """Returns the settings that flags describe.
+
+    Args:
+      kind: the dataclass.
+      values: the value of each flag, by name.
+
+    Raises:
+      UsageError: for a value that is not allowed.
+    """
+    return kind(
+        **{
+            field.name: declared.read(values[field.name]) if declared.read else values[field.name]
+            for field, declared in _declared(kind)
+        }
+    )
+
+
+def as_flags(settings: Any) -> dict[str, Any]:
+    """Returns the settings whose flags hold the same values, by name."""
+    return {
+        field.name: getattr(settings, field.name) for field, declared in _declared(type(settings)) if not declared.read
+    }
+
+
+def _declared(kind: type) -> Iterator[tuple[dataclasses.Field, _Declared]]:
+    for field in dataclasses.fields(kind):
+        if "setting" in field.metadata:
+            yield field, field.metadata["setting"]
+
+
+def _type(field: dataclasses.Field) -> type:
+    """Returns the type of a field, without None."""
+    return next(kind for kind in _DEFINE if kind in (typing.get_args(field.type) or (field.type,)))
