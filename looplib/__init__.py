@@ -46,7 +46,7 @@ _HOMES = {
     "text": "task.media",
     "total": "task.reductions",
 }
-_MODULES = {"launch": "launch", "runtime": "runtime", "tpu": "cluster.tpu"}
+_MODULES = {"launch": "launch", "runtime": "runtime"}
 _PARTS = (  # of plug-ins
     "BackgroundWriter",
     "Buckets",
@@ -71,7 +71,7 @@ _PARTS = (  # of plug-ins
     "warm_start",
 )
 
-_PART_MODULES = ("preflight",)
+_PART_MODULES = ("preflight", "tpu")
 
 __all__ = sorted([*_HOMES, *_PARTS])  # noqa: PLE0605
 

@@ -71,6 +71,14 @@ class Diagnosis:
         """
         return None
 
+    def model(self, trainer: Any) -> dict[str, Any] | None:
+        """Logs the variables that a trainer trains, and returns them for `run.json`; None where they are not listed.
+
+        Args:
+          trainer: the `Trainer`.
+        """
+        return None
+
     def speed(self, loop: Any, strategy: tf.distribute.Strategy) -> Any:
         """Returns how much a training computes, a dataclass for `run.json`; None if that is not known.
 

@@ -29,7 +29,7 @@ from absl import app, flags, logging
 
 from looplib import command_line, console, files, folders, plugins, runtime
 from looplib.checkpoint.directory import resolve
-from looplib.cluster import peers, tpu
+from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import CONFIG_FILE, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
@@ -377,7 +377,8 @@ def _broken(session: _Session, error: Exception) -> Outcome:
         logging.debug("where it was raised:", exc_info=error)
     elif not outcome.is_quit(error):
         print(masked_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    if tpu.is_lost(session.strategy, error):
+    on_tpu = isinstance(session.strategy, tf.distribute.TPUStrategy)
+    if on_tpu and (tpu := plugins.load("looplib.parts", "tpu")).is_lost(session.strategy, error):
         kept = session.controller and session.controller.latest_checkpoint
         session.close("restarted")  # what is on the TPU cannot be saved any more
         try:

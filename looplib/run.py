@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from absl import logging
 
-from looplib import console, plugins, runtime
+from looplib import console, runtime
 from looplib.checkpoint.beginning import begin
 from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.names import stable_names
@@ -121,8 +121,7 @@ class Run:
         )
         objects = checks.collect_state(trainer, evaluators)
         if trainer:
-            if describe := plugins.find("looplib.parts", "model_table"):
-                self.report.model = describe(trainer)
+            self.report.model = diagnosis().model(trainer)
             self.report.speed = diagnosis().speed(self.loops.training, strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
         self._open(trainer, objects)

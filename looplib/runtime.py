@@ -13,13 +13,13 @@ from absl import logging
 
 from looplib import plugins
 from looplib.cluster import environment, peers
-from looplib.cluster import tpu as tpus
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, whole_number
 
 STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
+_TPU_NAMED_BY = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
 _Backend = TypeVar("_Backend")
 _is_set_up = False
@@ -66,7 +66,7 @@ def setup(
     tpu_cores_per_replica = whole_number("tpu_cores_per_replica", tpu_cores_per_replica)
     if tpu_replicas is not None:
         tpu_replicas = whole_number("tpu_replicas", tpu_replicas)
-    on_tpu = strategy == "tpu" or bool(tpu) or (strategy == "auto" and tpus.is_here())
+    on_tpu = strategy == "tpu" or bool(tpu) or (strategy == "auto" and _tpu_is_here())
     _check(strategy, tpu, num_virtual_devices, deterministic, mixed_precision, on_tpu)
     _warn_of_an_early_start()
     _seed_everything(seed)
@@ -76,7 +76,8 @@ def setup(
         _keras.when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
     gpus = _prepare_devices(1 if on_tpu else num_virtual_devices)
     if on_tpu:
-        chosen = tpus.connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
+        connect = plugins.load("looplib.parts", "tpu").connect
+        chosen = connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
     elif strategy == "parameter_server":
         chosen, why = plugins.load("looplib.backends", "parameter_server_processes").connect(), "asked for"
@@ -129,6 +130,16 @@ def describe(strategy: tf.distribute.Strategy) -> str:
         return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
     replicas = strategy.num_replicas_in_sync
     return f"{_tf.name_of(strategy)}, {replicas} replica{'s' if replicas > 1 else ''}"
+
+
+def tpu_named() -> str | None:
+    """Returns the name or address of the TPU that the environment names, or None."""
+    return next((os.environ[name] for name in _TPU_NAMED_BY if os.environ.get(name)), None)
+
+
+def _tpu_is_here() -> bool:
+    """Returns whether the environment names a TPU, or this machine has one."""
+    return bool(tpu_named() or os.environ.get("TPU_CONFIG") or tf.config.list_physical_devices("TPU"))
 
 
 def _check_asynchronous(num_virtual_devices: int, deterministic: bool) -> None:

@@ -9,8 +9,9 @@ import sys
 import pytest
 import yaml
 
-from looplib.cluster.environment import Cluster, expand_hostlist, resolve
+from looplib.cluster.environment import Cluster, resolve
 from looplib.errors import UsageError
+from looplib.extras.cluster_managers.environments import expand_hostlist
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "cluster"

@@ -17,7 +17,7 @@ import looplib
 from looplib import UsageError
 from looplib.__main__ import main as looplib_main
 from looplib.compat import keras as _keras
-from looplib.extras.tools import model_table
+from looplib.extras.diagnosis import model_table
 
 pytestmark = pytest.mark.any_engine
 

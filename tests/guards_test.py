@@ -18,8 +18,8 @@ import looplib
 from looplib.checkpoint import commits
 from looplib.cluster import replicas
 from looplib.health import non_finite
+from looplib.health.guards import spike_score
 from looplib.health.non_finite import StateCheck
-from looplib.health.spikes import spike_score
 from looplib.report.records import read_jsonl
 
 BAD_STEP = 7

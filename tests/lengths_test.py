@@ -5,7 +5,7 @@ import itertools
 import pytest
 import tensorflow as tf
 
-from looplib.data.lengths import Lengths
+from looplib.data.stream import Lengths
 
 ENDLESS, UNKNOWN = tf.data.INFINITE_CARDINALITY, tf.data.UNKNOWN_CARDINALITY
 

@@ -16,7 +16,7 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib.errors import duration
-from looplib.extras.tools import model_table
+from looplib.extras.diagnosis import model_table
 from looplib.health.preemption import notice
 
 pytestmark = pytest.mark.any_engine

@@ -15,7 +15,7 @@ from conftest import make_strategy, repetitions
 
 import looplib
 from looplib import UsageError, runtime
-from looplib.cluster import tpu
+from looplib.extras.tpu import connection as tpu
 from looplib.report.records import read_jsonl
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -48,10 +48,10 @@ def test_a_tpu_is_resolved_by_name_address_or_environment(name, given, monkeypat
     for variable in ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, name)
-            assert tpu.is_here()
+            assert runtime._tpu_is_here()
             tpu.resolver_of()
         assert StandInResolver.given == given
-    assert not tpu.is_here()
+    assert not runtime._tpu_is_here()
 
 
 def test_the_real_resolver_takes_an_address_and_tells_the_cluster():

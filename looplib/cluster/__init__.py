@@ -3,10 +3,8 @@
 Names that other rooms may use, by file:
     collectives: OF_OTHERS, Workers
     environment: Cluster, EXPECTED, resolve
-    links: none
     peers: current, Peers
     rendezvous: none
     replicas: counted, current, in_use, KINDS, of_means, over_replicas, Share, times, watching
-    tpu: connect, is_here, is_lost, start_again
     updates: apply_gradients, refuse_others, TrainingOptimizers
 """

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from looplib import console
-from looplib.cluster import links, rendezvous
+from looplib.cluster import rendezvous
 from looplib.cluster.environment import Cluster
 from looplib.errors import EXIT_FAILED, EXIT_PREEMPTED
 
@@ -75,7 +75,7 @@ class Peers:
         self.silence_limit = silence_limit
         self._join_limit = join_limit
         self._beat = min(1.0, silence_limit / 5)
-        self._links: dict[int, links.Link] = {}
+        self._links: dict[int, rendezvous.Link] = {}
         self._thread: threading.Thread | None = None
         self._ending = ""  # how this process ends: "last words" or "goodbye"
         self._done = threading.Event()  # the others have noted it, or none is left
@@ -192,7 +192,7 @@ class Peers:
         self._done.set()
         self._close()
 
-    def _hear(self, link: links.Link) -> None:
+    def _hear(self, link: rendezvous.Link) -> None:
         for message in link.receive():
             if "cause" in message:
                 return self._end_for(_Cause(**message["cause"]))
@@ -213,7 +213,7 @@ class Peers:
         elif link.silence > self.silence_limit:
             self._give_up(link, f"sent nothing for {self.silence_limit:g} s: it is frozen or disconnected")
 
-    def _give_up(self, link: links.Link, what: str) -> None:
+    def _give_up(self, link: rendezvous.Link, what: str) -> None:
         cause = _Cause(link.index, EXIT_FAILED, f"{what}; {_AGAIN}")
         link.send(cause.as_message())  # a frozen worker may wake up
         self._end_for(cause)
@@ -252,10 +252,10 @@ class Peers:
     def _drain(self) -> None:
         for link in self._links.values():
             self._selector.unregister(link)
-        links.drain(list(self._links.values()), _DRAIN)
+        rendezvous.drain(list(self._links.values()), _DRAIN)
         self._links.clear()
 
-    def _forget(self, link: links.Link) -> None:
+    def _forget(self, link: rendezvous.Link) -> None:
         self._selector.unregister(link)
         link.close()
         del self._links[link.index]

@@ -1,21 +1,157 @@
-"""The meeting of a run's workers at the chief's address, before TensorFlow opens its servers there."""
+"""Connections between the workers of a run: lines of JSON over TCP, and their meeting at the chief's address.
+
+They meet before TensorFlow opens its servers there. An empty line is a beat.
+"""
 
 import hashlib
 import json
 import os
+import re
 import selectors
 import socket
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from looplib import console
-from looplib.cluster import links
 from looplib.cluster.environment import Cluster
 from looplib.errors import UsageError
 
+_LONGEST = 65536  # bytes of a line; only a stranger sends more
 _PATIENCE = 5.0  # seconds for an answer from the chief's address
 
 
-def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int, links.Link]:
+class Link:
+    """One connection; no method blocks.
+
+    Attributes:
+      index: of the worker at the other end, or None while it has not said.
+      who: the process at the other end, in words; "" while it has not said.
+      unread: messages that `receive` has returned and is to return again.
+      over: whether the other end has closed it, or is a stranger.
+      left: whether the other end has said goodbye.
+      heard: when something last came, by `time.monotonic`.
+    """
+
+    def __init__(self, connection: socket.socket, index: int | None = None) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self._inbox, self._outbox = b"", b""
+        self.unread: list[dict[str, Any]] = []
+        self.index = index
+        self.who = ""
+        self.over = self.left = False
+        self.heard = time.monotonic()
+
+    def fileno(self) -> int:
+        """Returns the descriptor, for selectors."""
+        return self._socket.fileno()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since something came."""
+        return time.monotonic() - self.heard
+
+    def send(self, message: dict[str, Any] | None = None) -> None:
+        """Sends a message, or a beat; bytes that the network does not take now are sent with the next one."""
+        if message is not None:
+            self._outbox += json.dumps(message).encode() + b"\n"
+        elif not self._outbox:
+            self._outbox = b"\n"
+        try:
+            self._outbox = self._outbox[self._socket.send(self._outbox) :]
+        except OSError:  # full, or closed: `receive` notices that
+            pass
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Returns the messages that have come since the last call, and sets `over` at the end of the connection."""
+        try:
+            while data := self._socket.recv(_LONGEST):
+                self.heard = time.monotonic()
+                self._inbox += data
+            self.over = True
+        except (ConnectionResetError, BrokenPipeError):
+            self.over = True
+        except OSError:  # nothing more yet, or an interface is down and may come up again: `silence` decides
+            pass
+        *lines, self._inbox = self._inbox.split(b"\n")
+        try:
+            messages = [json.loads(line) for line in lines if line.strip()]
+        except ValueError:
+            messages = [None]
+        if len(self._inbox) > _LONGEST or not all(isinstance(message, dict) for message in messages):
+            self.over = True
+            return []
+        messages, self.unread = self.unread + messages, []
+        return messages
+
+    def finish(self) -> None:
+        """Ends sending; the bytes that were sent still arrive."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Closes this end."""
+        self.over = True
+        self._socket.close()
+
+
+def connect(address: str, timeout: float) -> Link:
+    """Connects to "host:port" within some seconds.
+
+    Raises:
+      OSError: if nobody answers there.
+    """
+    connection = socket.create_connection(_split(address), timeout)
+    if connection.getsockname() == connection.getpeername():
+        # If no process listens on a port of the range for outgoing connections, TCP can connect a socket with itself.
+        connection.close()
+        raise ConnectionRefusedError(0, "Connection refused")
+    return Link(connection)
+
+
+def listen(address: str) -> socket.socket:
+    """Listens on the port of "host:port", on all interfaces unless the host is this machine's loopback."""
+    host, port = _split(address)
+    if re.fullmatch(r"localhost|127\.[\d.]+", host):
+        return socket.create_server((host, port), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        except OSError:  # IPv6 is switched off on this machine; if not, the next line raises the error
+            pass
+    return socket.create_server(("", port), backlog=1024)
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def drain(open_links: Sequence[Link], seconds: float) -> None:
+    """Closes links once the other ends have read everything, within some seconds.
+
+    A link that is closed earlier loses its last messages.
+    """
+    for link in open_links:
+        link.finish()
+    end = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for link in open_links:
+            selector.register(link, selectors.EVENT_READ)
+        while selector.get_map() and time.monotonic() < end:
+            for key, _ in selector.select(0.1):
+                key.fileobj.receive()
+                if key.fileobj.over:
+                    selector.unregister(key.fileobj)
+    for link in open_links:
+        link.close()
+
+
+def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int, Link]:
     """Waits until all workers have come; the chief's port is free again afterwards.
 
     Args:
@@ -46,10 +182,10 @@ class _Meeting:
 
     # The chief.
 
-    def await_workers(self) -> dict[int, links.Link]:
+    def await_workers(self) -> dict[int, Link]:
         """Waits, at the chief, until all others have come."""
-        links_here: list[links.Link] = []
-        present: dict[int, links.Link] = {}
+        links_here: list[Link] = []
+        present: dict[int, Link] = {}
         beat, remind = time.monotonic(), time.monotonic() + 10
         with self._listen() as listener, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
@@ -62,7 +198,7 @@ class _Meeting:
                         remind = float("inf")
                     for key, _ in selector.select(min(self._beat, 0.2)):
                         if key.fileobj is listener:
-                            links_here.append(links.Link(listener.accept()[0]))
+                            links_here.append(Link(listener.accept()[0]))
                             selector.register(links_here[-1], selectors.EVENT_READ)
                         else:
                             self._hear(key.fileobj, present)
@@ -84,7 +220,7 @@ class _Meeting:
             link.send({"go": True})
         return present
 
-    def _hear(self, link: links.Link, present: dict[int, links.Link]) -> None:
+    def _hear(self, link: Link, present: dict[int, Link]) -> None:
         for message in link.receive():
             index = message.get("index")
             other = present.get(index) if isinstance(index, int) else None
@@ -107,14 +243,14 @@ class _Meeting:
             link.send({"refused": refusal})
             link.finish()
 
-    def _lacking(self, missing: list[int], present: dict[int, links.Link]) -> UsageError:
+    def _lacking(self, missing: list[int], present: dict[int, Link]) -> UsageError:
         error = UsageError(
             f"{self._names(missing)} did not join within {self._limit:g} s; start the same command on all workers, and "
             "check their logs"
         )
         for link in present.values():
             link.send({"refused": str(error)})
-        links.drain(list(present.values()), 1.0)
+        drain(list(present.values()), 1.0)
         return error
 
     def _names(self, indices: list[int]) -> str:
@@ -124,7 +260,7 @@ class _Meeting:
     def _listen(self) -> socket.socket:
         while True:
             try:
-                return links.listen(self._chief)
+                return listen(self._chief)
             except OSError as error:  # an earlier run may still be ending there, or a second chief listens
                 self._knock()
                 if time.monotonic() >= self._deadline:
@@ -136,7 +272,7 @@ class _Meeting:
 
     # The others.
 
-    def find_chief(self) -> dict[int, links.Link]:
+    def find_chief(self) -> dict[int, Link]:
         """Waits, at a worker, until the chief has let this process in and all have come."""
         while True:
             link, said = self._knock()
@@ -149,10 +285,10 @@ class _Meeting:
                 )
             time.sleep(0.2)
 
-    def _knock(self) -> tuple[links.Link | None, str]:
+    def _knock(self) -> tuple[Link | None, str]:
         """Asks the chief to be let in, and waits for the others; returns the link, or None and the reason."""
         try:
-            link = links.connect(self._chief, _PATIENCE)
+            link = connect(self._chief, _PATIENCE)
         except OSError as error:
             return None, error.strerror or str(error)
         link.index = 0

@@ -1,5 +1,6 @@
 """Distribution: the pipelines of a task, and the stream by which a loop reads them on a strategy."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -8,19 +9,39 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
-from looplib.data import devices
+from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
 from looplib.data.input_context import BadRecords, InputContext, per_replica_batch_size
-from looplib.data.lengths import Lengths
 from looplib.data.pipelines import Pipelines, Task, makes_global_batches
-from looplib.data.remote_stream import RemoteStream
-from looplib.data.stream import Stream
+from looplib.data.stream import Lengths, Properties, Stream
 from looplib.errors import UsageError
 from looplib.run_config import RunConfig
 
 _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are gathered ahead of it
+
+
+def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:
+    """Returns the device of each replica of this process; None for TPUs and where they are not those of one process."""
+    with strategy.scope():
+        if not tf.distribute.has_strategy():  # the default strategy, which places ops itself: on a GPU if there is one
+            found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
+            return (found[0].name,)
+    kinds = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if not isinstance(strategy, kinds):
+        return None
+    names = _tf.worker_devices(strategy)
+    devices = [tf.DeviceSpec.from_string(name) for name in names]
+    one_process = len({(device.job, device.task) for device in devices}) == 1
+    plain = all(device.device_type in ("CPU", "GPU") for device in devices)
+    return names if plain and one_process else None
+
+
+def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether each process's replicas are its CPUs."""
+    devices = local_devices(strategy)
+    return devices is not None and all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
 
 
 def distribute(
@@ -33,6 +54,7 @@ def distribute(
     start_step: int = 0,
     earlier: Sequence[Span] = (),
     in_blocks: bool = False,
+    remote: Callable[..., Stream] | None = None,
 ) -> Stream:
     """Builds `task.dataset` for every input pipeline of a strategy; see `Specification` and `BlockStream`.
 
@@ -45,15 +67,16 @@ def distribute(
       start_step: global batches that were consumed before.
       earlier: those of other sizes.
       in_blocks: whether the loop takes the batches of several steps at once.
+      remote: makes the stream where workers read by themselves, of the arguments of a `Stream` and `make`, which makes
+        the pipeline of a worker there.
 
     Raises:
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
     global_batch_size, overfit_batch = config.global_batch_size, config.overfit_batch
-    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    local = devices.local_devices(strategy) if config.distribute == "auto" else None
-    on_host = remote or local is not None
+    local = local_devices(strategy) if config.distribute == "auto" and remote is None else None
+    on_host = remote is not None or local is not None
     settings = dict(
         global_batch_size=global_batch_size,
         num_replicas=replicas,
@@ -63,32 +86,24 @@ def distribute(
         bad_records=left_out,
     )
     batch_size = per_replica_batch_size(global_batch_size, replicas)
-    whole = settings["of_global_batches"] and not remote  # whose workers each read batches of their own
+    whole = settings["of_global_batches"] and remote is None  # remote workers each read batches of their own
     sizes = Batches(global_batch_size, tuple(earlier))
     pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, overfit_batch)
 
     def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
-        if remote:  # each worker builds its own; the coordinator looks at one
+        if remote is not None:  # each worker builds its own; the coordinator looks at one
             return pipelines.build(tf.distribute.InputContext())
         distributed = strategy.distribute_datasets_from_function(pipelines.build)
         # The default strategy hands back the pipeline itself. Of the others, CPUs and GPUs read the one pipeline that
         # the call has built for this process by a plain iterator: see `HostStream`.
         return pipelines.newest if on_host else distributed
 
-    dataset = make()
-    context = pipelines.contexts[0]
-    cardinalities, shares = pipelines.of_all_workers()
-    by_number = context.positioned and cardinalities == [tf.data.INFINITE_CARDINALITY if training else context.batches]
-    if remote:
-        _refuse_on_parameter_servers(pipelines.who, context, by_number)
-    lengths = Lengths(shares, 1 if whole else max(1, replicas // workers.count)) if training and not remote else None
-    if start_step == 0:
-        _refuse_without_batches(pipelines, training, cardinalities, lengths)
-    infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    on_cpus = devices.runs_on_host(strategy)
+    dataset, on_cpus = make(), runs_on_host(strategy)
+    properties, context = _properties(pipelines, training, batch_size, whole, start_step, remote), pipelines.contexts[0]
+    properties = dataclasses.replace(properties, in_turn=pipelines.in_turn and on_cpus)
     stream, arrays = Stream, context.arrays
-    if remote:
-        stream = functools.partial(RemoteStream, make=pipelines.build_on_worker, by_number=by_number)
+    if remote is not None:
+        stream = functools.partial(remote, make=pipelines.build_on_worker)
     elif on_host and in_blocks and on_cpus and training and workers.count == 1:
         stream, dataset, arrays = _in_blocks(dataset, context, global_batch_size, replicas)
     elif on_host:
@@ -97,41 +112,39 @@ def distribute(
         strategy=strategy,
         dataset=dataset,
         renew=make if training else None,
-        who=pipelines.who,
-        infinite=infinite,
-        unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
-        may_be_empty=not training and not infinite and replicas > 1 and not whole,
+        properties=properties,
+        context=lambda: pipelines.contexts[-1],
         start_step=start_step,
         positioned=context.positioned,
         skipped=pipelines.skipped * max(1, replicas // workers.count),
         arrays=arrays,
-        in_turn=pipelines.in_turn and on_cpus,
+    )
+
+
+def _properties(
+    pipelines: Pipelines, training: bool, batch_size: int, whole: bool, start_step: int, remote: Any
+) -> Properties:
+    """Returns what is known of the batches of built pipelines; raises `UsageError` if there is none to begin with."""
+    context, replicas = pipelines.contexts[0], pipelines.replicas
+    cardinalities, shares = pipelines.of_all_workers()
+    of_a_worker = max(1, replicas // len(shares))
+    lengths = Lengths(shares, 1 if whole else of_a_worker) if training and remote is None else None
+    if start_step == 0:
+        _refuse_without_batches(pipelines, training, cardinalities, lengths)
+    infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
+    return Properties(
+        who=pipelines.who,
+        infinite=infinite,
+        unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
+        may_be_empty=not training and not infinite and replicas > 1 and not whole,
         sure=min(pipelines.sure),
         batch_size=batch_size,
         sized=pipelines.sized,
         epoch=context.epoch,
         examples=context.examples,
         fingerprint=context.reader.fingerprint() if training and context.reader else {},
-        ids=context.ids,
-        context=lambda: pipelines.contexts[-1],
         lengths=lengths,
     )
-
-
-def _refuse_on_parameter_servers(who: str, context: InputContext, by_number: bool) -> None:
-    """Raises `UsageError` for data that the workers of parameter servers cannot read by themselves."""
-    if context.reader is not None:
-        raise UsageError(
-            f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
-            "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
-            "strategy"
-        )
-    if context.training and context.made and not by_number:
-        raise UsageError(
-            f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
-            "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "
-            "one batch of ids, as map does"
-        )
 
 
 def _refuse_without_batches(

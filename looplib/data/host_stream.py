@@ -101,7 +101,7 @@ class HostStream(Stream):
         return dataset
 
     def _kind(self) -> tuple:
-        return self.dataset.element_spec, self.batch_size, int(self.dataset.cardinality())
+        return self.dataset.element_spec, self.properties.batch_size, int(self.dataset.cardinality())
 
     def _without_tuning(self) -> tf.data.Dataset:
         """Returns the pipeline of an evaluation too short to be tuned, which spares a tenth of its time."""
@@ -179,7 +179,7 @@ class HostStream(Stream):
         """See `Stream`."""
         if not self.devices or self._fillers is None:
             return 0.0
-        batches = [self._fillers(self.batch_size) for _ in self.devices]
+        batches = [self._fillers(self.properties.batch_size) for _ in self.devices]
         started = time.perf_counter()
         for leaf in tf.nest.flatten(self._placed(batches)):
             tf.reshape(leaf, [-1])[:1].numpy()  # waits for the copy
@@ -248,7 +248,7 @@ class HostStream(Stream):
 
     def _empty(self) -> Any:
         """Makes a batch without examples."""
-        return tf.nest.map_structure(lambda spec: _no_rows(self.who, spec), self.dataset.element_spec)
+        return tf.nest.map_structure(lambda spec: _no_rows(self.properties.who, spec), self.dataset.element_spec)
 
     def _placed(self, batches: Sequence) -> tuple:
         """Copies each replica's batch to its device."""
@@ -311,7 +311,7 @@ class HostStream(Stream):
             logging.warning(
                 "%s.dataset is not the pipeline whose state was saved (%s); the batches up to step %d are read "
                 "again and skipped",
-                self.who,
+                self.properties.who,
                 str(error).partition("\n")[0][:200],
                 self.start_step,
             )
@@ -325,7 +325,7 @@ class HostStream(Stream):
         logging.warning(
             "%s.dataset has no position that can be saved (%s), so the data already used is read again and skipped; "
             "this is exact only if %s",
-            self.who,
+            self.properties.who,
             self._unsavable,
             condition,
         )

@@ -1,7 +1,7 @@
 """How batches reach the replicas step by step, and how a position in the data is saved and restored."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +10,6 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.data.batches import Epoch
 from looplib.data.input_context import InputContext
-from looplib.data.lengths import Lengths
 
 
 def counted_from_0(iterator: Any) -> Any:
@@ -25,6 +24,75 @@ def counted_from_0(iterator: Any) -> Any:
     return tf.nest.pack_sequence_as(iterator, parts, expand_composites=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The lengths of the workers' shares, from the beginning of the data.
+
+    Every step needs a batch for each replica, so the share that ends first decides.
+
+    Attributes:
+      batches: of each worker; negative where the share never ends or its length is not known, as tf.data says it.
+      replicas: replicas of each worker, which get its batches in turn.
+    """
+
+    batches: Sequence[int]
+    replicas: int
+
+    @property
+    def steps(self) -> int | None:
+        """The steps that the data lasts for; None if that is not known, or it never ends."""
+        if tf.data.UNKNOWN_CARDINALITY in self.batches:
+            return None
+        return min((count // self.replicas for count in self.batches if count >= 0), default=None)
+
+    def left_out(self) -> str:
+        """Describes what a training to the end leaves out, as a clause; "" if that is nothing, or not known."""
+        if self.steps is None:
+            return ""
+        used = self.steps * self.replicas
+        if len(self.batches) == 1:
+            (count,) = self.batches
+            rest = count - used
+            return f"{count} batches for {self.replicas} replicas, of which the last {rest} are left out" * bool(rest)
+        over = {index: count - used for index, count in enumerate(self.batches) if count > used or count < 0}
+        rest = " and ".join(f"{'all further' if n < 0 else n} of worker {index}" for index, n in over.items())
+        shares = ", ".join("no end" if count < 0 else str(count) for count in self.batches)
+        return f"shares of {shares} batches, in the order of the workers, and {rest} are left out" * bool(over)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Properties:
+    """What is known of the batches of a task before one is read.
+
+    Attributes:
+      who: the class name of the user's trainer or evaluator, for messages.
+      infinite: whether they are known never to end.
+      unknown: whether their number is not known.
+      may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
+      sure: number of steps, from the first on, that certainly have a batch of full size for each replica.
+      batch_size: examples of a batch of full size.
+      sized: whether batches need no check of their size: it is static, or it may vary.
+      in_turn: whether the row numbers of a batch follow one another, and the rows are on CPUs.
+      epoch: how many examples are an epoch; None where that is not known.
+      examples: how many examples there are; None where that is not known.
+      fingerprint: of the files of a training, see `input_context.Reader`.
+      lengths: how long the workers' shares of a training are; None where each reads by itself.
+    """
+
+    who: str
+    infinite: bool = False
+    unknown: bool = True
+    may_be_empty: bool = False
+    sure: int = 0
+    batch_size: int = 0
+    sized: bool = True
+    in_turn: bool = False
+    epoch: Epoch | None = None
+    examples: int | None = None
+    fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
+    lengths: Lengths | None = None
+
+
 @dataclasses.dataclass(kw_only=True)
 class Stream:
     """The batches of a task, step by step: as tf.distribute's own iterators hand them out.
@@ -33,24 +101,12 @@ class Stream:
       strategy: the strategy of the replicas.
       dataset: the data set, as `strategy.distribute_datasets_from_function` returned it.
       renew: makes `dataset` again, for training; None if it may be iterated again, as an evaluation does.
-      who: the class name of the user's trainer or evaluator, for messages.
-      infinite: whether it is known never to end.
-      unknown: whether its length is not known.
-      may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
+      properties: what is known of the batches.
+      context: returns the `InputContext` of the pipeline that was built last; None for one that looplib has not built.
       start_step: global batches that were consumed before.
       positioned: whether the pipeline starts at `start_step` by itself.
       skipped: batches that each pipeline otherwise leaves out to start there.
       arrays: structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself.
-      in_turn: whether the row numbers of a batch follow one another, and the rows are on CPUs.
-      sure: number of steps, from the first on, that certainly have a batch of full size for each replica.
-      batch_size: examples of a batch of full size.
-      sized: whether batches need no check of their size: it is static, or it may vary.
-      epoch: how many examples are an epoch; None where that is not known.
-      examples: how many examples there are; None where that is not known.
-      fingerprint: of the files of a training, see `input_context.Reader`.
-      ids: the ids of the batches of this process, from `start_step` on; None where that is not known.
-      context: returns the `InputContext` of the pipeline that was built last.
-      lengths: how long the workers' shares of a training are; None where each reads by itself.
       block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
       passed: of the `skipped` batches, those that were read so far.
     """
@@ -58,27 +114,30 @@ class Stream:
     strategy: tf.distribute.Strategy
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
     renew: Callable[[], tf.data.Dataset | tf.distribute.DistributedDataset] | None
-    who: str
-    infinite: bool
-    unknown: bool
-    may_be_empty: bool
-    start_step: int
-    positioned: bool
-    skipped: int
-    arrays: Any
-    sure: int
-    batch_size: int
-    sized: bool = True
-    in_turn: bool = False
-    epoch: Epoch | None = None
-    examples: int | None = None
-    fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
-    ids: tf.data.Dataset | None = None
-    context: Callable[[], InputContext] | None = None
-    lengths: Lengths | None = None
+    properties: Properties
+    context: Callable[[], InputContext | None]
+    start_step: int = 0
+    positioned: bool = False
+    skipped: int = 0
+    arrays: Any = None
     block: int = 1
     passed: int = dataclasses.field(default=0, init=False)
     _iterated: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def infinite(self) -> bool:
+        """Whether the data is known never to end."""
+        return self.properties.infinite
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a replica may get a batch without examples."""
+        return self.properties.may_be_empty
+
+    @property
+    def sure(self) -> int:
+        """The number of steps that certainly have a batch of full size for each replica."""
+        return self.properties.sure
 
     @property
     def skipped_steps(self) -> int:
@@ -108,7 +167,7 @@ class Stream:
             if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
                 return spec
             sizes = spec.shape.as_list()
-            return tf.TensorSpec([sizes[0] or self.batch_size, *sizes[1:]] if sizes else [], spec.dtype)
+            return tf.TensorSpec([sizes[0] or self.properties.batch_size, *sizes[1:]] if sizes else [], spec.dtype)
 
         return tf.nest.map_structure(full, self.replica_spec)
 
@@ -192,4 +251,4 @@ class Stream:
         return ""
 
     def _note(self, sentence: str) -> None:
-        logging.info("%s.dataset %s", self.who, sentence)
+        logging.info("%s.dataset %s", self.properties.who, sentence)

@@ -5,14 +5,13 @@ through a Keras optimizer. Between steps, before anything is committed, they che
 state.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from looplib.cluster import replicas
-from looplib.health.guards import Trouble
 
 _BEFORE_A_TRACE = 40  # checks of the state, which together take as long: 40 and 1,600 microseconds for a variable
 GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
@@ -122,17 +121,3 @@ class StateCheck:
 
 def _is_finite(variable: tf.Variable) -> bool:
     return bool(tf.reduce_all(tf.math.is_finite(variable)))
-
-
-def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
-    """Raises `Trouble` if every one of at least ten steps was skipped, because no later step will be better.
-
-    Args:
-      step: the global step of the report.
-      metrics: dict of the training metrics, of which `skipped_steps` is read.
-      steps: how many steps the report is over.
-    """
-    if steps >= 10 and metrics.get("skipped_steps", 0) >= steps:
-        raise Trouble(
-            f"all {steps} steps up to step {step} had non-finite values and were skipped", "halt", step - steps, step
-        )

@@ -23,8 +23,7 @@ from absl import logging
 from looplib import console
 from looplib.cluster import peers
 from looplib.errors import EXIT_PREEMPTED, Preempted
-from looplib.health import debuggers
-from looplib.health.running_time import RunningTime
+from looplib.health.watchdog import RunningTime, debugger_holds_a_thread
 
 _OF_PROGRAMS = (signal.SIGUSR1, signal.SIGUSR2)  # a program, or a library in C, may have a use of its own for them
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU, *_OF_PROGRAMS)
@@ -281,7 +280,7 @@ class Notice:
     def _end_the_step(self) -> None:
         """Ends the process because the current step has not ended in time; in a session or a debugger it only warns."""
         signals = [signum.name for signum in SIGNALS if signum != signal.SIGINT]
-        if self.requested not in signals and (debuggers.hold_a_thread() or self._in_a_session()):
+        if self.requested not in signals and (debugger_holds_a_thread() or self._in_a_session()):
             logging.warning(
                 "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
                 "SIGTERM ends the process at once"

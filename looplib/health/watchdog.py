@@ -11,13 +11,59 @@ from typing import Any, Protocol
 from looplib import console
 from looplib.cluster import peers
 from looplib.errors import EXIT_STALLED
-from looplib.health import debuggers
-from looplib.health.running_time import RunningTime
 
 _OFTEN = 20  # times the longest time that was seen between two signs of progress in a phase
-# The least that is granted in a phase, in seconds, before the run's own times say more.
+# The minimum timeout of each phase, in seconds.
 _GENEROUS = {"train": 900.0, "evaluate": 900.0, "save": 1800.0}
 _GENEROUS_ELSE = 3600.0
+# Packages with a frame on the stack of a thread that a debugger holds; and those of consoles, which a step may open.
+_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy"}
+_CONSOLES = {"code", "IPython"}
+_AROUND_STEPS = "looplib.controller"
+
+
+class RunningTime:
+    """The seconds that this process ran, without those that it or its machine was suspended (SIGSTOP, Ctrl-Z).
+
+    Args:
+      interval: the planned seconds between two calls. More than twice as many were a suspension.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._seen = time.monotonic(), 0.0  # the last look, and the seconds suspended by then; replaced as one
+
+    def since_last(self) -> float:
+        """Returns the seconds since the last call, or since this was made."""
+        (before, suspended), now = self._seen, time.monotonic()
+        ran = min(now - before, 2 * self._interval)
+        self._seen = now, suspended + now - before - ran
+        return ran
+
+    @property
+    def suspended(self) -> float:
+        """The seconds in which the process was suspended so far; may be read by another thread."""
+        looked, suspended = self._seen
+        return suspended + max(0.0, time.monotonic() - looked - 2 * self._interval)
+
+
+def debugger_holds_a_thread() -> bool:
+    """Returns whether a debugger, or a console inside of a step, holds one of this process's threads.
+
+    This recognizes `pdb` and other debuggers built on `bdb`, debugpy and PyCharm's debugger (pydevd), `code.interact`
+    and `IPython.embed`. It does not recognize a plain `input()`, which leaves no frame.
+    """
+    for frame in sys._current_frames().values():
+        console = False
+        while frame is not None:
+            module = frame.f_globals.get("__name__") or ""
+            root = module.partition(".")[0]
+            console = console or root in _CONSOLES
+            # The console that a run was started in is further out on the stack than the run, and holds nothing.
+            if root in _DEBUGGERS or (console and module == _AROUND_STEPS):
+                return True
+            frame = frame.f_back
+    return False
 
 
 class Phases(Protocol):
@@ -99,7 +145,7 @@ class Watchdog:
                 if seen is not None:
                     self._longest[seen[0]] = max(self._longest.get(seen[0], 0.0), paused)
                 seen, paused = progress, 0.0
-            elif debuggers.hold_a_thread():
+            elif debugger_holds_a_thread():
                 paused = 0.0
             elif paused > self.allowed(phase):
                 self._end(phase, progress[-1], paused)

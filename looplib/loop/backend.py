@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.data import devices
+from looplib.data import distribution
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.loop.auto import AutoLoop
@@ -27,7 +27,12 @@ class Backend(abc.ABC):
 
     Args:
       spec: of the loop.
+
+    Attributes:
+      remote_stream: makes the stream of workers that read by themselves; None where this process reads.
     """
+
+    remote_stream: Callable[..., Stream] | None = None
 
     def __init__(self, spec: Specification) -> None:
         self._spec = spec
@@ -65,7 +70,7 @@ class LocalReplicas(Backend):
     def tables(self, arrays: Any) -> Any:
         """See `Backend`."""
         strategy = self._spec.strategy
-        if devices.runs_on_host(strategy):
+        if distribution.runs_on_host(strategy):
             return tf.nest.map_structure(tf.constant, arrays)
         with strategy.scope():
             return tf.nest.map_structure(lambda array: tf.Variable(array, trainable=False), arrays)

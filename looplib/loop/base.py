@@ -178,7 +178,7 @@ class Specification:
     @property
     def may_compile(self) -> bool:
         """Returns whether steps may run as chunks in XLA, which takes one replica."""
-        return self.engine in ("auto", "xla") and self.strategy.num_replicas_in_sync == 1
+        return self.config.loop in ("auto", "xla") and self.strategy.num_replicas_in_sync == 1
 
     @property
     def guarded(self) -> bool:

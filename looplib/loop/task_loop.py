@@ -64,18 +64,21 @@ class TaskLoop(TrainingLoop):
         self._start_step = spec.start_step
         self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
+        self._backend = backend = _backend(spec)
         self._stream = self._distribute()
-        self.epoch, self.examples = self._stream.epoch, self._stream.examples
-        self.fingerprint = self._stream.fingerprint or None
+        properties = self._stream.properties
+        self.epoch, self.examples = properties.epoch, properties.examples
+        self.fingerprint = properties.fingerprint or None
         self._first_stream = self._stream  # which the inner loop reads all iterators with
-        backend = _backend(spec)
         backend.check(self._stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.
         self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=spec.guarded) if spec.training else None
-        if not spec.training and self._stream.unknown:
+        if not spec.training and properties.unknown:
             self._check_for_a_batch()
-        self._sizes = None if self._stream.sized else BatchSizes(self.who, self._stream.batch_size)
+        self._sizes = (
+            None if self._stream.properties.sized else BatchSizes(self.who, self._stream.properties.batch_size)
+        )
         self._tables = None if self._stream.arrays is None else backend.tables(self._stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
         if spec.training:
@@ -97,7 +100,7 @@ class TaskLoop(TrainingLoop):
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)
         if self._tables is not None:
-            rows = _rows_in_turn if self._stream.in_turn else tf.gather
+            rows = _rows_in_turn if self._stream.properties.in_turn else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(global_share.add_to, task=self.task))
@@ -119,6 +122,7 @@ class TaskLoop(TrainingLoop):
             start_step=self._start_step,
             earlier=self.batches.earlier,
             in_blocks=spec.may_compile,
+            remote=self._backend.remote_stream,
         )
 
     def _check_for_a_batch(self) -> None:
@@ -294,7 +298,7 @@ class TaskLoop(TrainingLoop):
         self._end_data()
         self._stream = self._distribute()
         self._stream.share(self._first_stream)
-        self.epoch = self._stream.epoch
+        self.epoch = self._stream.properties.epoch
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""
@@ -352,7 +356,7 @@ class TaskLoop(TrainingLoop):
 
     def foresee_end(self, target: int) -> None:
         """See `TrainingLoop`."""
-        lengths = self._stream.lengths
+        lengths = self._stream.properties.lengths
         if lengths is None or lengths.steps is None:
             return
         last = lengths.steps + (0 if self._stream.positioned else self._start_step - self._stream.skipped_steps)
@@ -367,7 +371,7 @@ class TaskLoop(TrainingLoop):
 
     def note_end(self, step: int, target: int) -> None:
         """See `TrainingLoop`; waits for the other workers."""
-        lengths = self._stream.lengths
+        lengths = self._stream.properties.lengths
         foreseen = lengths is not None and lengths.steps is not None
         left_out = "" if foreseen else self._first_stream.left_out(self._stream.sure - self._sure)
         if left_out and Workers(self._strategy).is_chief:  # once is enough

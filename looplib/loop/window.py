@@ -1,8 +1,6 @@
 """The window of steps since the last report: its metrics, checked, and its speed."""
 
-from looplib.health.guards import Guards
-from looplib.health.non_finite import check_skipped
-from looplib.health.spikes import check_loss
+from looplib.health.guards import Guards, check_loss, check_skipped
 from looplib.loop.base import TrainingLoop
 from looplib.report.clock import Clock
 from looplib.task.plain import as_number

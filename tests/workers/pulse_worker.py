@@ -7,7 +7,7 @@ import time
 
 import without_tensorflow  # noqa: F401
 
-from looplib.cluster import environment, links
+from looplib.cluster import environment, rendezvous
 from looplib.cluster.peers import Peers
 from looplib.errors import UsageError
 
@@ -28,7 +28,7 @@ def main(join_limit, silence_limit):
     except UsageError as error:
         sys.exit(f"looplib: error: {error}")
     print("joined", "tensorflow" in sys.modules, flush=True)
-    server = links.listen(me.workers[me.index])  # as TensorFlow does then
+    server = rendezvous.listen(me.workers[me.index])  # as TensorFlow does then
     for line in sys.stdin:
         order, _, rest = line.strip().partition(" ")
         if order == "fail":

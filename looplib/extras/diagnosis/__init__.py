@@ -3,6 +3,7 @@
 Names that other rooms may use, by file:
     bottleneck: none
     causes: Causes
+    model_table: none
     places: none
     refused: none
     speed: none

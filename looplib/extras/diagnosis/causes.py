@@ -1,16 +1,17 @@
 """The plug-in "diagnosis": what the core asks for through `looplib.diagnosis.Diagnosis`."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
-from looplib.data.input_context import Reads
+from looplib.data.input_context import InputContext, Reads
 from looplib.diagnosis import Diagnosis
-from looplib.extras.diagnosis import bottleneck, places, refused
+from looplib.extras.diagnosis import bottleneck, model_table, places, refused
 from looplib.extras.diagnosis.speed import Speed, of_training, with_share
 from looplib.loop.base import TrainingLoop
-from looplib.task.input_context import InputContext
+from looplib.task.trainer import Trainer
 
 # The beginnings of TensorFlow's names of ops, and parts of them.
 _PYTHON = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
@@ -54,6 +55,10 @@ class Causes(Diagnosis):
         """See `Diagnosis`."""
         found = bottleneck.of(iterator, copy, reads)
         return (str(found), found.advice) if found else None
+
+    def model(self, trainer: Trainer) -> dict[str, Any]:
+        """See `Diagnosis`."""
+        return model_table.note(trainer)
 
     def speed(self, loop: TrainingLoop, strategy: tf.distribute.Strategy) -> Speed | None:
         """See `Diagnosis`."""

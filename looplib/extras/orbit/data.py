@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.data.host_stream import HostStream
+from looplib.data.stream import Properties
 
 
 def datasets_of(structure: Any) -> list[Any]:
@@ -98,9 +99,12 @@ class _Source:
         self.dataset = dataset
         self._iterator = self._place = None
         self._stream = HostStream(
-            strategy=strategy, dataset=dataset, renew=lambda: dataset, who=who, infinite=False, unknown=True,
-            may_be_empty=False, start_step=0, positioned=False, skipped=0, arrays=None, sure=0, batch_size=0,
-        )  # fmt: skip
+            strategy=strategy,
+            dataset=dataset,
+            renew=lambda: dataset,
+            properties=Properties(who=who),
+            context=lambda: None,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

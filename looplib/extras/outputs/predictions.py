@@ -94,9 +94,9 @@ def _predict_into(
             source = Source(
                 step=run.step,
                 weights=_checksum(run.loops.strategy, evaluator),
-                examples=loop.stream.examples,
+                examples=loop.stream.properties.examples,
                 outputs=", ".join(f"{output} {kind}" for output, kind in task.outputs.items()),
-                global_batch_size=loop.stream.batch_size * run.loops.strategy.num_replicas_in_sync,
+                global_batch_size=loop.stream.properties.batch_size * run.loops.strategy.num_replicas_in_sync,
                 replicas=None if in_order else run.loops.strategy.num_replicas_in_sync,
                 format=kind,
                 piece=piece,

@@ -3,5 +3,6 @@
 Names that other rooms may use, by file:
     coordinator: ParameterServers
     processes: none
+    remote_stream: none
     results: none
 """

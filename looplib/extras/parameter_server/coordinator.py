@@ -17,10 +17,10 @@ from absl import logging
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.compat.optimizers import Replacement
-from looplib.data.remote_stream import Place, RemoteStream
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.extras.parameter_server.processes import counts
+from looplib.extras.parameter_server.remote_stream import Place, RemoteStream
 from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
@@ -42,8 +42,11 @@ _Result = TypeVar("_Result")
 class ParameterServers(Backend):
     """Steps on the workers of a cluster with parameter servers."""
 
-    def check(self, stream: Stream) -> None:
-        """Raises `UsageError` for settings that steps of several workers in no fixed order cannot keep."""
+    remote_stream = RemoteStream
+
+    def check(self, stream: RemoteStream) -> None:
+        """Raises `UsageError` for data and settings that steps of several workers in no fixed order cannot keep."""
+        _check_data(stream)
         spec = self._spec
         if spec.config.loop in ("xla", "eager"):
             raise UsageError(
@@ -370,12 +373,29 @@ def _count_exactly(optimizer: Any) -> None:
         )
 
 
-def _check_training_data(stream: RemoteStream) -> None:
-    """Raises `UsageError` for training data that workers cannot read by themselves."""
-    if not stream.infinite and not stream.unknown:
+def _check_data(stream: RemoteStream) -> None:
+    """Raises `UsageError` for data that workers cannot read by themselves."""
+    context, who = stream.context(), stream.properties.who
+    if context.reader is not None:
         raise UsageError(
-            f"{stream.who}.dataset ends, but each worker reads by itself; with the strategy parameter_server training "
-            "data must not end: repeat() it, and give a number of steps"
+            f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
+            "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
+            "strategy"
+        )
+    if stream.training and context.made and not stream.by_number:
+        raise UsageError(
+            f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
+            "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "
+            "one batch of ids, as map does"
+        )
+
+
+def _check_training_data(stream: RemoteStream) -> None:
+    """Raises `UsageError` for training data that ends."""
+    if not stream.infinite and not stream.properties.unknown:
+        raise UsageError(
+            f"{stream.properties.who}.dataset ends, but each worker reads by itself; with the strategy "
+            "parameter_server training data must not end: repeat() it, and give a number of steps"
         )
 
 

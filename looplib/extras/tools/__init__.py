@@ -11,7 +11,6 @@ Names that other rooms may use, by file:
     export: none
     inspect: none
     local_launch: none
-    model_table: note
     perturbation: nudge
     player: none
     preflight: none

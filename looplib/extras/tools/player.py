@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from looplib import files
 from looplib.errors import Preempted, UsageError, join_names
-from looplib.extras.tools import model_table
+from looplib.extras.diagnosis import model_table
 from looplib.loop.base import Request
 from looplib.loop.schedule import Schedule
 from looplib.loop.task_loop import TaskLoop
@@ -267,9 +267,9 @@ class Player:
         if not stream.has_value(optional):
             raise UsageError(f"the data ends at step {moment.step}; name an earlier step")
         batch, ids = stream.get_value(optional), None
-        if stream.ids is not None:
+        if (given := stream.context().ids) is not None:
             parts = self.loop.step.strategy.num_replicas_in_sync if stream.start_step == moment.data_step else 0
-            found = [tf.nest.flatten(element)[0] for element in stream.ids.take(parts)]  # without seeds and the like
+            found = [tf.nest.flatten(element)[0] for element in given.take(parts)]  # without seeds and the like
             ids = tf.concat(found, axis=0) if found else None
         stream.end(iterator)
         return batch, ids

@@ -125,7 +125,7 @@ class _Look:
         self._platform = platform
         self._cores = cores
         self.findings: list[Finding] = []
-        self.batch = -(-self._stream.batch_size // cores)
+        self.batch = -(-self._stream.properties.batch_size // cores)
         # A function with jit_compile that another one calls is traced for XLA: loops then have known lengths.
         compiled = tf.function(step, jit_compile=True)
         self._function = tf.function(lambda inputs: compiled(inputs), autograph=False)
@@ -141,7 +141,7 @@ class _Look:
             self._look_at_dtypes()
         return {
             "batch": self.batch,
-            "global_batch": self._stream.batch_size,
+            "global_batch": self._stream.properties.batch_size,
             "lowered": lowered,
             "memory": self._memory(traced, spec),
         }
@@ -154,7 +154,7 @@ class _Look:
     # The batch.
 
     def _look_at_the_batch(self) -> None:
-        size, cores = self._stream.batch_size, self._cores
+        size, cores = self._stream.properties.batch_size, self._cores
         unit = 8 * cores
         near = " or ".join(str(n) for n in (size // unit * unit, (size // unit + 1) * unit) if n)
         if size % cores:
@@ -200,7 +200,7 @@ class _Look:
             if unknown:
                 example = example or tf.nest.flatten(next(iter(self._stream.dataset)))
                 shape = example[number].shape.as_list()
-            if shape and shape[0] in (None, self._stream.batch_size):
+            if shape and shape[0] in (None, self._stream.properties.batch_size):
                 shape[0] = self.batch
             known.append(tf.TensorSpec(shape, spec.dtype))
         return tf.nest.pack_sequence_as(element, known)

@@ -17,9 +17,8 @@ from looplib import files
 from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
 from looplib.errors import gist
-from looplib.extras.diagnosis import places
+from looplib.extras.diagnosis import model_table, places
 from looplib.extras.page import values
-from looplib.extras.tools import model_table
 from looplib.extras.tools.player import Answer, Order, Player
 from looplib.loop import example_checksum
 from looplib.report.progress import format_number

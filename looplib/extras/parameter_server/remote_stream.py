@@ -38,11 +38,15 @@ class RemoteStream(Stream):
 
     Attributes:
       make: makes the pipeline of a worker, in a `tf.function` there.
-      by_number: whether it makes a batch for each of the `numbers`.
+      by_number: whether that makes a batch for each number it is given.
     """
 
     make: MakesPipeline
-    by_number: bool
+
+    def __post_init__(self) -> None:
+        context, cardinality = self.context(), int(self.dataset.cardinality())
+        endless_or_all = tf.data.INFINITE_CARDINALITY if self.training else context.batches
+        self.by_number = context.positioned and cardinality == endless_or_all
 
     @property
     def training(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib import runtime
 from looplib.errors import UsageError, gist
 
 RESTARTS = "LOOPLIB_TPU_RESTARTS"  # of the environment: "<starts since the last new checkpoint>:<its step>"
@@ -23,17 +24,6 @@ _MOST_RESTARTS = 10
 _PATIENCE_SECONDS = 1800.0  # for a TPU that was lost to come back
 _PAUSE_SECONDS, _KNOCK_SECONDS = 15.0, 30.0
 _LOST = (tf.errors.UnavailableError, tf.errors.AbortedError)
-_NAMED_BY = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
-
-
-def named() -> str | None:
-    """Returns the name or address of the TPU that the environment names, or None."""
-    return next((os.environ[name] for name in _NAMED_BY if os.environ.get(name)), None)
-
-
-def is_here() -> bool:
-    """Returns whether the environment names a TPU, or this machine has one."""
-    return bool(named() or os.environ.get("TPU_CONFIG") or tf.config.list_physical_devices("TPU"))
 
 
 def connect(
@@ -72,7 +62,7 @@ def connect(
 
 def resolver_of(tpu: str | None = None) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     """Makes the resolver of a TPU, see `connect`."""
-    tpu, place = tpu or named() or "", {}
+    tpu, place = tpu or runtime.tpu_named() or "", {}
     if match := re.fullmatch(r"projects/([^/]+)/locations/([^/]+)/nodes/([^/]+)", tpu):
         place = {"project": match[1], "zone": match[2]}
         tpu = match[3]
@@ -213,7 +203,7 @@ def _knock(resolver: tf.distribute.cluster_resolver.TPUClusterResolver) -> None:
 
 
 def _name(tpu: str | None) -> str:
-    return tpu or named() or "of this machine"
+    return tpu or runtime.tpu_named() or "of this machine"
 
 
 def _tpu_strategy() -> tf.distribute.TPUStrategy | None:

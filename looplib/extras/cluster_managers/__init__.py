@@ -1,0 +1,5 @@
+"""Cluster managers: the processes of a run, from the variables of Slurm and Kubernetes.
+
+Names that other rooms may use, by file:
+    environments: read
+"""
