@@ -33,8 +33,9 @@ ELSEWHERE = {
     "extras/tools/xla.py": {"tensorflow.compiler"},  # the messages and programs of XLA, which `check tpu` alone reads
     # These are none of TensorFlow's or Keras's: a file, and a module of a debugger.
     "extras/outputs/predictions.py": {"_lock"},
-    "health/debuggers.py": {"_pydevd_bundle"},
+    "health/watchdog.py": {"_pydevd_bundle"},
 }
+OF_TUPLES = ("_asdict", "_fields", "_replace")  # of a NamedTuple, public in spite of their names
 TEXT_METHODS = ("startswith", "endswith", "removeprefix", "removesuffix", "replace")
 INNER = re.compile(r"\b(?:tf_)?keras\.src\b|\btensorflow\.(?:python|core|compiler|tsl)\b")
 
@@ -416,7 +417,7 @@ def private_names(path: pathlib.Path) -> Iterator[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
             yield from INNER.findall(node.value)
             name = node.value if node.value.isidentifier() else ""
-        if name.startswith("_") and not name.startswith("__") and name.strip("_") and name not in own:
+        if name.startswith("_") and not name.startswith("__") and name.strip("_") and name not in (*own, *OF_TUPLES):
             yield name
 
 
