@@ -20,7 +20,7 @@ from conftest import more
 
 import looplib
 from looplib import __main__ as tools
-from looplib.compat import tensorflow as _tf
+from looplib.extras.diagnosis import traced_ops
 from looplib.extras.tools import check as checks
 from looplib.extras.tools import preflight, pure_function
 
@@ -295,8 +295,8 @@ def test_a_lookup_table_is_found():
 
 def test_where_tensorflow_has_hidden_what_is_not_public_less_is_reported(monkeypatch):
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
-    assert _tf._graph_of(object(), "f") is None
-    monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)
+    assert traced_ops._graph_of(object(), "f") is None
+    monkeypatch.setattr(traced_ops, "_graph_of", lambda graph, name: None)
     monkeypatch.setitem(sys.modules, "tensorflow.compiler.xla.service", None)
     result = look(train)
     assert result["steps"]["train"]["lowered"] and kinds(result) == set()

@@ -18,13 +18,14 @@ from conftest import make_strategy, more, repetitions
 
 from looplib.compat import tensorflow as _tf
 from looplib.data import iterator_state
-from looplib.extras.diagnosis import places
+from looplib.extras.diagnosis import places, traced_ops
 from looplib.extras.tools import xla
 
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 FILES = sorted((ROOT / "looplib").rglob("*.py"))
 # Uses outside of looplib/compat, by file, with the reason.
 ELSEWHERE = {
+    "extras/diagnosis/traced_ops.py": {"_get_function"},  # which only messages to users need
     "extras/tools/pure_function.py": {
         "_class",
         "_input_shapes",
@@ -100,7 +101,7 @@ def branching(x: tf.Tensor) -> tf.Tensor:
 
 
 def the_graphs_of_called_functions(folder: pathlib.Path) -> None:
-    ops = _tf.Ops(branching.get_concrete_function(tf.TensorSpec([2])))
+    ops = traced_ops.Ops(branching.get_concrete_function(tf.TensorSpec([2])))
     assert {"Sin", "Cos"} <= {op.type for op in ops}
     sine = next(op for op in ops if op.type == "Sin")
     assert ops.in_function(*ops.place(sine)) is sine
@@ -127,7 +128,7 @@ def the_op_that_xla_has_no_kernel_for(folder: pathlib.Path) -> None:
     with pytest.raises(Exception) as caught:  # XLA's errors have many types
         program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
     assert xla.lacks_a_kernel(caught.value), caught.value
-    found = _tf.Ops(program.get_concrete_function(spec)).named_in(str(caught.value), {})
+    found = traced_ops.Ops(program.get_concrete_function(spec)).named_in(str(caught.value), {})
     assert found is not None and found.type in ("AsString", "StringLength"), caught.value
 
 
@@ -148,7 +149,7 @@ def the_sizes_that_depend_on_values(folder: pathlib.Path) -> None:
 
     spec = tf.TensorSpec([4])
     hlo = program.experimental_get_compiler_ir(spec)(stage="hlo", platform_name="GPU")
-    ops = _tf.Ops(program.get_concrete_function(spec))
+    ops = traced_ops.Ops(program.get_concrete_function(spec))
     found = [(ops.named(path), kind) for path, kind in xla.dynamic_sizes(hlo)]
     assert any(op is not None and op.type == kind == "Unique" for op, kind in found), hlo
 
@@ -235,7 +236,7 @@ def the_users_frames_in_a_message(folder: pathlib.Path) -> None:
         with pytest.raises((tf.errors.OpError, ValueError)) as caught:
             function(argument)
         lines = pathlib.Path(__file__).read_text().splitlines()
-        found = [line for file, line in _tf.frames_in(str(caught.value)) if file == __file__]
+        found = [line for file, line in traced_ops.frames_in(str(caught.value)) if file == __file__]
         assert any(lines[line - 1].endswith("# here") for line in found), caught.value
 
 
@@ -372,9 +373,9 @@ def test_the_installed_tensorflow_still_gives(use, tmp_path: pathlib.Path, pytho
 
 
 def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _tf._graph_of(object(), "f") is None
-    monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)
-    assert "Sin" not in {op.type for op in _tf.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
+    assert traced_ops._graph_of(object(), "f") is None
+    monkeypatch.setattr(traced_ops, "_graph_of", lambda graph, name: None)
+    assert "Sin" not in {op.type for op in traced_ops.Ops(branching.get_concrete_function(tf.TensorSpec([2])))}
     monkeypatch.setitem(sys.modules, "tensorflow.compiler.xla.service", None)
     assert xla.temporary_bytes(tf.function(tf.sin, jit_compile=True), tf.TensorSpec([2])) is None
     monkeypatch.setitem(sys.modules, "tensorflow.tsl.profiler.protobuf", None)
@@ -386,7 +387,7 @@ def test_another_version_says_less_and_fails_nowhere(monkeypatch: pytest.MonkeyP
     error = tf.errors.UnavailableError(None, None, "other words")
     assert _tf.lost_server(error) is None and _tf.lost_server(error, of_any_process=True) is not None
     assert not xla.lacks_a_kernel(error) and not xla.needs_a_constant(error)
-    assert _tf.frames_in("other words") == [] and list(xla.dynamic_sizes("other words")) == []
+    assert traced_ops.frames_in("other words") == [] and list(xla.dynamic_sizes("other words")) == []
 
 
 def private_names(path: pathlib.Path) -> Iterator[str]:
