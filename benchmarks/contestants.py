@@ -34,7 +34,7 @@ def make_controller(task, engine=ENGINE, own_input=False, guards=_ALL_ON, action
         looplib.RunConfig(global_batch_size=task.workload.batch, steps_per_loop=task.steps_per_loop, loop=engine),
         **{"trainer" if task.training else "evaluator": own},
         strategy=strategy,
-        checkpoints=looplib.CheckpointPolicy(guards=guards),
+        guards=guards,
         writers=[],
         actions=actions,
     )

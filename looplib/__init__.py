@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Action": "task.actions",
+    "Adapter": "task.adapter",
     "CheckpointPolicy": "checkpoint.policy",
     "Commit": "checkpoint.commits",
     "Controller": "controller",
@@ -30,6 +31,7 @@ _HOMES = {
     "KeepLast": "checkpoint.policy",
     "Preempted": "errors",
     "RunConfig": "run_config",
+    "Start": "checkpoint.policy",
     "Trainer": "task.trainer",
     "UsageError": "errors",
     "WeightAverages": "task.averages",

@@ -10,11 +10,11 @@ from absl import flags
 
 from looplib import plugins, runtime
 from looplib.checkpoint import choice
-from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast
+from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, KeepLast, Start
 from looplib.errors import UsageError, duration, is_utf8
 from looplib.health.guards import Guards
 from looplib.run_config import RunConfig
-from looplib.settings import Flag, flags_of, from_flags
+from looplib.settings import Flag, flags_of
 from looplib.task.actions import Action
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
@@ -91,12 +91,24 @@ def policy(values: dict[str, Any]) -> CheckpointPolicy:
     return CheckpointPolicy(
         every_steps=values["checkpoint_interval"],
         keep=tuple(keep),
-        partial=values["partial_restore"],
+    )
+
+
+def start(values: dict[str, Any]) -> Start:
+    """Returns where the run starts by the flags.
+
+    Args:
+      values: the value of each flag, by name.
+
+    Raises:
+      UsageError: for flags that exclude each other.
+    """
+    return Start(
         warm_start=values["warm_start"] or "",
         continue_from=values["continue_from"] or "",
+        partial=values["partial_restore"],
         start_anew=values["start_anew"],
-        restore=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]),
-        guards=from_flags(Guards, values),
+        checkpoint=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]),
     )
 
 

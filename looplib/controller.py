@@ -1,33 +1,51 @@
 """Controller: the outer loop, a schedule of boundaries around the inner loop."""
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from absl import logging
 
-from looplib import files, plugins
+from looplib import console, files, plugins, runtime
 from looplib.checkpoint import choice
-from looplib.checkpoint.directory import resolve
-from looplib.checkpoint.policy import CheckpointPolicy, KeepRule
-from looplib.errors import DivergenceError, UsageError, shown, whole_number
-from looplib.evaluations import Evaluations
-from looplib.health.guards import Trouble
+from looplib.checkpoint.checkpointer import Checkpointer
+from looplib.checkpoint.directory import RunDirectory, resolve
+from looplib.checkpoint.policy import CheckpointPolicy, KeepRule, Start
+from looplib.checkpoint.recorded import RecordedParts
+from looplib.cluster.collectives import Workers
+from looplib.compat.tensorflow import log_once, lost_server
+from looplib.data.input_context import BadRecords
+from looplib.diagnosis import diagnosis
+from looplib.errors import DivergenceError, Preempted, UsageError, shown, whole_number
+from looplib.health.guards import Diverged, Guards
+from looplib.health.preemption import notice
+from looplib.health.watchdog import Watchdog
 from looplib.loop import task_loop
 from looplib.loop.base import Loop
 from looplib.loop.host_loop import as_shown
+from looplib.loop.loops import Loops
 from looplib.loop.schedule import Schedule
+from looplib.loop.window import Window
+from looplib.report import run_json
+from looplib.report.clock import Clock
+from looplib.report.reporter import Metrics, Reporter
 from looplib.report.writers import Writer
-from looplib.run import Metrics, Run
 from looplib.run_config import RunConfig
+from looplib.settings import as_flags
 from looplib.task import checks
-from looplib.task.actions import Event, attending, stops_of, tell_saves
+from looplib.task.actions import ActionStates, Event, announce_saves, hooks_around, stops_of
+from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.media import Media
 from looplib.task.trainer import Trainer
+
+_IDLE, _TRAINS, _CLOSED = "idle", "trains", "closed"
 
 
 class Controller:
@@ -35,8 +53,8 @@ class Controller:
 
     Building a controller checks everything that can be checked, traces the steps, and restores the newest checkpoint in
     `model_dir`, or else calls `trainer.initialize()`; so the same program run again continues where it stopped. Without
-    a trainer it restores the checkpoint that the training ended with, or the `CheckpointPolicy.restore`. State
-    comes from the checkpoint (weights, optimizer, step, position in the data, seeds of layers); settings come from the
+    a trainer it restores the checkpoint that the training ended with, or the one of `Start.checkpoint`. State comes
+    from the checkpoint (weights, optimizer, step, position in the data, seeds of layers); settings come from the
     program (these arguments, and the constants that it computes with, such as a constant learning rate).
 
     One controller at a time writes to a run directory: building another one with a trainer for the same `model_dir`
@@ -49,6 +67,8 @@ class Controller:
       strategy: `tf.distribute.Strategy` under whose scope the models were built; default the current one.
       model_dir: the run directory, made if missing; None keeps nothing on disk.
       checkpoints: `CheckpointPolicy`, when to save and what to keep.
+      guards: `Guards` against bad values, jumps of the loss and stalls.
+      start: `Start`, where the run starts from, if it has no checkpoint of its own, or which of them.
       writers: list of `Writer`, or names of plug-ins of the group `looplib.writers`, such as
         `[*looplib.DEFAULT_WRITERS, "mlflow"]`; default `DEFAULT_WRITERS`: the console, and in `model_dir` TensorBoard,
         `metrics.jsonl` and `media.jsonl`.
@@ -59,6 +79,7 @@ class Controller:
     Attributes:
       clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
         and report; `clock.summary()` says what they mean.
+      guards: the `Guards`.
       model_dir: the run directory, or None.
       policy: the `CheckpointPolicy`.
       report: `RunReport`, which writes `run.json` when a training starts and ends (`run_eval.json` for a controller
@@ -77,6 +98,8 @@ class Controller:
         strategy: tf.distribute.Strategy | None = None,
         model_dir: str | os.PathLike[str] | None = None,
         checkpoints: CheckpointPolicy | None = None,
+        guards: Guards | None = None,
+        start: Start | None = None,
         writers: Sequence[Writer | str] | None = None,
         actions: Sequence[Callable[[Event], object]] | None = None,
         config: Any = None,
@@ -85,58 +108,133 @@ class Controller:
         if not isinstance(run_config, RunConfig):
             raise UsageError(f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument")
         strategy = strategy or tf.distribute.get_strategy()
-        checkpoints, actions = checkpoints or CheckpointPolicy(), actions or ()
+        self.policy, self.guards = checkpoints or CheckpointPolicy(), guards or Guards()
+        self._start, actions = start or Start(), actions or ()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
         steps = run_config.steps_per_loop
-        own_steps = trainer.own_steps_per_loop if trainer and steps is None else lambda *_: steps
+        own_steps = trainer.own_steps_per_loop if isinstance(trainer, Adapter) and steps is None else lambda _: steps
         self._own_steps = functools.partial(own_steps, run_config.global_batch_size)
-        run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
-        model_dir = resolve(model_dir) if model_dir else None
+        self._config = run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
+        self.model_dir = model_dir = resolve(model_dir) if model_dir else None
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
-        own = [action for task in tasks for action in task.own_actions]
+        own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
         self._actions = [*own, *actions]
-        rules = (*checkpoints.keep, *(action for action in own if isinstance(action, KeepRule)))
-        checkpoints = dataclasses.replace(checkpoints, keep=rules)
-        self._stops = stops_of(self._actions)
-        self._stopped = self._evaluation_due = self._ending = False
-        self._run = Run(
-            run_config,
-            strategy,
-            trainer,
-            evaluators,
-            model_dir=model_dir,
-            policy=checkpoints,
-            writers=writers,
-            actions=self._actions,
-            config=config,
+        rules = (*self.policy.keep, *(action for action in own if isinstance(action, KeepRule)))
+        self.policy = dataclasses.replace(self.policy, keep=rules)
+        self._stops, self._stopped = stops_of(self._actions), False
+        self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
+        self._state = _IDLE
+        self._trained = 0  # steps of this start
+        log_once()
+        self.clock = Clock()
+        left_out = BadRecords(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
+        self._loops = Loops(run_config, strategy, self.clock, left_out)
+        action_states = ActionStates(self._actions)
+        self._open(trainer, evaluators, writers, config)
+        self._build(trainer, evaluators, action_states)
+
+    # Building.
+
+    _directory: RunDirectory | None = None  # these are None if building has failed before
+    _reporter: Reporter | None = None
+    _checkpointer: Checkpointer | None = None
+
+    def _open(
+        self,
+        trainer: Trainer | None,
+        evaluators: Mapping[str, Evaluator],
+        writers: Sequence[Writer | str] | None,
+        config: Any,
+    ) -> None:
+        """Opens the run directory and what reports to it."""
+        if trainer:
+            self.policy.check(dict.fromkeys(evaluators))
+            if self.guards.may_roll_back and not self.model_dir:
+                raise UsageError(
+                    "a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)"
+                )
+        strategy = self._loops.strategy
+        workers = Workers(strategy)
+        self._directory = directory = RunDirectory(
+            self.model_dir, self.policy, self._start, trainer is not None, workers, self._give_up
         )
-        self._evaluations = Evaluations(self._run, self._publish)
-        self.policy, self.model_dir = checkpoints, self._run.model_dir
-        self.clock, self.report = self._run.clock, self._run.report
+        saved_step = run_json.saved_step(self.model_dir, directory.trains) if workers.is_chief else None
+        directory.check_nothing_is_lost(saved_step)
+        self._reporter = Reporter(
+            self.model_dir if directory.writable else None,
+            writers=writers,
+            is_chief=workers.is_chief,
+            trains=directory.trains,
+            check=directory.check_lock,
+            clock=self.clock,
+            strategy=runtime.describe(strategy),
+            num_replicas=strategy.num_replicas_in_sync,
+            flags={
+                **as_flags(self._config),
+                "checkpoint_interval": self.policy.every_steps,
+                "keep_best": str(self.policy.best) if self.policy.best else None,
+                "guards": dataclasses.asdict(self.guards),
+            },
+            config=config,
+            standing=self._standing,
+        )
+        self.report = self._reporter.report
+
+    def _build(self, trainer: Trainer | None, evaluators: Mapping[str, Evaluator], action_states: ActionStates) -> None:
+        """Traces the steps, and restores the newest checkpoint or starts from the beginning."""
+        loops, directory, guards = self._loops, self._directory, self.guards
+        loops.build(trainer, evaluators, *directory.peek(), guards.non_finite)
+        self._window = None
+        if trainer:
+            self.policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
+            self._window = Window(loops.training, self.clock, guards)
+        self._watchdog = Watchdog(self.clock, loops.progress, lambda: directory.latest, guards.stall_limit)
+        objects = checks.collect_state(trainer, evaluators)
+        if trainer:
+            self.report.model = diagnosis().model(trainer)
+            self.report.speed = diagnosis().speed(loops.training, self._loops.strategy)
+            logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
+        parts = RecordedParts(trainer, objects, loops, self._window, action_states)
+        self._checkpointer = Checkpointer(directory, self._reporter, parts, guards, objects)
+
+    def _standing(self) -> run_json.Standing:
+        record, ended, step = self._checkpointer.record, self._reporter.ended_at, self.global_step
+        ended = step if ended is None else ended
+        trained = {"train": record.train} if self._loops.training and record.train else {}
+        latest = self.latest_checkpoint
+        return run_json.Standing(
+            step=ended,
+            final_step=step if step < ended else None,
+            end=self._reporter.end,
+            metrics={**trained, **self._reporter.last_evaluation},
+            rollbacks=record.rollbacks,
+            engines=self._loops.choices,
+            saved_step=int(latest.rsplit("-", 1)[1]) if latest else None,
+        )
 
     # What a user calls.
 
     @property
     def is_chief(self) -> bool:
         """Returns whether this process writes checkpoints and reports for all workers."""
-        return self._run.workers.is_chief
+        return self._directory.workers.is_chief
 
     @property
     def global_step(self) -> int:
         """The number of training steps done."""
-        return self._run.step
+        return int(self._loops.global_step)
 
     @property
     def restored_from(self) -> str | None:
         """The path of the checkpoint that this run continues from, or None."""
-        return self._run.restored_from
+        return self._checkpointer.restored_from
 
     @property
     def latest_checkpoint(self) -> str | None:
         """The path of the newest committed checkpoint in `model_dir`, or None."""
-        return self._run.directory.latest
+        return self._directory.latest
 
     @property
     def best_checkpoint(self) -> str | None:
@@ -147,23 +245,23 @@ class Controller:
         Raises:
           UsageError: if neither has one.
         """
-        best = self._run.directory.best()
+        best = self._directory.best()
         return best.path if best else None
 
     @property
     def rollbacks(self) -> int:
         """How often the run went back to a checkpoint, over all its restarts."""
-        return self._run.store.record.rollbacks
+        return self._checkpointer.record.rollbacks
 
     @property
     def engines(self) -> dict[str, dict[str, Any]]:
         """The choices of `loop="auto"` so far: dict from split to `loop`, `chunk` and `seconds_per_step`."""
-        return self._run.loops.choices
+        return self._loops.choices
 
     @property
     def loops(self) -> dict[str, Loop]:
         """The inner loops: dict from "train" and the names of evaluators to `loop.base.Loop`."""
-        return self._run.loops.by_name
+        return self._loops.by_name
 
     @property
     def steps_per_loop(self) -> int:
@@ -174,7 +272,7 @@ class Controller:
     @property
     def steps_per_epoch(self) -> float | None:
         """The steps in which the training data comes once; None where that is not known."""
-        return self._run.loops.steps_per_epoch
+        return self._loops.steps_per_epoch
 
     def train(self, steps: int | None = None, *, epochs: float | None = None) -> Metrics:
         """Trains.
@@ -189,7 +287,7 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        return self._train(self._run.loops.steps_of(steps, epochs), None, -1)
+        return self._train(self._loops.steps_of(steps, epochs), None, -1)
 
     def train_and_evaluate(
         self, steps: int | None = None, eval_interval: int | None = None, eval_steps: int = -1, *,
@@ -209,12 +307,12 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        loops = self._run.loops
+        loops = self._loops
         end = loops.steps_of(steps, epochs)
         interval = whole_number("eval_interval", loops.steps_of_an_epoch() if eval_interval is None else eval_interval)
         eval_steps = task_loop.check_evaluation(loops.evaluations, eval_steps)
         self._train(end, interval, eval_steps)
-        return self._run.last_evaluation
+        return self._reporter.last_evaluation
 
     def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
         """Evaluates every evaluator at the current step.
@@ -228,7 +326,25 @@ class Controller:
         Raises:
           UsageError: for bad input.
         """
-        return self._evaluations.at_this_step(steps)
+        loops, reporter = self._loops, self._reporter
+        steps = task_loop.check_evaluation(loops.evaluations, steps)
+        self._refuse_without_state()
+        with contextlib.nullcontext() if loops.training else self.report.of_a_start(self.restored_from):
+            results, step = {}, self.global_step
+            with console.guarded(), notice.listening(), self._watchdog.watching():
+                for name in loops.evaluations:
+                    metrics = loops.evaluate(name, steps)
+                    if metrics is None:
+                        self._leave(step)
+                    results[name] = metrics
+                    self._publish(name, step, metrics)
+                    reporter.show(name, step, loops.evaluations[name].shown())
+            reporter.writers.flush()
+            if self._state != _CLOSED:
+                with self.clock.phase("save"):
+                    self._checkpointer.add_scores(step, results)
+            reporter.last_evaluation = results
+            return results
 
     def evaluate_continuously(
         self, steps: int = -1, until_step: int | None = None, timeout: float | None = None
@@ -246,7 +362,23 @@ class Controller:
         Raises:
           UsageError: for bad input, or if no checkpoint came in time.
         """
-        return self._evaluations.of_each_checkpoint(steps, until_step, timeout)
+        steps = task_loop.check_evaluation(self._loops.evaluations, steps)
+        if until_step is not None:
+            until_step = whole_number("until_step", until_step, least=0)
+        results = None
+        self._directory.need("evaluate_continuously")
+        self._refuse_while_training("evaluate_continuously")
+        with console.guarded(), notice.listening():
+            for _ in self._checkpointer.each_new(timeout):
+                results = self.evaluate(steps)
+                if until_step is not None and self.global_step >= until_step:
+                    break
+        if results is None:
+            raise UsageError(
+                f"no checkpoint came in {self._directory.checkpoints} within {timeout} s; check that the training "
+                "writes there"
+            )
+        return results
 
     def predict(
         self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
@@ -269,7 +401,12 @@ class Controller:
         """
         predict = plugins.load("looplib.parts", "predict")
         directory = files.resolve(directory, "the directory of the predictions") if directory is not None else None
-        return predict(self._run, directory, format, piece)
+        self._refuse_without_state()
+        self._refuse_while_training("predict")
+        if directory is None:
+            self._directory.need("predict without a directory")
+        with console.guarded(), notice.listening(), self._watchdog.watching():
+            return predict(self._loops, self._directory, self._reporter, self._leave, directory, format, piece)
 
     def export(
         self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
@@ -293,7 +430,11 @@ class Controller:
         """
         export = plugins.load("looplib.parts", "export")
         directory = files.resolve(directory, "the directory of the export") if directory is not None else None
-        return export(self._run, directory, averages, tflite)
+        self._refuse_if_closed_or_torn("export")
+        self._refuse_without_state()
+        if directory is None:
+            self._directory.need("export without a directory")
+        return export(self._loops, self._checkpointer, self._reporter, directory, averages, tflite)
 
     def save_checkpoint(self) -> str:
         """Saves the complete state now, and waits until it is committed.
@@ -308,20 +449,18 @@ class Controller:
           UsageError: without a `model_dir`, or if it cannot be written.
           DivergenceError: if a variable is not finite; nothing is saved then.
         """
-        run = self._run
-        run.refuse_if_closed_or_torn("save_checkpoint")
-        run.directory.need("save_checkpoint")
-        if run.loops.training is None:
+        self._refuse_if_closed_or_torn("save_checkpoint")
+        self._directory.need("save_checkpoint")
+        if self._loops.training is None:
             raise UsageError(
                 "save_checkpoint needs a trainer, but this controller has none; evaluation jobs are read-only"
             )
         try:
-            run.store.forget_save_of_other_values(run.step)
-            run.save(wait=True)
-        except Trouble as trouble:
-            raise DivergenceError(f"{trouble.what}; it is not saved") from None
-        self._tell_saves()
-        return run.directory.path_of(run.step)
+            self._checkpointer.save_changed()
+        except Diverged as fault:
+            raise DivergenceError(f"{fault.what}; it is not saved") from None
+        self._announce_saves()
+        return self._directory.path_of(self.global_step)
 
     def restore_checkpoint(self, checkpoint: str | int | os.PathLike[str] = "latest") -> str | None:
         """Restores the complete state, including the position in the data; changes nothing in the run directory.
@@ -339,12 +478,12 @@ class Controller:
         Raises:
           UsageError: if the checkpoint is not there, cannot be read or belongs to another model.
         """
-        self._run.directory.need("restore_checkpoint")
-        self._run.refuse_while_training("restore_checkpoint")
+        self._directory.need("restore_checkpoint")
+        self._refuse_while_training("restore_checkpoint")
         if checkpoint == choice.LATEST:
-            return self._run.restore(None)
+            return self._checkpointer.restore(None)
         is_path = isinstance(checkpoint, (str, os.PathLike)) and checkpoint not in (choice.BEST, choice.FINAL)
-        return self._run.restore(checkpoint) if is_path else self._run.restore_chosen(checkpoint)
+        return self._checkpointer.restore(checkpoint) if is_path else self._checkpointer.restore_chosen(checkpoint)
 
     def show(self, media: Mapping[str, Media], split: str = "train") -> None:
         """Shows images, texts and histograms at the current step; for actions.
@@ -354,7 +493,7 @@ class Controller:
             under the same name at this step is replaced.
           split: "train", or an evaluator's name.
         """
-        self._run.show(split, self._run.step, as_shown(media))
+        self._reporter.show(split, self.global_step, as_shown(media))
 
     def stop(self) -> None:
         """Ends the training at the next boundary, with the final save and evaluation; for actions."""
@@ -369,8 +508,18 @@ class Controller:
         Raises:
           UsageError: if that save failed.
         """
-        self._run.refuse_while_training("close")
-        self._run.close()
+        self._refuse_while_training("close")
+        if self._state == _CLOSED:
+            return
+        self._state = _CLOSED
+        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
+            if self._directory is not None:
+                stack.callback(self._directory.release)
+            if self._reporter is not None:
+                stack.callback(self._reporter.close)
+            stack.callback(self._loops.close)
+            if self._checkpointer is not None:
+                stack.callback(self._checkpointer.wait)  # a save needs the writers: what it calls reported is synced
 
     def __enter__(self) -> "Controller":
         return self
@@ -381,115 +530,232 @@ class Controller:
     # The outer loop.
 
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
-        run = self._run
-        run.refuse_if_closed_or_torn("train")
-        if self.policy.restore is not None:
+        self._refuse_if_closed_or_torn("train")
+        if self._start.checkpoint is not None:
             raise UsageError(
-                f"CheckpointPolicy(restore={self.policy.restore!r}) is for evaluations, predictions and exports, and "
-                "each start of a training would go back there; leave it out, and call controller.restore_checkpoint"
+                f"Start(checkpoint={self._start.checkpoint!r}) is for evaluations, predictions and exports, and each "
+                "start of a training would go back there; leave it out, and call controller.restore_checkpoint"
             )
-        run.refuse_while_training("train")
-        end = run.loops.check_end(end)
+        self._refuse_while_training("train")
+        reporter, checkpointer = self._reporter, self._checkpointer
+        end = self._loops.check_end(end)
         schedule = Schedule(self.steps_per_loop, self.policy.every_steps, eval_interval, end, tuple(self._stops))
-        run.end = schedule.end
-        self._stopped = False
-        with attending(self._actions, run.store.take_committed, self), run.training_now():
+        reporter.end, self._stopped = schedule.end, False
+        with hooks_around(self._actions, checkpointer.take_committed, self), self._training():
             while True:
                 try:
                     self._train_on(schedule, eval_steps)
                     break
-                except Trouble as trouble:
-                    run.go_back(trouble)
-                    self._stopped = False
-        run.note_end()
-        return run.store.record.train
+                except Diverged as fault:
+                    self._roll_back(fault)
+        reporter.note_end(self.global_step)
+        return checkpointer.record.train
 
     def _train_on(self, schedule: Schedule, eval_steps: int) -> None:
-        """Trains from the current step on, and does at each boundary what is due there."""
-        run, step = self._run, self._continue(schedule, eval_steps)
-        for boundary in schedule.boundaries(step):
+        """Trains from the current step on: for each boundary, runs to it, checks, reports, saves, evaluates."""
+        loops, checkpointer, reporter = self._loops, self._checkpointer, self._reporter
+        step = self._continue(schedule, eval_steps)
+        for due in schedule.boundaries(step):
             if self._stopped:
                 break
             for action in self._stops.get(step, ()):
                 action.on_leaving(step, self)
-            ran = run.train_to(step, boundary, schedule.horizon(boundary))
-            step += ran.done
+            result = loops.train(step, due, schedule.horizon(due))
+            step += result.done
+            self._trained += result.done
+            self._check(result.finite)
             for action in self._stops.get(step, ()):
                 action.on_reaching(step, self)
-            reached = step == boundary.step
-            self._evaluation_due = boundary.evaluate or (boundary.end and bool(schedule.evaluate_every))
-            self._ending = boundary.end
-            self._show_progress(step, schedule)
-            if reached and boundary.report:
+            reached = step == due.step
+            self._due = due.evaluate or (due.end and bool(schedule.evaluate_every)), due.end
+            reporter.show_progress(step, schedule.next_evaluation(step))
+            if reached and due.report:
                 self._report(step)
-            if reached and boundary.shows:
-                run.show("train", step, run.loops.training.shown())
-            if reached and boundary.save and run.store:
-                run.save(wait=False)
-            if ran.stopped:
-                run.leave(step)
-            if reached and boundary.evaluate:
-                with run.saved():
-                    self._evaluate_now(step, schedule, eval_steps)
-            self._tell_saves()
+            if reached and due.shows:
+                reporter.show("train", step, loops.training.shown())
+            if reached and due.save and checkpointer:
+                checkpointer.save(wait=False)
+            if result.stopped:
+                self._leave(step)
+            if reached and due.evaluate:
+                self._evaluate_saved(schedule, eval_steps)
+            self._announce_saves()
             if not reached:  # the data has ended
-                run.loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
+                loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
                 break
-        run.loops.check_count(step)
+        loops.check_count(step)
         self._finish(schedule, eval_steps)
 
     def _continue(self, schedule: Schedule, eval_steps: int) -> int:
         """Gets ready to train from the current step, which it returns."""
-        run, step = self._run, self._run.step
+        reporter, checkpointer, step = self._reporter, self._checkpointer, self.global_step
         if step == schedule.end:
-            run.say(f"already at step {step}, nothing to train")
+            reporter.say(f"already at step {step}, nothing to train")
         elif schedule.end is None or step < schedule.end:
-            run.drop_what_comes_after(schedule.evaluate_every)
+            checkpointer.drop_later(schedule.evaluate_every)
         else:
             logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
-        run.last_evaluation = {}
-        run.pace.measure_from(step)
-        self._show_progress(step, schedule)
-        if schedule.evaluates_at(step) and self._evaluations.lack():
-            self._evaluate_now(step, schedule, eval_steps)  # the run stopped between the save and the evaluation
-        run.loops.training.resume(step + run.store.input_offset)
-        run.window.measure_from(step)
+        reporter.last_evaluation = {}
+        reporter.pace.measure_from(step)
+        reporter.show_progress(step, schedule.next_evaluation(step))
+        if schedule.evaluates_at(step) and self._lacks_evaluation():
+            self._evaluate_now(schedule, eval_steps)  # the run stopped between the save and the evaluation
+        self._loops.training.resume(step + checkpointer.record.input_offset)
+        self._window.measure_from(step)
         return step
+
+    def _check(self, finite: bool) -> None:
+        """Raises `Diverged` if a value of a step was not finite, and `UsageError` for a background save that failed."""
+        checkpointer = self._checkpointer
+        if not finite:
+            after, names = self._loops.training.reducer.first_bad()
+            raise checkpointer.diverged_in_step(self._window.start + after, names)
+        checkpointer.raise_failure()
+        if checkpointer.saved_step and not checkpointer.saving:
+            self._reporter.note_first_save()
 
     def _finish(self, schedule: Schedule, eval_steps: int) -> None:
         """Saves, reports and evaluates at the end."""
-        run, step = self._run, self._run.step
+        checkpointer, step = self._checkpointer, self.global_step
         # Saved before an unfinished window of metrics is reported: a longer run continues with the complete window.
-        if run.store and (step or run.store.saved_step is not None):
-            run.save(wait=True)
-        run.recovery.check(step)
-        if step > run.store.record.reported.get("train", 0):
+        if checkpointer and (step or checkpointer.saved_step is not None):
+            checkpointer.save(wait=True)
+        checkpointer.check_finite(step)
+        if step > checkpointer.record.reported.get("train", 0):
             self._report(step)
-        if schedule.evaluate_every and self._evaluations.lack():
-            with run.saved():
-                self._evaluate_now(step, schedule, eval_steps)
-        run.writers.flush()
-        run.note_speed()
+        if schedule.evaluate_every and self._lacks_evaluation():
+            self._evaluate_saved(schedule, eval_steps)
+        self._reporter.writers.flush()
+        self._note_speed()
 
-    def _evaluate_now(self, step: int, schedule: Schedule, eval_steps: int) -> None:
-        self._show_progress(step, schedule, evaluating=True)
+    def _roll_back(self, fault: Diverged) -> None:
+        """Restores the checkpoint before a fault, with the data after it, if the guards allow it."""
+        step, checkpointer, reporter = fault.resume_after, self._checkpointer, self._reporter
+        program = self.report.program
+        can_replay = program and program.arguments and self._directory.workers.count == 1
+        command = f"python -m looplib replay {shlex.quote(self.model_dir or '')} --step={step}"
+        reporter.ended_at = step  # unless there is a rollback
+        checkpointer.roll_back(fault, f"{command} shows that step" if can_replay else "")
+        reporter.note_rollback(step, self.global_step, fault.what)
+        self._stopped = False
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
+        clock, checkpointer, reporter = self.clock, self._checkpointer, self._reporter
+        self._state, limit = _TRAINS, self._config.max_time
+        self._loops.own(self._loops.training.task)
+        try:
+            with (
+                console.guarded(),
+                reporter.training(self.restored_from, as_flags(self._config), lambda: self.global_step),
+                notice.listening(),
+                notice.deferred(lambda: clock.current[0] == "save" or checkpointer.saving),
+                notice.limited(clock.left_of(limit), f"max_time of {limit or 0:g} s"),
+                self._watchdog.watching(),
+            ):
+                if self.guards.may_roll_back and checkpointer and self._directory.agreed_latest() is None:
+                    checkpointer.save(wait=True)  # a checkpoint to go back to
+                yield
+        except BaseException as error:
+            try:
+                checkpointer.wait()  # lets a background save end
+            except UsageError as failure:
+                logging.error("%s", failure)
+            if lost := lost_server(error):
+                raise lost from error
+            raise
+        finally:
+            self._state = _IDLE
+
+    def _leave(self, step: int) -> NoReturn:
+        """Ends the run for a signal or a time limit: saves, flushes, raises `Preempted`."""
+        # IPython prints this advice after each SystemExit; it would end the kernel of a notebook.
+        warnings.filterwarnings("ignore", "To exit: use", UserWarning)
+        signal = notice.requested or "a signal or time limit of another worker"
+        if self._state != _TRAINS:
+            raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
+        if self._checkpointer:
+            self._checkpointer.save(wait=True)
+        self._reporter.writers.flush()
+        kept = self._directory.agreed_latest()
+        saved = f"saved in {kept}; run the same command to resume from it" if kept else "without a model_dir to save to"
+        raise Preempted(f"ended by {signal} at step {step}, {saved}")
+
+    # Evaluations and reports.
+
+    def _lacks_evaluation(self) -> bool:
+        """Returns whether an evaluator has not reported at the current step."""
+        reported, step = self._checkpointer.record.reported, self.global_step
+        return any(reported.get(name) != step for name in self._loops.evaluations)
+
+    def _evaluate_saved(self, schedule: Schedule, eval_steps: int) -> None:
+        with self._checkpointer.saved():
+            self._evaluate_now(schedule, eval_steps)
+
+    def _evaluate_now(self, schedule: Schedule, eval_steps: int) -> None:
+        step = self.global_step
+        self._reporter.show_progress(step, schedule.next_evaluation(step), evaluating=True)
         self.evaluate(eval_steps)
-        self._show_progress(step, schedule)
-
-    def _show_progress(self, step: int, schedule: Schedule, evaluating: bool = False) -> None:
-        run = self._run
-        run.writers.progress(run.pace.at(step, schedule.end, schedule.next_evaluation(step), evaluating))
+        self._reporter.show_progress(step, schedule.next_evaluation(step))
 
     def _report(self, step: int) -> None:
-        metrics = self._run.window.read(step, self._run.store.record.losses, self.steps_per_loop)
-        self._publish("train", step, metrics)
-
-    def _tell_saves(self) -> None:
-        tell_saves(self._actions, self._run.store.take_committed(), self)
+        self._publish("train", step, self._window.read(step, self._checkpointer.record.losses, self.steps_per_loop))
 
     def _publish(self, split: str, step: int, metrics: Metrics) -> None:
-        """Gives metrics to the writers and the actions."""
-        with self._run.clock.phase("report"):
-            self._run.write(split, step, metrics)
+        """Gives metrics to the writers and the actions, and notes that they are reported."""
+        with self.clock.phase("report"):
+            self._reporter.write(split, step, metrics)
+            record, (evaluates, ends) = self._checkpointer.record, self._due
+            record.reported[split] = step
+            if split == "train":
+                record.train = metrics
             for action in self._actions:
-                action(Event(step, split, dict(metrics), self, self._evaluation_due, self._ending))
+                action(Event(step, split, dict(metrics), self, evaluation_due=evaluates, ending=ends))
+
+    def _announce_saves(self) -> None:
+        announce_saves(self._actions, self._checkpointer.take_committed(), self)
+
+    def _note_speed(self) -> None:
+        """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
+        seconds = self.clock.of("train") + self.clock.of("input")
+        if self.report.speed and self.is_chief and self._trained:
+            with self.clock.phase("report"):
+                strategy = self._loops.strategy
+                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, self._trained, seconds)
+
+    # What is refused.
+
+    def _give_up(self) -> None:
+        """Closes this controller, because another one of the process is being built for its directory."""
+        if self._state == _TRAINS:
+            raise UsageError(
+                f"another controller of this process is training in {self.model_dir}; wait until it ends, or use "
+                "a separate model_dir"
+            )
+        logging.warning("the earlier controller for %s is closed, because another one is built for it", self.model_dir)
+        try:
+            self.close()
+        except UsageError as error:  # a failed save of that run, and not of the new one
+            logging.error("%s", error)
+
+    def _refuse_without_state(self) -> None:
+        """Raises `UsageError` if a controller that only evaluates has no checkpoint to evaluate."""
+        if self.model_dir and not self._loops.training and not self.restored_from:
+            raise UsageError(
+                f"there is no checkpoint in {self.model_dir} to evaluate; train first, or name the directory of a "
+                "training"
+            )
+
+    def _refuse_if_closed_or_torn(self, what: str) -> None:
+        """Raises `UsageError` if this run is closed, or a failed step may have updated only a part of the variables."""
+        if self._state == _CLOSED:
+            raise UsageError(
+                f"{what} was called on a closed controller; another one may own its run directory; build a new one"
+            )
+        self._loops.refuse_if_torn(what, self.latest_checkpoint)
+
+    def _refuse_while_training(self, what: str) -> None:
+        """Raises `UsageError` if a training is under way, so that an action calls."""
+        if self._state == _TRAINS:
+            raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")

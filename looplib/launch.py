@@ -36,6 +36,7 @@ from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
 from looplib.diagnosis import diagnosis
 from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
+from looplib.health.guards import Guards
 from looplib.health.preemption import notice
 from looplib.masks import masked, masked_text
 from looplib.report import outcome, run_json
@@ -303,6 +304,8 @@ def _make_controller(
         strategy=strategy,
         model_dir=values["model_dir"],
         checkpoints=command_line.policy(values),
+        guards=from_flags(Guards, values),
+        start=command_line.start(values),
         actions=[*binary.actions, *command_line.actions(values)],
         writers=[*DEFAULT_WRITERS, *trackers],
         config=config,

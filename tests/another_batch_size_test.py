@@ -240,12 +240,14 @@ def test_a_rollback_leaves_out_what_was_read_and_no_more(name, strategy, tmp_pat
     bad_step, back_to, moved, trained = ROLLBACKS[name]
     places, stream = {1: 0, 2: 4, 3: 8, 4: 12, 5: 16, 6: 22}, reference(2 * N)
     order, log = {}, []
-    policy = looplib.CheckpointPolicy(every_steps=2, guards=looplib.Guards(non_finite="rollback"))
+    policy = looplib.CheckpointPolicy(every_steps=2)
     for size, end in ((4, 4), (6, 6)):
         with make_strategy(strategy).scope():
             trainer = Poisoned()
         trainer.bad = stream[places[bad_step]]
-        controller, _ = start(tmp_path, size, strategy, log, trainer, checkpoints=policy)
+        controller, _ = start(
+            tmp_path, size, strategy, log, trainer, checkpoints=policy, guards=looplib.Guards(non_finite="rollback")
+        )
         with controller:
             if end == 6 and back_to == 2:
                 (tmp_path / "checkpoints" / "ckpt-4.commit").unlink()
@@ -258,7 +260,9 @@ def test_a_rollback_leaves_out_what_was_read_and_no_more(name, strategy, tmp_pat
     with make_strategy(strategy).scope():
         trainer = Poisoned()
     size = 4 if strategy == "mirrored_x2" else 5
-    controller, _ = start(tmp_path, size, strategy, trainer=trainer, checkpoints=policy)
+    controller, _ = start(
+        tmp_path, size, strategy, trainer=trainer, checkpoints=policy, guards=looplib.Guards(non_finite="rollback")
+    )
     with controller:  # and the next start knows all that
         controller.train(epochs=1)
         assert controller.global_step == 6 + -(-(N - trained) // size)

@@ -255,7 +255,7 @@ def test_the_top_build_file_names_every_package() -> None:
 def test_a_room_is_visible_to_those_above_it_only() -> None:
     """What the rule comes to, written out for some rooms."""
     loop = visibility_of(LOOPLIB / "loop", "loop")
-    assert loop == ["//looplib:__pkg__", "//looplib/extras:__subpackages__", USERS]
+    assert loop == ["//looplib:__pkg__", "//looplib/checkpoint:__pkg__", "//looplib/extras:__subpackages__", USERS]
     task = visibility_of(LOOPLIB / "task", "task")
     assert "//looplib/loop:__pkg__" in task and "//looplib/cluster:__pkg__" not in task
 

@@ -40,10 +40,12 @@ def run(trained, tmp_path):
     return shutil.copytree(trained[0], tmp_path / "run")
 
 
-def job(folder, **policy):
+def job(folder, which=None, **policy):
     """A controller without a trainer, and the weight that it has restored."""
     model = counting.Counting().model
-    settings = dict(evaluator=counting.Counted(model), model_dir=folder, writers=[])
+    settings = dict(
+        evaluator=counting.Counted(model), model_dir=folder, writers=[], start=looplib.Start(checkpoint=which)
+    )
     with flat_config.controller(
         global_batch_size=8, checkpoints=looplib.CheckpointPolicy(**policy), **settings
     ) as built:
@@ -53,13 +55,13 @@ def job(folder, **policy):
 def test_a_job_takes_what_the_run_ended_with_or_what_is_named(trained):
     folder, _ = trained
     for which, step in CHOICES.items():
-        assert job(folder, restore=which) == (step, step), which
+        assert job(folder, which=which) == (step, step), which
     with pytest.raises(
         looplib.UsageError, match="no checkpoint of step 30 in .*; expected one of the steps 20, 50, 60"
     ):
-        job(folder, restore=30)
+        job(folder, which=30)
     with pytest.raises(looplib.UsageError, match="checkpoint is 'newest'; expected final, latest, best, or a step"):
-        job(folder, restore="newest")
+        job(folder, which="newest")
 
 
 def test_a_warm_start_takes_it_too(trained, tmp_path):
@@ -96,7 +98,7 @@ def test_a_controller_goes_to_any_checkpoint_that_is_named(run):
     shutil.rmtree(run / "checkpoints" / "set_aside", ignore_errors=True)
     (run / "run.json").unlink()
     with pytest.raises(looplib.UsageError, match="the best is not known, because no metric decides it"):
-        job(run, restore="best")
+        job(run, which="best")
     assert job(run) == (LAST, LAST)
 
 
@@ -115,28 +117,30 @@ def test_a_damaged_checkpoint_that_is_meant_is_refused(run):
     data.write_bytes(data.read_bytes()[:-1])
     with pytest.raises(looplib.UsageError, match=f"ckpt-{BEST} is damaged .*; take another one, such as latest"):
         job(run)
-    assert job(run, restore="latest") == (LAST, LAST)
+    assert job(run, which="latest") == (LAST, LAST)
 
 
 def test_a_longer_training_continues_from_the_newest_and_is_then_what_jobs_take(run):
-    def controller(**policy):
+    def controller(**start):
         trainer = counting.Counting()
         return looplib.Controller(
             looplib.RunConfig(global_batch_size=8, steps_per_loop=5),
             trainer=trainer,
             evaluator=counting.Counted(trainer.model),
             model_dir=run,
-            checkpoints=looplib.CheckpointPolicy(
-                keep=(looplib.KeepLast(2), looplib.KeepBest("eval/score", "max")), **policy
-            ),
+            checkpoints=looplib.CheckpointPolicy(keep=(looplib.KeepLast(2), looplib.KeepBest("eval/score", "max"))),
+            start=looplib.Start(**start),
         )
 
-    with controller(restore="best") as going_back, pytest.raises(looplib.UsageError, match="each start of a training"):
+    with (
+        controller(checkpoint="best") as going_back,
+        pytest.raises(looplib.UsageError, match="each start of a training"),
+    ):
         going_back.train(70)
     with controller() as longer:
         assert longer.global_step == LAST
         longer.train_and_evaluate(70, 10)
-    assert job(run) == (70, 70) and job(run, restore="best") == (BEST, BEST)
+    assert job(run) == (70, 70) and job(run, which="best") == (BEST, BEST)
     assert json.loads((run / "run.json").read_text())["final_step"] is None
 
 

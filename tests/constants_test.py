@@ -122,8 +122,9 @@ def test_a_resumed_run_continues_with_the_statistics_of_its_checkpoint(trained):
 def test_a_warm_start_trains_with_the_statistics_that_it_takes(trained, tmp_path):
     keras, path, pretrained = trained
     trainer = Line(keras, make_model(keras))
-    start = looplib.CheckpointPolicy(warm_start=str(path))
-    run = controller(tmp_path, trainer, checkpoints=start, steps_per_loop=1, global_batch_size=len(X))
+    run = controller(
+        tmp_path, trainer, start=looplib.Start(warm_start=str(path)), steps_per_loop=1, global_batch_size=len(X)
+    )
     assert [part.tolist() for part in weights(trainer.model)] == [part.tolist() for part in pretrained]
     before = error_by_hand(trainer.model)
     assert run.train(1)["loss"] == pytest.approx(before, rel=1e-4)
@@ -241,7 +242,7 @@ def test_another_vocabulary_than_that_of_the_training_is_refused(name, kind, tmp
     for policy in ({"warm_start": str(tmp_path / "run")}, {"continue_from": str(tmp_path / "run" / "checkpoints")}):
         with pytest.raises(looplib.UsageError, match="model/words has 'cat' as entry 1"):
             trainer = Embed(other(), keras.optimizers.SGD(0.1))
-            controller(tmp_path / "other", trainer, checkpoints=looplib.CheckpointPolicy(**policy))
+            controller(tmp_path / "other", trainer, start=looplib.Start(**policy))
 
 
 class Tables(Line):

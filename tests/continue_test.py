@@ -27,15 +27,15 @@ def foreign(directory, keras, steps=5, optimizer="adam"):
     return trainer
 
 
-def policy(path):
-    return looplib.CheckpointPolicy(continue_from=str(path))
+def start(path):
+    return looplib.Start(continue_from=str(path))
 
 
 @pytest.mark.few(1)
 def test_step_weights_and_slots_are_taken_and_the_data_starts_anew(keras, tmp_path):
     theirs = foreign(tmp_path / "theirs", keras)
     trainer, _ = toy.build(DEFAULT, keras, "adam")
-    settings = dict(model_dir=tmp_path / "ours", checkpoints=policy(tmp_path / "theirs"))
+    settings = dict(model_dir=tmp_path / "ours", start=start(tmp_path / "theirs"))
     with toy.controller(DEFAULT, trainer, **settings) as controller:
         assert controller.global_step == 5 and "ckpt-5" in controller.restored_from
         for a, b in zip(trainer.model.get_weights(), theirs.model.get_weights()):
@@ -62,7 +62,7 @@ def test_step_weights_and_slots_are_taken_and_the_data_starts_anew(keras, tmp_pa
 def test_a_run_that_is_already_there_reports_nothing_and_saves(tmp_path):
     foreign(tmp_path / "theirs", toy.keras3)
     seen = []
-    settings = dict(model_dir=tmp_path / "ours", checkpoints=policy(tmp_path / "theirs"), actions=[seen.append])
+    settings = dict(model_dir=tmp_path / "ours", start=start(tmp_path / "theirs"), actions=[seen.append])
     with toy.controller(DEFAULT, toy.build(DEFAULT, optimizer="adam")[0], **settings) as controller:
         controller.train(5)
         assert not seen and controller.latest_checkpoint.endswith("ckpt-5")
@@ -71,7 +71,7 @@ def test_a_run_that_is_already_there_reports_nothing_and_saves(tmp_path):
 def test_an_evaluation_reads_it_too(tmp_path):
     theirs = foreign(tmp_path, toy.keras3)
     _, evaluator = toy.build(DEFAULT)
-    controller = toy.controller(DEFAULT, None, evaluator, model_dir=tmp_path / "ours", checkpoints=policy(tmp_path))
+    controller = toy.controller(DEFAULT, None, evaluator, model_dir=tmp_path / "ours", start=start(tmp_path))
     assert controller.global_step == 5
     assert controller.evaluate()["eval"]["accuracy"] == toy.numpy_accuracy(theirs.weights())
 
@@ -87,6 +87,6 @@ def test_what_cannot_be_continued_from_is_a_sentence(tmp_path):
         ("nowhere", "sgd", "the run cannot continue from .*nowhere"),
     ):
         with pytest.raises(looplib.UsageError, match=message):
-            toy.controller(DEFAULT, toy.build(DEFAULT, optimizer=optimizer)[0], checkpoints=policy(tmp_path / path))
+            toy.controller(DEFAULT, toy.build(DEFAULT, optimizer=optimizer)[0], start=start(tmp_path / path))
     with pytest.raises(looplib.UsageError, match="not from both"):
-        looplib.CheckpointPolicy(continue_from="a", warm_start="b")
+        looplib.Start(continue_from="a", warm_start="b")

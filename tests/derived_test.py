@@ -91,7 +91,7 @@ def trained(strategy, trainer, folder, steps, seen=None, **policy):
         model_dir=folder,
         strategy=strategy,
         actions=note,
-        checkpoints=looplib.CheckpointPolicy(**policy),
+        start=looplib.Start(**policy),
     ) as controller:  # fmt: skip
         first = average_of(trainer) if seen is not None else None
         controller.train(steps)
@@ -191,7 +191,7 @@ def test_a_restore_that_fails_changes_no_average(tmp_path):
         trainer=trainer,
         writers=[],
         model_dir=tmp_path / "other",
-        checkpoints=looplib.CheckpointPolicy(partial=True),
+        start=looplib.Start(partial=True),
     ) as controller:  # fmt: skip
         controller.train(1)
         before = average_of(trainer)

@@ -34,8 +34,10 @@ def test_numpy_integers_are_taken_everywhere(tmp_path):
     evaluator.global_batch_size = n(4)
     guards = looplib.Guards(spike_window=n(8), rollbacks=n(1), loss_limit_from=n(2))
     keep = (looplib.KeepLast(n(2)), looplib.KeepBest("eval/accuracy", "max", n(1)), looplib.KeepEvery(n(4)))
-    policy = looplib.CheckpointPolicy(every_steps=n(2), keep=keep, guards=guards)
-    settings = dict(global_batch_size=n(8), steps_per_loop=n(1), seed=n(3), model_dir=tmp_path, checkpoints=policy)
+    policy = looplib.CheckpointPolicy(every_steps=n(2), keep=keep)
+    settings = dict(
+        global_batch_size=n(8), steps_per_loop=n(1), seed=n(3), model_dir=tmp_path, checkpoints=policy, guards=guards
+    )
     with toy.controller(make_strategy("default"), trainer, evaluator, **settings) as controller:
         controller.train_and_evaluate(n(4), n(2), n(2))
         controller.train(n(5))

@@ -148,7 +148,7 @@ def test_what_holds_during_an_evaluation_is_undone_before_its_report_and_after_a
 
 
 def test_an_evaluator_brings_actions_along():
-    class Acting(toy.RegressionEvaluator):
+    class Acting(looplib.Adapter, toy.RegressionEvaluator):
         @property
         def own_actions(self):
             return [lambda event: seen.append(("own", event.split, event.step))]

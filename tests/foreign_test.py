@@ -41,14 +41,20 @@ def curve(model_dir):
 
 
 def controller(trainer, evaluator=None, strategy=DEFAULT, every=10, guards=looplib.Guards(), **settings):
-    policy = looplib.CheckpointPolicy(every_steps=every, keep=ALL, guards=guards)
+    policy = looplib.CheckpointPolicy(every_steps=every, keep=ALL)
     evaluator = looplib.OrbitEvaluator(evaluator) if isinstance(evaluator, orbit.AbstractEvaluator) else evaluator
     if isinstance(trainer, orbit.AbstractTrainer):
         trainer = looplib.OrbitTrainer(trainer)
     if not settings.get("model_dir"):
         settings.setdefault("writers", [])
     return flat_config.controller(
-        trainer=trainer, evaluator=evaluator, strategy=strategy, checkpoints=policy, steps_per_loop=4, **settings
+        trainer=trainer,
+        evaluator=evaluator,
+        strategy=strategy,
+        checkpoints=policy,
+        guards=guards,
+        steps_per_loop=4,
+        **settings,
     )
 
 
@@ -350,8 +356,11 @@ def test_a_checkpoint_says_what_to_save_under_which_names(tmp_path):
 def test_a_new_run_takes_weights_from_a_checkpoint_of_orbits(tmp_path):
     theirs, *_ = orbit_run(tmp_path / "orbit", 10)
     trainer = Classifier()
-    policy = looplib.CheckpointPolicy(warm_start=str(tmp_path / "orbit" / "ckpt-10"))
-    looplib.Controller(trainer=looplib.OrbitTrainer(trainer), checkpoints=policy, writers=[])
+    looplib.Controller(
+        trainer=looplib.OrbitTrainer(trainer),
+        start=looplib.Start(warm_start=str(tmp_path / "orbit" / "ckpt-10")),
+        writers=[],
+    )
     for a, b in zip(theirs.weights(), trainer.weights()):
         np.testing.assert_array_equal(a, b)
 

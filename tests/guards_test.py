@@ -83,8 +83,10 @@ def build(strategy, where, keras=keras3, bad_steps=(BAD_STEP,)):
 def run(strategy, where, steps=20, keras=keras3, bad_steps=(BAD_STEP,), steps_per_loop=5, every_steps=5, **settings):
     trainer = build(strategy, where, keras, bad_steps)
     guards = settings.pop("guards", looplib.Guards())
-    policy = looplib.CheckpointPolicy(every_steps=every_steps, keep=(looplib.KeepLast(100),), guards=guards)
-    with toy.controller(strategy, trainer, checkpoints=policy, steps_per_loop=steps_per_loop, **settings) as controller:
+    policy = looplib.CheckpointPolicy(every_steps=every_steps, keep=(looplib.KeepLast(100),))
+    with toy.controller(
+        strategy, trainer, checkpoints=policy, guards=guards, steps_per_loop=steps_per_loop, **settings
+    ) as controller:
         controller.train(steps)
     return trainer, controller
 
@@ -257,9 +259,8 @@ def test_skip_undoes_fused_updates_too(where, keras):
             self.model = keras.Sequential(layers)
 
     Bad = type("Bad", (Wide,), {"where": where})
-    policy = looplib.CheckpointPolicy(guards=looplib.Guards(non_finite="skip"))
     trainer = Bad()
-    toy.controller(None, trainer, checkpoints=policy, steps_per_loop=5).train(20)
+    toy.controller(None, trainer, guards=looplib.Guards(non_finite="skip"), steps_per_loop=5).train(20)
 
     class Without(Wide):
         def dataset(self, context):
@@ -424,9 +425,15 @@ def test_a_jump_of_the_loss_rolls_back(tmp_path, caplog):
 
     guards = looplib.Guards(spike_score=8, spike_window=10, on_spike="rollback")
     trainer = type("Late", (Jumping,), {"bad_steps": (33,)})()
-    policy = looplib.CheckpointPolicy(every_steps=4, guards=guards)
+    policy = looplib.CheckpointPolicy(every_steps=4)
     with toy.controller(
-        make_strategy("default"), trainer, checkpoints=policy, model_dir=tmp_path, steps_per_loop=2, writers=None
+        make_strategy("default"),
+        trainer,
+        checkpoints=policy,
+        guards=guards,
+        model_dir=tmp_path,
+        steps_per_loop=2,
+        writers=None,
     ) as controller:
         controller.train(50)
     assert controller.rollbacks == 1 and "rolling back to step 32" in caplog.text

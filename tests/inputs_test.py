@@ -130,7 +130,7 @@ def test_an_epoch_of_several_calls_has_each_example_of_all(sizes, caplog):
         trainer.steps = steps
         with toy.controller(make_strategy("default"), trainer) as controller:
             assert controller.train(2, epochs=None)["epoch"] == round(2 / (steps or 125), 3)
-            assert controller._run.loops.steps_of(None, 2) == expected
+            assert controller._loops.steps_of(None, 2) == expected
     said = [record.getMessage() for record in caplog.records]
     assert sum("Zipped.dataset asks context for examples 2 times without a name" in line for line in said) == 2
 

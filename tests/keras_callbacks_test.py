@@ -211,7 +211,7 @@ def test_a_callback_whose_work_looplib_does_is_not_called_and_said_or_refused_wi
         (called[1], {}, "TensorBoard is not called, because a model_dir does its work"),
         (
             called[2],
-            dict(checkpoints=looplib.CheckpointPolicy(guards=looplib.Guards(non_finite="off"))),
+            dict(guards=looplib.Guards(non_finite="off")),
             "TerminateOnNaN is not called, because guards",
         ),
     ]:

@@ -191,5 +191,5 @@ def test_a_training_without_such_state_lends_nothing_to_an_evaluation(monkeypatc
     )
     run.train(1)
     run.evaluate()
-    (lending,) = run._run.loops._lendings.values()
+    (lending,) = run._loops._lendings.values()
     assert not lending._kept

@@ -407,8 +407,10 @@ def test_run_json_of_a_script_has_the_history_of_its_starts(tmp_path, capsys):
     assert first["flags"]["global_batch_size"] == 8 and first["config"] == {"width": 3}
     assert set(first["metrics"]) == {"train", "eval"} and first["metrics"]["eval"]["examples"] == toy.NUM_EXAMPLES
     capsys.readouterr()
-    policy = looplib.CheckpointPolicy(every_steps=4, guards=looplib.Guards(non_finite="skip"))
-    with build(tmp_path, config=Config(4), steps_per_loop=2, checkpoints=policy) as controller:
+    policy = looplib.CheckpointPolicy(every_steps=4)
+    with build(
+        tmp_path, config=Config(4), steps_per_loop=2, checkpoints=policy, guards=looplib.Guards(non_finite="skip")
+    ) as controller:
         controller.train_and_evaluate(4, 2)
     printed = capsys.readouterr().out
     assert f"restored step 4 from {tmp_path}/checkpoints/ckpt-4" in printed

@@ -165,8 +165,9 @@ def test_media_that_cannot_be_written_are_one_warning(tmp_path, caplog):
 @pytest.mark.any_engine(False)  # which shows all steps, or undoes none
 @pytest.mark.parametrize("strategy, non_finite", [("default", "halt"), ("mirrored_x2", "skip")])
 def test_a_step_that_is_not_reported_computes_nothing_to_show(strategy, non_finite):
-    policy = looplib.CheckpointPolicy(guards=looplib.Guards(non_finite=non_finite))
-    with make(Counting, make_strategy(strategy), steps_per_loop=5, writers=[], checkpoints=policy) as controller:
+    with make(
+        Counting, make_strategy(strategy), steps_per_loop=5, writers=[], guards=looplib.Guards(non_finite=non_finite)
+    ) as controller:
         trainer = controller.loops["train"].task
         controller.train(15)
         assert trainer.times == 3 * make_strategy(strategy).num_replicas_in_sync

@@ -478,7 +478,7 @@ def test_a_metric_that_is_no_number_is_a_sentence():
         evaluate(None, Values(8, lambda i, v: {"v": looplib.total(tf.ones([2, 2]))}))
 
 
-class Named(looplib.Trainer):
+class Named(looplib.Adapter, looplib.Trainer):
     """Returns metrics of some names, from its step or from `loop_end`."""
 
     def __init__(self, step=(), end=(), rates=()):

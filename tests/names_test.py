@@ -310,13 +310,12 @@ def test_a_run_in_two_phases_is_that_of_a_plain_loop(name, keras, tmp_path, capl
         strategy = make_strategy(name)
         with strategy.scope():
             trainer = Phase(keras, **settings)
-        policy = looplib.CheckpointPolicy(partial=until > 4)
         with looplib.Controller(
             looplib.RunConfig(global_batch_size=16, steps_per_loop=2),
             trainer=trainer,
             strategy=strategy,
             model_dir=tmp_path,
-            checkpoints=policy,
+            start=looplib.Start(partial=until > 4),
             writers=[],
         ) as controller:  # fmt: skip
             controller.train(until)

@@ -114,7 +114,7 @@ def all_kinds(number):
     return {**ways, "nan": np.float16("nan"), "converged": tf.constant(True)}
 
 
-class Kinds(toy.Regression):
+class Kinds(looplib.Adapter, toy.Regression):
     """Returns every kind of number, from the step and from its end."""
 
     def step_fn(self, inputs):

@@ -154,7 +154,7 @@ def test_during_an_evaluation_it_is_left_out_and_done_again(tmp_path):
     controller = toy.controller(
         DEFAULT, trainer, Slow(trainer.model), model_dir=tmp_path, actions=[lambda e: records.append((e.split, e.step))]
     )
-    with signal_when(lambda: controller._run.loops.progress()[1] >= 1):
+    with signal_when(lambda: controller._loops.progress()[1] >= 1):
         with pytest.raises(Preempted, match="at step 4, saved in"):
             controller.train_and_evaluate(8, eval_interval=4)
     assert ("eval", 4) not in records
@@ -236,12 +236,13 @@ class Stalling(toy.Regression):
         return metrics
 
 trainer = Stalling()
-policy = looplib.CheckpointPolicy(every_steps=4, guards=looplib.Guards(stall_limit={limit}))
+policy = looplib.CheckpointPolicy(every_steps=4)
 controller = looplib.Controller(
     looplib.RunConfig(global_batch_size=8, steps_per_loop=1000),
     trainer=trainer,
     model_dir={folder!r},
     checkpoints=policy,
+    guards=looplib.Guards(stall_limit={limit}),
     writers=[],
 )
 controller.train(20)

@@ -25,10 +25,10 @@ LEVELS = [
     {"cluster", "run_config"},
     {"data"},
     {"task", "report", "health"},
-    {"checkpoint", "runtime"},
+    {"runtime"},
     {"loop"},
-    {"run", "command_line"},
-    {"evaluations"},
+    {"checkpoint"},
+    {"command_line"},
     {"controller"},
     {"launch"},
 ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import repetitions
 
-from looplib.checkpoint.beginning import NUDGE
+from looplib.checkpoint.checkpointer import NUDGE
 from looplib.extras.tools.compare import compare, decided_by_rounding, first_moved_by_rounding
 from looplib.report.records import read_jsonl
 

@@ -140,16 +140,19 @@ def test_a_warm_start_takes_the_weights_and_nothing_else(how, name, keras, tmp_p
         pytest.skip("a way of tf_keras only")
     path = save(doubled(keras), tmp_path / "source") or tmp_path / "source"
     trainer, _ = toy.build(make_strategy(name), keras, "adam")
-    policy = looplib.CheckpointPolicy(warm_start=str(path))
     run = tmp_path / "run"
-    with toy.controller(make_strategy(name), trainer, model_dir=run, checkpoints=policy) as controller:
+    with toy.controller(
+        make_strategy(name), trainer, model_dir=run, start=looplib.Start(warm_start=str(path))
+    ) as controller:
         assert controller.global_step == 0 and controller.restored_from is None
         np.testing.assert_array_equal(trainer.weights()[0], toy.KERNEL * 2)
         np.testing.assert_array_equal(trainer.weights()[1], 1)
         controller.train(2)
         trained = trainer.weights()
     again, _ = toy.build(make_strategy(name), keras, "adam")
-    with toy.controller(make_strategy(name), again, model_dir=run, checkpoints=policy) as controller:
+    with toy.controller(
+        make_strategy(name), again, model_dir=run, start=looplib.Start(warm_start=str(path))
+    ) as controller:
         assert controller.global_step == 2  # its own checkpoint comes first
         np.testing.assert_array_equal(again.weights()[0], trained[0])
 
@@ -211,15 +214,18 @@ def test_a_partial_restore_takes_what_both_have_and_leaves_the_rest(keras, tmp_p
         controller.train(3)
     with pytest.raises(UsageError, match="only here: extra"):
         toy.controller(make_strategy("default"), Extended(), model_dir=tmp_path)
-    policy = looplib.CheckpointPolicy(partial=True)
     second = Extended()
-    with toy.controller(make_strategy("default"), second, model_dir=tmp_path, checkpoints=policy) as controller:
+    with toy.controller(
+        make_strategy("default"), second, model_dir=tmp_path, start=looplib.Start(partial=True)
+    ) as controller:
         assert controller.global_step == 3
         np.testing.assert_array_equal(second.weights()[0], first.weights()[0])
         np.testing.assert_array_equal(second.extra, [5.0, 6.0])
         controller.train(4)
     third = toy.Regression(keras)  # and the other way round: the checkpoint has more
-    with toy.controller(make_strategy("default"), third, model_dir=tmp_path, checkpoints=policy) as controller:
+    with toy.controller(
+        make_strategy("default"), third, model_dir=tmp_path, start=looplib.Start(partial=True)
+    ) as controller:
         assert controller.global_step == 4
         np.testing.assert_array_equal(third.weights()[0], second.weights()[0])
 
@@ -243,10 +249,8 @@ def test_a_partial_restore_and_a_warm_start_leave_a_new_head_as_it_is_and_name_i
         caplog.clear()
         other = build(7)
         head = other.weights()[2]
-        policy = looplib.CheckpointPolicy(**settings)
-        with toy.controller(
-            make_strategy("default"), other, model_dir=tmp_path / place, checkpoints=policy
-        ) as controller:
+        start = looplib.Start(**settings)
+        with toy.controller(make_strategy("default"), other, model_dir=tmp_path / place, start=start) as controller:
             assert controller.global_step == step
             np.testing.assert_array_equal(other.weights()[0], body)
             np.testing.assert_array_equal(other.weights()[2], head)
@@ -447,9 +451,8 @@ def test_a_marker_of_a_newer_format_is_refused_by_name_and_nothing_is_moved(tmp_
 
 
 def test_a_rollback_without_a_directory_is_refused_at_once():
-    policy = looplib.CheckpointPolicy(guards=looplib.Guards(non_finite="rollback"))
     with pytest.raises(UsageError, match="a rollback needs checkpoints, but no model_dir is set"):
-        toy.controller(make_strategy("default"), toy.Regression(), checkpoints=policy)
+        toy.controller(make_strategy("default"), toy.Regression(), guards=looplib.Guards(non_finite="rollback"))
 
 
 # Snapshots.

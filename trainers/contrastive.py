@@ -50,7 +50,7 @@ class Config:
     penalty: float = 0.01
 
 
-class Contrastive(looplib.GradientTrainer):
+class Contrastive(looplib.Adapter, looplib.GradientTrainer):
     """Trains a model to tell the two views of an example from all other views of the global batch.
 
     Args:
@@ -81,7 +81,7 @@ class Contrastive(looplib.GradientTrainer):
 
     @property
     def own_actions(self) -> Sequence[Callable[[looplib.Event], object]]:
-        """See `looplib.Trainer.own_actions`; the picture at the end of a training."""
+        """See `looplib.Adapter.own_actions`; the picture at the end of a training."""
         return (FeaturePicture(self.model, *self._test),)
 
 

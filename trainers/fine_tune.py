@@ -56,7 +56,7 @@ class Config:
     decay_steps: int = 500
 
 
-class FineTuner(image_classification.ImageClassifier):
+class FineTuner(looplib.Adapter, image_classification.ImageClassifier):
     """Tunes a model that starts from the weights of a base.
 
     Args:
@@ -88,7 +88,7 @@ class FineTuner(image_classification.ImageClassifier):
 
     @property
     def own_actions(self) -> Sequence[Callable[[looplib.Event], object]]:
-        """See `looplib.Trainer.own_actions`; the export at the end of a training."""
+        """See `looplib.Adapter.own_actions`; the export at the end of a training."""
         return (self._export(),)
 
 

@@ -73,7 +73,7 @@ def losses_of(model: transformer.Decoder, start: int, inputs: _Pair) -> _Pair:
     return losses, tf.cast(counted, tf.float32)
 
 
-class LanguageModelTrainer(looplib.GradientTrainer):
+class LanguageModelTrainer(looplib.Adapter, looplib.GradientTrainer):
     """Trains a decoder to predict each next token.
 
     Args:

@@ -152,7 +152,7 @@ class TaskTrainer(looplib.Trainer):
         return _flat(metrics)
 
 
-class TaskEvaluator(looplib.Evaluator):
+class TaskEvaluator(looplib.Adapter, looplib.Evaluator):
     """Evaluates a Model Garden task by its own `validation_step`, with averaged weights where its optimizer has them.
 
     `validation_loss` is the mean of the batches' losses weighted by their examples. Model Garden's own driver does not
@@ -180,7 +180,7 @@ class TaskEvaluator(looplib.Evaluator):
 
     @property
     def own_actions(self) -> Sequence[Callable[[looplib.Event], object]]:
-        """See `looplib.Evaluator.own_actions`."""
+        """See `looplib.Adapter.own_actions`."""
         return (self._show_images,)
 
     def _show_images(self, event: looplib.Event) -> None:

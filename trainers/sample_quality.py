@@ -141,7 +141,7 @@ def image_grid(images: np.ndarray) -> np.ndarray:
     return np.round(255 * np.clip(grid, 0, 1)).astype(np.uint8)[..., None]
 
 
-class SampleEvaluator(looplib.Evaluator):
+class SampleEvaluator(looplib.Adapter, looplib.Evaluator):
     """Evaluates as many samples as half of the training set has, of all digits in turn.
 
     The random numbers depend on the run's seed only: each evaluation of a run uses the same. The metrics:
@@ -198,7 +198,7 @@ class SampleEvaluator(looplib.Evaluator):
 
     @property
     def own_actions(self) -> Sequence[Callable[[looplib.Event], object]]:
-        """See `looplib.Evaluator.own_actions`."""
+        """See `looplib.Adapter.own_actions`."""
         return (self._show_grid,)
 
     def dataset(self, context: looplib.InputContext) -> tf.data.Dataset:

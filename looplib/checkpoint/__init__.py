@@ -1,17 +1,16 @@
 """A run directory's checkpoints: when to save, what to keep, what proves them, and how a run starts from one.
 
 Names that other rooms may use, by file:
-    beginning: begin, NUDGE
+    checkpointer: Checkpointer, NUDGE
     choice: BEST, best, check, choose, divided, FINAL, final, LATEST
     commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
         SET_ASIDE, verify
     contents: check
     directory: resolve, RunDirectory
     lock: acquire, Holder, holder, Kind, RunLock
-    names: groups, in_order, Leaf, Live, Normal, Saved, stable_names
-    policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule
-    recovery: Recovery
+    names: groups, in_order, Leaf, Live, Normal, Saved
+    policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
+    recorded: RecordedParts
     restoring: describe_differences, objects_of, peek
     saving: none
-    store: Rollback, Store
 """

@@ -12,7 +12,7 @@ from looplib import files, folders
 from looplib.checkpoint import choice, commits
 from looplib.checkpoint.commits import Commit
 from looplib.checkpoint.lock import RunLock, acquire
-from looplib.checkpoint.policy import CheckpointPolicy
+from looplib.checkpoint.policy import CheckpointPolicy, Start
 from looplib.checkpoint.restoring import peek
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
@@ -76,15 +76,20 @@ class RunDirectory:
     Args:
       model_dir: the run directory; None for a run that keeps nothing.
       policy: `CheckpointPolicy`.
-      writes: whether the controller trains.
+      start: `Start`.
+      trains: whether the controller trains.
       workers: `Workers`.
       give_up: closes the controller, see `lock.RunLock`.
 
     Attributes:
+      model_dir: the run directory, or None.
+      policy: the `CheckpointPolicy`.
+      start: the `Start`.
+      trains: whether the controller trains.
+      workers: the `Workers`.
       checkpoints: the path of the folder of the checkpoints; None without a `model_dir`.
-      writes: whether the controller trains.
       writable: whether metrics can be written to the directory.
-      start: the `Commit` that the run starts from, or None.
+      starts_from: the `Commit` that the run starts from, or None.
 
     Raises:
       UsageError: if the directory is in use by another process, or a training cannot write to it.
@@ -94,34 +99,33 @@ class RunDirectory:
         self,
         model_dir: str | None,
         policy: CheckpointPolicy,
-        writes: bool,
+        start: Start,
+        trains: bool,
         workers: Workers,
         give_up: Callable[[], None],
     ) -> None:
-        self._policy = policy
-        self._workers = workers
+        self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
         self._lock: RunLock | None = None
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
-        self.writes = writes
         self.writable = bool(model_dir)
         self.checkpoints = os.path.join(model_dir, "checkpoints") if model_dir else None
-        self.start: Commit | None = None
+        self.starts_from: Commit | None = None
         if not model_dir:
             return
         try:
             if workers.is_chief:
                 files.check_writable(model_dir)
         except UsageError as error:
-            if writes or not tf.io.gfile.isdir(model_dir):
+            if trains or not tf.io.gfile.isdir(model_dir):
                 raise
             self.writable = False
             logging.warning("%s; this evaluation reports on the console only", error)
         if workers.is_chief:
-            check_inside(model_dir, writes)
-            if writes:
+            check_inside(model_dir, trains)
+            if trains:
                 self._lock = acquire(model_dir, give_up)
-        self.start = self._chosen_start()
+        self.starts_from = self._chosen_start()
 
     def need(self, what: str) -> None:
         """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
@@ -147,7 +151,7 @@ class RunDirectory:
         Raises:
           UsageError: if there was one, and none is intact.
         """
-        if self.start or not self.writes or not self.checkpoints or self._policy.start_anew:
+        if self.starts_from or not self.trains or not self.checkpoints or self.start.start_anew:
             return
         aside = commits.set_aside_before(self.checkpoints)
         if not (aside or saved_step):
@@ -155,32 +159,32 @@ class RunDirectory:
         what = f"of step {saved_step} and before" if saved_step else f"in {', '.join(aside)}"
         raise UsageError(
             f"no checkpoint in {self.checkpoints} is intact, although the run had checkpoints ({what}); recover "
-            "one, or start from the beginning with --start_anew (CheckpointPolicy(start_anew=True))"
+            "one, or start from the beginning with --start_anew (Start(start_anew=True))"
         )
 
     def _chosen_start(self) -> Commit | None:
-        which = self._policy.restore
-        return self.newest_intact() if which is None and self.writes else self.chosen(which or choice.FINAL)
+        which = self.start.checkpoint
+        return self.newest_intact() if which is None and self.trains else self.chosen(which or choice.FINAL)
 
     def deleted(self, path: str) -> bool:
         """Returns whether a training has meanwhile deleted the checkpoint that this job was to start from.
 
-        `start` is then another one, if there is one.
+        `starts_from` is then another one, if there is one.
         """
-        if self.writes or self._workers.count > 1 or tf.io.gfile.exists(path + ".commit"):
+        if self.trains or self.workers.count > 1 or tf.io.gfile.exists(path + ".commit"):
             return False
-        self.start = self._chosen_start()
-        return self.start is not None and self.start.path != path
+        self.starts_from = self._chosen_start()
+        return self.starts_from is not None and self.starts_from.path != path
 
     def chosen(self, which: str | int) -> Commit | None:
         """Returns the checkpoint that a word or a step names, see `choice.choose`; workers wait for each other."""
-        return self._verified_by_the_chief(lambda: choice.choose(self.checkpoints, which, self._policy.best))
+        return self._verified_by_the_chief(lambda: choice.choose(self.checkpoints, which, self.policy.best))
 
     def peek(self) -> tuple[int, RunRecord]:
-        """Returns the global batches consumed by `start` and its run record; 0 and an empty one without a `start`."""
-        if not self.start:
+        """Returns the global batches consumed by `starts_from` and its run record; 0 and an empty one without it."""
+        if not self.starts_from:
             return 0, RunRecord()
-        step, record = peek(self.start.path)
+        step, record = peek(self.starts_from.path)
         return step + record.input_offset, record
 
     def path_of(self, step: int) -> str:
@@ -202,16 +206,16 @@ class RunDirectory:
 
         A training sets newer, invalid ones aside.
         """
-        return self._verified_by_the_chief(lambda: commits.newest_intact(self.checkpoints, tidy=self.writes))
+        return self._verified_by_the_chief(lambda: commits.newest_intact(self.checkpoints, tidy=self.trains))
 
     def _verified_by_the_chief(self, find: Callable[[], Commit | None]) -> Commit | None:
-        done = find() if self._workers.is_chief else None
+        done = find() if self.workers.is_chief else None
         self._verified = done.path if done else None
         return self._agreed(done)
 
     def best(self) -> Commit | None:
         """Returns the best checkpoint, see `choice.best`; None without a `model_dir`."""
-        return choice.best(self.checkpoints, self._policy.best) if self.checkpoints else None
+        return choice.best(self.checkpoints, self.policy.best) if self.checkpoints else None
 
     def check_intact(self, path: str) -> None:
         """Reads all of a checkpoint before TensorFlow does, because TensorFlow may crash on a damaged one.
@@ -219,7 +223,7 @@ class RunDirectory:
         Raises:
           UsageError: if it is damaged, or has no intact marker.
         """
-        if path == self._verified or not self._workers.is_chief:
+        if path == self._verified or not self.workers.is_chief:
             self._verified = None  # once, because it may change later
             return
         try:
@@ -284,18 +288,18 @@ class RunDirectory:
 
     def _agreed(self, done: Commit | None) -> Commit | None:
         """Returns the `Commit` that the chief has found, or None."""
-        if self._workers.count == 1:
+        if self.workers.count == 1:
             return done
-        step = self._workers.agree(done.step if done else -1)
+        step = self.workers.agree(done.step if done else -1)
         if step < 0:
             return None
-        return done if self._workers.is_chief else self._seen_by_the_chief(step)
+        return done if self.workers.is_chief else self._seen_by_the_chief(step)
 
     def _seen_by_the_chief(self, step: int) -> Commit:
         for done in commits.committed(self.checkpoints):
             if done.step == step:
                 return done
         raise UsageError(
-            f"worker {self._workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "
+            f"worker {self.workers.index} does not see the checkpoint of step {step} in {self.checkpoints}, from "
             "which the chief resumes; use a model_dir on a file system that all workers share"
         )

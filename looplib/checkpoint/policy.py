@@ -1,4 +1,4 @@
-"""When to save checkpoints, which to keep, and what a run may start from."""
+"""When to save checkpoints, which to keep, and where a run starts."""
 
 import dataclasses
 import math
@@ -7,7 +7,6 @@ from typing import Protocol, runtime_checkable
 
 from looplib.checkpoint.commits import Commit
 from looplib.errors import UsageError, whole_number
-from looplib.health.guards import Guards
 from looplib.task.monitored import mode_of
 
 
@@ -107,7 +106,7 @@ class KeepEvery:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointPolicy:
-    """When to save, what to keep, and what a run may start from.
+    """When to save, and what to keep.
 
     A run also saves before each evaluation inside a training, and at its end, for any interval.
 
@@ -116,40 +115,14 @@ class CheckpointPolicy:
       keep: the rules that select checkpoints to keep: a tuple of `KeepLast`, `KeepBest`, `KeepEvery` or any `KeepRule`.
         A checkpoint is kept if one rule selects it. The newest one always is.
       in_background: writes while the training continues; default True.
-      partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
-        default False, which refuses a checkpoint of another model.
-      guards: `Guards`, which decide when nothing is committed, and when to go back to a checkpoint.
-      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a
-        SavedModel's, from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
-        See `looplib.warm_start`.
-      continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
-        do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
-        newest. A run without a checkpoint of its own continues with its step, weights and optimizer, and with the data
-        from the start, because such a checkpoint holds no position in the data; default "" for none.
-      start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
-        refuses that. It has no effect on a run that has an intact checkpoint, or never had one.
-      restore: the checkpoint of this run that the controller restores when it is built: "latest", "best", a step, or
-        "final", the one that the training ended with: the newest, unless `EarlyStopping` has restored the best.
-        Default None: "final" without a trainer; a training always continues from the newest.
     """
 
     every_steps: int = 1000
     keep: tuple[KeepRule, ...] = (KeepLast(),)
     in_background: bool = True
-    partial: bool = False
-    guards: Guards = Guards()
-    warm_start: str = ""
-    continue_from: str = ""
-    start_anew: bool = False
-    restore: str | int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))
-        if self.warm_start and self.continue_from:
-            raise UsageError(
-                f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "
-                "from both; leave one out"
-            )
         keep = self.keep if isinstance(self.keep, (tuple, list)) else (self.keep,)
         if not keep or not all(isinstance(rule, KeepRule) for rule in keep):
             raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
@@ -160,16 +133,14 @@ class CheckpointPolicy:
         """The first rule that keeps the best checkpoints; None if no rule does."""
         return next((rule for rule in self.keep if isinstance(rule, KeepBest)), None)
 
-    def check(self, metrics: dict[str, Collection[str] | None], model_dir: str | None) -> None:
-        """Checks that a training can follow this policy.
+    def check(self, metrics: dict[str, Collection[str] | None]) -> None:
+        """Checks that a training gives the metrics by which the best checkpoints are to be kept.
 
         Args:
           metrics: dict from evaluator name to the names of its metrics, or None where they are not known yet.
-          model_dir: the run directory, or None.
 
         Raises:
-          UsageError: if the best checkpoints are to be kept by a metric that no evaluation gives, or a rollback is
-            asked for and there is no `model_dir`.
+          UsageError: if not.
         """
         for rule in self.keep:
             if not isinstance(rule, KeepBest):
@@ -187,5 +158,41 @@ class CheckpointPolicy:
                     f"{who} needs a metric that the evaluation returns; it returns "
                     f"{', '.join(sorted(f'{name}/{one}' for one in known))}; name one of these"
                 )
-        if self.guards.may_roll_back and not model_dir:
-            raise UsageError("a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run starts: from other weights, where it has no checkpoint of its own, or from which of its checkpoints.
+
+    Attributes:
+      warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a
+        SavedModel's, from which a run without a checkpoint of its own takes the weights that fit; default "" for none.
+        See `looplib.warm_start`.
+      continue_from: a checkpoint that another program wrote with `tf.train.Checkpoint`, as Orbit's and Model Garden's
+        do, with `global_step` and the model and the optimizer under this run's attribute names; or a directory, for its
+        newest. A run without a checkpoint of its own continues with its step, weights and optimizer, and with the data
+        from the start, because such a checkpoint holds no position in the data; default "" for none.
+      partial: restores what a checkpoint of this run has and leaves the rest as it was made, and the other way round;
+        default False, which refuses a checkpoint of another model.
+      start_anew: lets a run whose checkpoints are all damaged or gone start from the beginning; default False, which
+        refuses that. It has no effect on a run that has an intact checkpoint, or never had one.
+      checkpoint: the checkpoint of this run that the controller restores when it is built: "latest", "best", a step, or
+        "final", the one that the training ended with: the newest, unless `EarlyStopping` has restored the best.
+        Default None: "final" without a trainer; a training always continues from the newest.
+
+    Raises:
+      UsageError: for both `warm_start` and `continue_from`.
+    """
+
+    warm_start: str = ""
+    continue_from: str = ""
+    partial: bool = False
+    start_anew: bool = False
+    checkpoint: str | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.warm_start and self.continue_from:
+            raise UsageError(
+                f"a run starts from warm_start ({self.warm_start}) or from continue_from ({self.continue_from}), not "
+                "from both; leave one out"
+            )

@@ -107,7 +107,7 @@ def _mismatch(
     return (
         f"the checkpoint {path} was made by another model or optimizer; use a separate model_dir, or "
         "build the model that the checkpoint was made with, or ask for a partial restore "
-        f"(CheckpointPolicy(partial=True), --partial_restore) ({describe_differences(found) or gist(error)})"
+        f"(Start(partial=True), --partial_restore) ({describe_differences(found) or gist(error)})"
     )
 
 

@@ -72,7 +72,6 @@ class Checkpoints:
     ) -> None:
         self.directory = directory
         self._workers = workers or Workers(tf.distribute.get_strategy())
-        self._writes = self._workers.is_chief
         self._check = check
         self._sync = sync
         self._policy = policy
@@ -115,7 +114,7 @@ class Checkpoints:
         return path
 
     def _save(self, path: str, step: int, position: bytes) -> None:
-        if self._writes:
+        if self._workers.is_chief:
             self._check()
             folders.make_folder(*os.path.split(self.directory))
             self._set_aside([done.step for done in commits.committed(self.directory) if done.step >= step])
@@ -123,7 +122,7 @@ class Checkpoints:
             if self._workers.count > 1:
                 commits.begin(path)  # before any worker writes
         positions = write_position(path, position, self._workers)
-        if not self._writes:
+        if not self._workers.is_chief:
             self._read_along()
             return
         if not self._policy.in_background or self._snapshots is None:
@@ -150,7 +149,7 @@ class Checkpoints:
     def set_aside_after(self, step: int) -> None:
         """Moves the checkpoints of steps after `step` into `set_aside`; waits for a save under way."""
         self.wait()
-        if self._writes:
+        if self._workers.is_chief:
             self._set_aside([found.step for found in commits.listing(self.directory) if found.step > step])
 
     def _set_aside(self, steps: list[int]) -> None:
@@ -231,7 +230,7 @@ class Checkpoints:
         metrics: dict[str, set[str]] = {}
         for name, _, metric in (score.partition("/") for score in scores):
             metrics.setdefault(name, set()).add(metric)
-        self._policy.check(metrics, self.directory)
+        self._policy.check(metrics)
         self.wait()
         for done in commits.committed(self.directory):
             if done.step == step:
@@ -255,7 +254,7 @@ class Checkpoints:
         self.wait()
         with tempfile.TemporaryDirectory() as folder:
             live = self._checkpoint.write(os.path.join(folder, "live"), self._options)
-            if not self._writes:
+            if not self._workers.is_chief:
                 return False
             path = commits.path_of(self.directory, step)
             if not tf.io.gfile.exists(f"{path}.commit"):

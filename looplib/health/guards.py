@@ -69,7 +69,7 @@ class Guards:
         return self.non_finite == "rollback" or (looks and self.on_spike == "rollback")
 
 
-class Trouble(Exception):
+class Diverged(Exception):
     """A guard has found something; the controller decides what to do.
 
     Attributes:
@@ -109,7 +109,7 @@ def spike_score(history: Sequence[float], loss: float, guards: Guards) -> float 
 
 
 def check_loss(losses: list[float], step: int, loss: float | None, guards: Guards, steps_per_loop: int) -> None:
-    """Raises `Trouble` if the loss of a report jumps or is above the limit; adds it to the last losses.
+    """Raises `Diverged` if the loss of a report jumps or is above the limit; adds it to the last losses.
 
     Args:
       losses: the losses reported before, of the run record; the oldest ones are dropped.
@@ -122,19 +122,19 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
         return
     where, good_before = f"the loss reported at step {step}, {loss:.4g}, is", step - steps_per_loop
     if loss > guards.loss_limit and step >= guards.loss_limit_from:
-        raise Trouble(f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step)
+        raise Diverged(f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step)
     if not guards.spike_score:
         return
     score = spike_score(losses, loss, guards)
     if score is not None:
         what = f"{where} {score:.1f} robust standard deviations above the median of the last {len(losses)} reports"
-        raise Trouble(what, guards.on_spike, good_before, step)
+        raise Diverged(what, guards.on_spike, good_before, step)
     losses.append(loss)
     del losses[: -guards.spike_window]
 
 
 def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
-    """Raises `Trouble` if every one of at least ten steps was skipped, because no later step will be better.
+    """Raises `Diverged` if every one of at least ten steps was skipped, because no later step will be better.
 
     Args:
       step: the global step of the report.
@@ -142,6 +142,6 @@ def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
       steps: how many steps the report is over.
     """
     if steps >= 10 and metrics.get("skipped_steps", 0) >= steps:
-        raise Trouble(
+        raise Diverged(
             f"all {steps} steps up to step {step} had non-finite values and were skipped", "halt", step - steps, step
         )

@@ -13,9 +13,8 @@ Names that other rooms may use, by file:
     loops: Loops
     metric_sums: none
     packing: batch_size
-    recorded: RecordedParts
     reducer: Accumulator, Reducer, State
-    schedule: Boundary, Schedule
+    schedule: Schedule
     step: raise_refusal, Step, StepFn, timed
     task_loop: as_numbers, check_evaluation, TaskLoop
     traced: none

@@ -22,6 +22,7 @@ from looplib.loop.task_loop import TaskLoop
 from looplib.report.clock import Clock
 from looplib.run_config import RunConfig
 from looplib.task import checks
+from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.record import EngineChoice, RunRecord
 from looplib.task.trainer import Trainer
@@ -182,7 +183,8 @@ class Loops:
 
     def _epoch(self, epochs: float) -> Epoch:
         training = self.training
-        if training.epoch is None and training.task.own_steps_per_loop(self.config.global_batch_size, of_epoch=True):
+        adapted = training.task if isinstance(training.task, Adapter) else None
+        if training.epoch is None and adapted and adapted.own_steps_per_loop(self.config.global_batch_size, True):
             training.renew()
         if training.epoch is None:
             raise UsageError(

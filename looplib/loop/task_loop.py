@@ -29,6 +29,7 @@ from looplib.loop.step import Step, StepFn
 from looplib.loop.traced import TracedValues
 from looplib.report.shown import Shown
 from looplib.task import own_names
+from looplib.task.adapter import rates_of
 from looplib.task.evaluator import Evaluator
 from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
@@ -109,7 +110,7 @@ class TaskLoop(TrainingLoop):
     @property
     def _rates(self) -> Collection[str]:
         """The names of the trainer's rates."""
-        return self.task.rates.keys() if isinstance(self.task, Trainer) else ()
+        return rates_of(self.task).keys()
 
     def _distribute(self) -> Stream:
         spec = self._spec

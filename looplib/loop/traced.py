@@ -55,7 +55,7 @@ class TracedValues:
             if _is_plain(value) and repr(now) == then:
                 continue
             cure = (
-                "start the run again with it and with --partial_restore (CheckpointPolicy(partial=True)), which keeps "
+                "start the run again with it and with --partial_restore (Start(partial=True)), which keeps "
                 "what still fits: docs/recipes.md has such phases"
                 if name == "trainable"
                 else "keep a value that changes in a tf.Variable, and assign to that"

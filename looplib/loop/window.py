@@ -3,6 +3,7 @@
 from looplib.health.guards import Guards, check_loss, check_skipped
 from looplib.loop.base import TrainingLoop
 from looplib.report.clock import Clock
+from looplib.task.adapter import rates_of
 from looplib.task.plain import as_number
 
 
@@ -39,7 +40,7 @@ class Window:
           complete: steps of a complete window.
 
         Raises:
-          Trouble: if the loss jumps, or every step was skipped.
+          Diverged: if the loss jumps, or every step was skipped.
         """
         steps, seconds = step - self._mark[0], self._seconds() - self._mark[1]
         with self._clock.phase("report"):
@@ -50,7 +51,7 @@ class Window:
             check_loss(losses, step, loss, self._guards, complete)
             if steps and seconds:
                 metrics["steps_per_second"] = round(steps / seconds, 2)
-                for name, value in self._training.task.rates.items():
+                for name, value in rates_of(self._training.task).items():
                     metrics[name] = as_number(f"the rate {name!r} of {self._training.who}", value) * steps / seconds
             if (epochs := self._training.epochs_at(step)) is not None:
                 metrics["epoch"] = round(epochs, 3)

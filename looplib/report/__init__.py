@@ -1,13 +1,14 @@
 """What a run says of itself: where its time went, its metrics in files and on the screen, and `run.json`.
 
 Names that other rooms may use, by file:
-    clock: Clock, Pace
-    outcome: Outcome, broken, done, failed, is_quit, preempted, served
-    page: Page
+    clock: Clock
+    outcome: broken, done, failed, is_quit, Outcome, preempted, served
+    page: none
     program: DIFF, diff, git, this_program
-    progress: Progress, format_number, format_seconds, headline
-    records: Record, RecordFile, cut_short, each_record, key, read_jsonl, read_newest
-    run_json: Report, RunReport, Standing, Start, as_dict, changed_settings, path_of, read, settings_of
+    progress: format_number, format_seconds, headline, Progress
+    records: cut_short, each_record, key, read_jsonl, read_newest, Record, RecordFile
+    reporter: Metrics, Reporter
+    run_json: as_dict, changed_settings, path_of, read, Report, saved_step, Standing, Start
     shown: Histogram, Images, Shown, Texts
-    writers: DEFAULT_WRITERS, JsonlWriter, Setting, Writer, Writers, make_writers, named_writers
+    writers: DEFAULT_WRITERS, JsonlWriter, named_writers, Setting, Writer
 """

@@ -91,6 +91,11 @@ def path_of(model_dir: str, trains: bool) -> str:
     return os.path.join(model_dir, OF_TRAINING if trains else "run_eval.json")
 
 
+def saved_step(model_dir: str | None, trains: bool) -> int | None:
+    """Returns the step of the newest checkpoint that a report knows of; None without one."""
+    return read(path_of(model_dir, trains)).get("saved_step") if model_dir else None
+
+
 def read(path: str) -> Report:
     """Returns the content of a report, without what is not of its type; {} if none can be read."""
     try:
@@ -417,11 +422,6 @@ class RunReport:
         """
         self._start.setdefault("rollbacks", []).append({"step": step, "to": to, "reason": reason})
         self.write("running")
-
-    @property
-    def saved_step(self) -> int | None:
-        """The step of the newest checkpoint that the file on disk knows of; None if it knows of none."""
-        return (read(self.path) if self.path else {}).get("saved_step")
 
 
 def as_dict(config: Any) -> dict[str, Any]:

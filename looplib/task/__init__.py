@@ -1,7 +1,8 @@
 """What a user subclasses, what a step returns, and the state and settings of both.
 
 Names that other rooms may use, by file:
-    actions: Action, ActionStates, attending, Event, stops_of, tell_saves, warn_of_other_memories
+    actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_other_memories
+    adapter: Adapter, rates_of
     averages: WeightAverages
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     derived: Constants, starting

@@ -140,7 +140,7 @@ def stops_of(actions: Sequence[Callable[[Event], object]]) -> dict[int, list[Act
     return found
 
 
-def tell_saves(actions: Sequence[Callable[[Event], object]], paths: Sequence[str], controller: Any) -> None:
+def announce_saves(actions: Sequence[Callable[[Event], object]], paths: Sequence[str], controller: Any) -> None:
     """Calls the hook `on_save` of actions for some checkpoints."""
     for path in paths:
         for action in _hooked(actions):
@@ -148,7 +148,7 @@ def tell_saves(actions: Sequence[Callable[[Event], object]], paths: Sequence[str
 
 
 @contextlib.contextmanager
-def attending(
+def hooks_around(
     actions: Sequence[Callable[[Event], object]], take_saves: Callable[[], list[str]], controller: Any
 ) -> Iterator[None]:
     """Calls the other hooks of actions around a training, the `with` block.
@@ -163,7 +163,7 @@ def attending(
     try:
         yield
     except BaseException as error:
-        calls = [lambda: tell_saves(actions, take_saves(), controller)]
+        calls = [lambda: announce_saves(actions, take_saves(), controller)]
         calls += [functools.partial(action.on_exception, error, controller) for action in _hooked(actions)]
         for call in calls:
             try:
@@ -171,7 +171,7 @@ def attending(
             except Exception:  # the first error is the one to know of
                 logging.exception("a hook of an action failed after the training did")
         raise
-    tell_saves(actions, take_saves(), controller)
+    announce_saves(actions, take_saves(), controller)
     for action in _hooked(actions):
         action.on_end(controller)
 

@@ -2,14 +2,13 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from looplib.data.input_context import InputContext
 from looplib.task import exported
-from looplib.task.actions import Event
 from looplib.task.averages import WeightAverages
 from looplib.task.exported import Exported
 
@@ -76,14 +75,6 @@ class Evaluator(abc.ABC):
           A dict as `Trainer.step_fn` returns it. The number of examples is added as `examples`, counted from the
           first dimension of the first tensor of `inputs`.
         """
-
-    @property
-    def own_actions(self) -> Sequence[Callable[[Event], object]]:
-        """Actions that the evaluator brings along, such as one that writes images; none by default.
-
-        The controller calls them after the trainer's own and before those that it is given, for every event.
-        """
-        return ()
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that an evaluation runs in, up to its report.

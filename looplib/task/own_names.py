@@ -16,7 +16,7 @@ def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None
     Args:
       who: what returned them, for the message.
       names: of the metrics.
-      rates: those of `Trainer.rates`.
+      rates: those of `Adapter.rates`.
     """
     for found, others, of in (
         (names, _OWN, "looplib adds to reports"),
@@ -34,7 +34,7 @@ def check_finished(who: str, before: Mapping[str, Any], after: Mapping[str, Any]
       who: the class name of the user's object.
       before: the metrics that it was given.
       after: those that it returned.
-      rates: those of `Trainer.rates`.
+      rates: those of `Adapter.rates`.
     """
     kept = {name for name in _OWN & before.keys() & after.keys() if after[name] == before[name]}
     check(f"{who}.loop_end", after.keys() - kept, rates)
@@ -46,7 +46,7 @@ def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Colle
     Args:
       step_fn: the step.
       who: its name, for the message.
-      rates: returns the names of `Trainer.rates`.
+      rates: returns the names of `Adapter.rates`.
     """
     right = set()  # groups of names; an eager loop calls the step many times
 

@@ -1,7 +1,7 @@
 """Trainer: the class that a researcher subclasses to train a model."""
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -10,7 +10,6 @@ from looplib.cluster import replicas, updates
 from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.task import exported
-from looplib.task.actions import Event
 from looplib.task.exported import Exported
 
 
@@ -92,35 +91,6 @@ class Trainer(abc.ABC):
           The controller reduces each exactly over steps, replicas and workers. Names of metrics that looplib adds
           to reports, such as `epoch` and `examples`, are refused.
         """
-
-    @property
-    def own_actions(self) -> Sequence[Callable[[Event], object]]:
-        """Actions that the trainer brings along, which the controller calls before those that it is given."""
-        return ()
-
-    @property
-    def rates(self) -> Mapping[str, float]:
-        """Metrics in proportion to the speed: dict from name to the value at one step a second; none by default.
-
-        Each report has them, multiplied by its `steps_per_second`. Comparisons of runs leave out metrics whose names
-        end in "per_second" or "share_of_peak".
-
-        Example:
-            ```python
-            return {"tokens_per_second": self.global_batch_size * 128}
-            ```
-        """
-        return {}
-
-    def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
-        """Returns the controller's `steps_per_loop` where it is not given; None leaves it to looplib.
-
-        Args:
-          global_batch_size: examples of a step.
-          of_epoch: whether a training by epochs needs the steps of one, for which the data may be read once.
-        """
-        del global_batch_size, of_epoch
-        return None
 
     def initialize(self) -> None:
         """Loads pre-trained initial weights; does nothing by default.

@@ -150,7 +150,7 @@ def assert_equal_weights(trainer, steps):
 def test_a_directory_that_cannot_be_written_between_saves_only_hinders_nothing(run):
     def action(event):
         if event.step in (5, 9):
-            event.controller._run.store.wait()
+            event.controller._checkpointer.wait()
             writable(run, False)
         if event.step in (7, 11):
             writable(run, True)
@@ -167,7 +167,7 @@ def test_a_directory_that_cannot_be_written_between_saves_only_hinders_nothing(r
 def test_a_save_that_fails_is_reported_soon_and_the_run_resumes_exactly_once_it_is_mended(fails_at, run):
     def action(event):
         if event.step == fails_at - 1:
-            event.controller._run.store.wait()
+            event.controller._checkpointer.wait()
             writable(run, False)
 
     _, controller = start(run, [action])
@@ -210,7 +210,7 @@ def test_the_error_of_a_background_save_is_never_lost(what, tmp_path):
         else:
             controller.loops["train"].resume(5)
             controller.loops["train"].run(Request(3), "train")
-            controller._run.save(wait=False)
+            controller._checkpointer.save(wait=False)
             controller.close()
     if what == "while steps go on":
         assert controller.global_step <= 12

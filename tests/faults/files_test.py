@@ -44,10 +44,17 @@ class Noisy(toy.Regression):
 
 def start(folder, keep=3, start_anew=False):
     """Builds a controller that goes step by step: these tests are about files, and a graph takes a second to trace."""
-    policy = looplib.CheckpointPolicy(every_steps=3, keep=(looplib.KeepLast(keep),), start_anew=start_anew)
+    policy = looplib.CheckpointPolicy(every_steps=3, keep=(looplib.KeepLast(keep),))
     writers = [JsonlWriter(os.path.join(folder, "metrics.jsonl"))]
     return toy.controller(
-        make_strategy("default"), Noisy(), model_dir=folder, checkpoints=policy, writers=writers, seed=5, loop="eager"
+        make_strategy("default"),
+        Noisy(),
+        model_dir=folder,
+        checkpoints=policy,
+        start=looplib.Start(start_anew=start_anew),
+        writers=writers,
+        seed=5,
+        loop="eager",
     )
 
 

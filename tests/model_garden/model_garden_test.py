@@ -191,7 +191,7 @@ def test_looplib_trains_on_from_the_drivers_checkpoint_and_the_driver_reads_loop
         pytest.skip("one experiment is enough")
     params = params.replace(trainer={"train_steps": 8})
     controller, trainer = side_by_side.controller(
-        params, f"{tmp_path}/ours", checkpoints=looplib.CheckpointPolicy(continue_from=f"{directory}/theirs")
+        params, f"{tmp_path}/ours", start=looplib.Start(continue_from=f"{directory}/theirs")
     )
     with controller:
         assert controller.global_step == 6 and int(trainer.optimizer.iterations) == 6

@@ -173,10 +173,11 @@ def tries():
         iterations = int(made.loops["train"].task.optimizer.iterations)
         print(f"{name}: at step {made.global_step}, {made.rollbacks} rollbacks, {iterations} iterations", flush=True)
 
-    guards = lambda policy: looplib.CheckpointPolicy(every_steps=10, guards=looplib.Guards(non_finite=policy))
+    policy = looplib.CheckpointPolicy(every_steps=10)
+    guards = lambda name: {"checkpoints": policy, "guards": looplib.Guards(non_finite=name)}
     attempt("xla", loop="xla")
     attempt("eager", loop="eager")
-    attempt("skip", checkpoints=guards("skip"))
+    attempt("skip", **guards("skip"))
     attempt("ends", Config(data="ends"))
     attempt("filtered", Config(data="filtered"))
     attempt("shuffled", Config(data="shuffled"))
@@ -185,7 +186,7 @@ def tries():
     attempt("scope", scope=False)
     attempt("halt", Config(nan_at=12))
     with tempfile.TemporaryDirectory() as folder:
-        attempt("rollback", Config(nan_at=12), checkpoints=guards("rollback"), model_dir=folder)
+        attempt("rollback", Config(nan_at=12), **guards("rollback"), model_dir=folder)
     attempt("resident", Config(data="resident"))
 
     attempt("accumulate", Config(accumulate=2))

@@ -79,11 +79,11 @@ def check_replaced(needs: dict[str, str], controller: Any) -> None:
     Raises:
       UsageError: if it lacks that.
     """
-    guarded = controller.policy.guards.non_finite != "off"
+    guarded = controller.guards.non_finite != "off"
     lacking = {_MODEL_DIR: controller.model_dir is None, _GUARDS: not guarded, _CONSOLE: False}
     for kind, need in needs.items():
         if lacking[need]:
-            cure = "one" if need == _MODEL_DIR else "CheckpointPolicy(guards=looplib.Guards())"
+            cure = "one" if need == _MODEL_DIR else "guards=looplib.Guards()"
             raise UsageError(
                 f"the callback {kind} is not called, because {need} does its work, and the Controller has none; give "
                 f"it {cure}, or leave out {kind}"

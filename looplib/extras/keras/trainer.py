@@ -16,11 +16,12 @@ from looplib.extras.keras.building import build
 from looplib.extras.keras.callbacks import KerasCallbacks
 from looplib.extras.keras.data import KerasData
 from looplib.extras.keras.results import Results
+from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.trainer import Trainer
 
 
-class KerasTrainer(Trainer):
+class KerasTrainer(Adapter, Trainer):
     """Trains a compiled Keras model, with its losses, metrics, weights and `train_step`, as `fit` does.
 
     Build the model, compile it and build the trainer under `strategy.scope()`. docs/from_keras.md lists what differs
@@ -106,11 +107,11 @@ class KerasTrainer(Trainer):
 
     @property
     def own_actions(self) -> Sequence[Callable[[Any], object]]:
-        """See `Trainer`."""
+        """See `Adapter`."""
         return [self._keras_callbacks] if self._keras_callbacks else []
 
     def own_steps_per_loop(self, global_batch_size: int | None, of_epoch: bool = False) -> int | None:
-        """See `Trainer`: an epoch, which callbacks need too, if its length is known or asked for."""
+        """See `Adapter`: an epoch, which callbacks need too, if its length is known or asked for."""
         if not global_batch_size:
             return None
         return self._keras_data.steps_per_epoch(global_batch_size, of_epoch or self._keras_callbacks is not None)

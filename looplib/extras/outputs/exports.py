@@ -12,9 +12,11 @@ from typing import Any
 import tensorflow as tf
 
 from looplib import files, folders
+from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, gist, with_cure
-from looplib.run import Run
+from looplib.loop.loops import Loops
+from looplib.report.reporter import Reporter
 from looplib.task.exported import Exported
 
 _RECORD = "export.json"
@@ -44,15 +46,15 @@ class Written:
     differences: dict[str, float]
 
 
-def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str:
+def export(
+    loops: Loops, checkpointer: Checkpointer, reporter: Reporter, directory: str | None, averages: bool, tflite: bool
+) -> str:
     """Exports the model at its current step, see `Controller.export`."""
-    run.refuse_if_closed_or_torn("export")
-    run.refuse_without_state()
-    chief = run.workers.is_chief
+    chief, step = checkpointer.directory.workers.is_chief, checkpointer.step
     if directory is None:
-        run.directory.need("export without a directory")
-        inside = folders.make_folder(run.model_dir, "export") if chief else run.model_dir
-        directory = os.path.join(inside, f"step-{run.step}")
+        inside = checkpointer.directory.model_dir
+        inside = folders.make_folder(inside, "export") if chief else inside
+        directory = os.path.join(inside, f"step-{step}")
     directory = directory if files.is_remote(directory) else os.path.abspath(directory)
     if chief:
         _check(directory)
@@ -60,8 +62,8 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
     stays = os.path.isdir(directory) and (
         os.path.ismount(directory) or not os.access(os.path.dirname(directory), os.W_OK)
     )
-    task = next((loop.task for loop in run.loops.by_name.values() if loop is not run.loops.training), None)
-    exported = _named((task or run.loops.training.task).export())
+    task = next((loop.task for loop in loops.by_name.values() if loop is not loops.training), None)
+    exported = _named((task or loops.training.task).export())
     averages = averages and exported.averages is not None
     # Where several workers train, all read the variables, and all but the chief drop what they write.
     named = os.path.join(directory, _INNER) if stays else directory
@@ -73,11 +75,11 @@ def export(run: Run, directory: str | None, averages: bool, tflite: bool) -> str
                 parts.write(tflite and chief)
             if chief:
                 weights = "averages" if averages else "last"
-                start = os.path.basename(run.restored_from) if run.restored_from else None
-                record = Written(run.step, weights, start, parts.sizes(), parts.left_out, parts.differences)
+                start = os.path.basename(checkpointer.restored_from) if checkpointer.restored_from else None
+                record = Written(step, weights, start, parts.sizes(), parts.left_out, parts.differences)
                 files.write_whole(os.path.join(place, _RECORD), json.dumps(dataclasses.asdict(record), indent=1) + "\n")
                 _appear(place, directory, named)
-                run.say(_sentence(record, directory))
+                reporter.say(_sentence(record, directory))
     except (OSError, tf.errors.OpError) as error:
         raise UsageError(f"{directory} cannot be written: {with_cure(error, 'name another directory')}") from error
     return directory

@@ -4,21 +4,24 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import tensorflow as tf
 
-from looplib import console, files, folders
+from looplib import files, folders
+from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.lock import Kind, acquire
+from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.extras.outputs import pieces
 from looplib.extras.outputs.folder import PredictionFolder, Source, unwritable
 from looplib.extras.outputs.prediction import Prediction
-from looplib.health.preemption import notice
 from looplib.loop import task_loop
 from looplib.loop.base import Request
-from looplib.run import Run
+from looplib.loop.loops import Loops
+from looplib.report.reporter import Reporter
 from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import state_of, variables_of
@@ -26,16 +29,30 @@ from looplib.task.state import state_of, variables_of
 _LOCKED = Kind("directory of predictions", "name another --predictions", "_lock")
 
 
-def predict(run: Run, directory: str | None, kind: str, piece: int) -> dict[str, str]:
-    """Predicts for the data of each evaluator that can, see `Controller.predict`."""
+def predict(
+    loops: Loops,
+    run_directory: RunDirectory,
+    reporter: Reporter,
+    leave: Callable[[int], NoReturn],
+    directory: str | None,
+    kind: str,
+    piece: int,
+) -> dict[str, str]:
+    """Predicts for the data of each evaluator that can, see `Controller.predict`.
+
+    Args:
+      loops: the loops of the run.
+      run_directory: its directory.
+      reporter: says what was written.
+      leave: ends the run at a step, for a signal.
+      directory: where to write, or None for the run directory.
+      kind: the files' format.
+      piece: records of a file.
+    """
     pieces.check_kind(kind)
     whole_number("the records of a piece of predictions", piece)
-    run.refuse_without_state()
-    run.refuse_while_training("predict")
-    if directory is None:
-        run.directory.need("predict without a directory")
-    place = (run.model_dir, "predictions") if directory is None else (directory,)
-    evaluators = {name: loop.task for name, loop in run.loops.evaluations.items()}
+    place = (run_directory.model_dir, "predictions") if directory is None else (directory,)
+    evaluators = {name: loop.task for name, loop in loops.evaluations.items()}
     able = {name: task for name, task in evaluators.items() if type(task).predict_fn is not Evaluator.predict_fn}
     if not able:
         names = ", ".join(type(task).__name__ for task in evaluators.values())
@@ -43,8 +60,14 @@ def predict(run: Run, directory: str | None, kind: str, piece: int) -> dict[str,
             f"there is nothing to predict with: {names or 'the run'} has no predict_fn; define it in an "
             "Evaluator, returning a dict from name to a tensor [batch, ...]"
         )
-    with console.guarded(), notice.listening(), run.watchdog.watching():
-        return {name: _predict(run, name, task, (*place, name), kind, piece) for name, task in able.items()}
+    found = {}
+    for name, task in able.items():
+        folder_of = _opened((*place, name)) if run_directory.workers.is_chief else contextlib.nullcontext()
+        with folder_of as folder:
+            if not _predict_into(loops, run_directory.workers, reporter, name, task, folder, kind, piece):
+                leave(int(loops.global_step))
+        found[name] = os.path.join(*place, name)
+    return found
 
 
 @contextlib.contextmanager
@@ -66,38 +89,38 @@ def _refuse_two(path: str) -> None:
     raise UsageError(f"another prediction of this process writes to {path}; wait until it ends")
 
 
-def _predict(run: Run, name: str, evaluator: Evaluator, place: Sequence[str], kind: str, piece: int) -> str:
-    """Writes the predictions for the data of one evaluator; returns their folder."""
-    with _opened(place) if run.workers.is_chief else contextlib.nullcontext() as folder:
-        _predict_into(run, name, evaluator, folder, kind, piece)
-    return os.path.join(*place)
-
-
 def _predict_into(
-    run: Run, name: str, evaluator: Evaluator, folder: PredictionFolder | None, kind: str, piece: int
-) -> None:
-    """Predicts for the data of one evaluator, into a folder in the chief."""
-    chief = folder is not None
-    start = run.workers.agree(folder.finished.step if chief else 0)
+    loops: Loops,
+    workers: Workers,
+    reporter: Reporter,
+    name: str,
+    evaluator: Evaluator,
+    folder: PredictionFolder | None,
+    kind: str,
+    piece: int,
+) -> bool:
+    """Predicts for the data of one evaluator, into a folder in the chief; returns False if a signal ended it."""
+    chief, step = folder is not None, int(loops.global_step)
+    start = workers.agree(folder.finished.step if chief else 0)
     task = Prediction(evaluator, folder.take if chief else lambda records, examples: None)
-    run.loops.own(evaluator)
-    loop = run.loops.of_prediction(name, task, start)
-    with run.loops.lending(loop), evaluator.evaluating():
+    loops.own(evaluator)
+    loop = loops.of_prediction(name, task, start)
+    with loops.lending(loop), evaluator.evaluating():
         task_loop.check_evaluation({name: loop}, -1)
         in_order = loop.stream.positioned or task.batches == "global"
-        if not in_order and run.workers.count > 1:
+        if not in_order and workers.count > 1:
             raise UsageError(
-                f"{type(evaluator).__name__}.dataset divides the data among {run.workers.count} workers itself, so its "
+                f"{type(evaluator).__name__}.dataset divides the data among {workers.count} workers itself, so its "
                 "order is not known; make it with context.indices, or predict in one process"
             )
         if chief:
             source = Source(
-                step=run.step,
-                weights=_checksum(run.loops.strategy, evaluator),
+                step=step,
+                weights=_checksum(loops.strategy, evaluator),
                 examples=loop.stream.properties.examples,
                 outputs=", ".join(f"{output} {kind}" for output, kind in task.outputs.items()),
-                global_batch_size=loop.stream.properties.batch_size * run.loops.strategy.num_replicas_in_sync,
-                replicas=None if in_order else run.loops.strategy.num_replicas_in_sync,
+                global_batch_size=loop.stream.properties.batch_size * loops.strategy.num_replicas_in_sync,
+                replicas=None if in_order else loops.strategy.num_replicas_in_sync,
                 format=kind,
                 piece=piece,
             )
@@ -107,10 +130,11 @@ def _predict_into(
         finally:
             loop.close()
     if ran.stopped:
-        run.leave(run.step)
+        return False
     if chief:
         folder.end()
-        run.say(f"{folder.finished.records} predictions of step {run.step} are in {folder.path}")
+        reporter.say(f"{folder.finished.records} predictions of step {step} are in {folder.path}")
+    return True
 
 
 def _checksum(strategy: tf.distribute.Strategy, evaluator: Evaluator) -> str:

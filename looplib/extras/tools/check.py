@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib import files, folders
-from looplib.checkpoint.beginning import NUDGE
+from looplib.checkpoint.checkpointer import NUDGE
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, with_cure
 from looplib.extras.tools import preflight
 from looplib.extras.tools.children import temporary_folder

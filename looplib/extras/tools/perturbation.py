@@ -8,7 +8,7 @@ import os
 import numpy as np
 import tensorflow as tf
 
-from looplib.checkpoint.beginning import NUDGE
+from looplib.checkpoint.checkpointer import NUDGE
 from looplib.task.state import variables_of
 
 _BITS = {tf.float16: 10, tf.bfloat16: 7, tf.float32: 23, tf.float64: 52}  # of the fraction

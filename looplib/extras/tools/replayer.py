@@ -42,7 +42,7 @@ def answer(controller: "Controller", evaluate_every: int | None) -> None:
 
     order = Order(**json.loads(os.environ[VARIABLE]))
     player = Player(controller, evaluate_every, order.batch_size)
-    watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.policy.guards.stall_limit)
+    watchdog = Watchdog(controller.clock, player.progress, lambda: None, controller.guards.stall_limit)
     with _telling(player, order), controller.clock.phase("train"), watchdog.watching():
         found = Answer([], traces=player.trace(order.step)) if order.trace else step_view.look(player, order)
     files.write_whole(order.to, json.dumps(dataclasses.asdict(found)), durable=False)

@@ -1,0 +1,426 @@
+"""The checkpointer: the complete state of a run, saved, restored, and taken back to where it was good."""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+from absl import logging
+
+from looplib import plugins
+from looplib.checkpoint.directory import RunDirectory
+from looplib.checkpoint.names import stable_names
+from looplib.checkpoint.recorded import RecordedParts
+from looplib.checkpoint.restoring import RestoreMode, peek, read_position
+from looplib.checkpoint.saving import Checkpoints
+from looplib.errors import DivergenceError, UsageError, join_names
+from looplib.health.guards import Diverged, Guards
+from looplib.health.non_finite import StateCheck
+from looplib.report.reporter import Reporter
+from looplib.task.record import RunRecord, RunState
+from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
+
+# What a changed setting does, by its field of the run record.
+_CONSEQUENCES = {
+    "seed": "the order of examples differs from an uninterrupted run",
+    "global_batch_size": "the batches are larger or smaller, and begin after the examples that were read",
+    "loop": "the last bits may differ from an uninterrupted run",
+}
+
+NUDGE = "LOOPLIB_NUDGE"  # of the environment: a number, by which `looplib check replicas` has initial weights changed
+
+
+class Checkpointer:
+    """The complete state of a run: the objects of its trainer and evaluators, the global step, and the run record.
+
+    Making it restores the checkpoint that the run starts from, or gives the run its first state. Values that are not
+    finite are kept out of checkpoints; variables that are not finite at the start of the run are intended.
+
+    Args:
+      directory: the run directory, opened.
+      reporter: flushed before a save and synced before a commit.
+      parts: what follows a checkpoint besides the variables.
+      guards: decide when nothing is committed, and how often the run may go back.
+      objects: dict from attribute name to trackable object, once all variables exist.
+
+    Attributes:
+      directory: the run directory.
+      restored_from: the path of the checkpoint that the run continues from, or None.
+      saved_step: the step whose state was last saved or restored, or None.
+
+    Raises:
+      UsageError: if an object has the name of one of looplib's own, or a checkpoint does not fit.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, reporter: Reporter, parts: RecordedParts, guards: Guards, objects: dict[str, Any]
+    ) -> None:
+        self.directory = directory
+        self.restored_from: str | None = None
+        self.saved_step: int | None = None
+        self._reporter, self._parts, self._guards = reporter, parts, guards
+        self._run_state, self._input_state = RunState(), InputState()
+        self._replica_state: ReplicaState | None = None
+        self._saver: Checkpoints | None = None
+        self._state_check: StateCheck | None = None
+        self._continued_from: tuple[int, int] | None = None  # a step, and the last report before it
+        trainer, strategy = parts.trainer, parts.loops.strategy
+        if trainer:
+            parts.loops.training.warn_of_what_is_not_saved(objects)
+            differing = differing_variables(strategy, trainer, objects)
+            self._replica_state = ReplicaState(strategy, stable_names(objects, differing))
+        own = {"global_step": parts.loops.global_step, "run_state": self._run_state}
+        if directory.trains:
+            own |= {"input_state": self._input_state, "replica_state": self._replica_state}
+        for name in objects.keys() & {*own, "save_counter"}:
+            raise UsageError(f"the attribute name {name!r} is reserved in checkpoints; rename the attribute")
+        if directory.checkpoints:
+            self._saver = Checkpoints(
+                directory.checkpoints,
+                {**objects, **own},
+                directory.policy,
+                directory.workers,
+                check=directory.check_lock,
+                sync=reporter.writers.sync,
+            )
+        if directory.starts_from:
+            self._restore_start(directory.starts_from.path)
+        else:
+            self._begin(objects, strategy)
+        if trainer:
+            self._state_check = StateCheck(variables_of(objects))
+
+    def __bool__(self) -> bool:
+        """Returns whether anything is kept on disk."""
+        return self._saver is not None
+
+    @property
+    def record(self) -> RunRecord:
+        """The `RunRecord`; another object after each restore."""
+        return self._run_state.record
+
+    @property
+    def step(self) -> int:
+        """The global step."""
+        return int(self._parts.loops.global_step)
+
+    # The start of a run.
+
+    def _begin(self, objects: dict[str, Any], strategy: tf.distribute.Strategy) -> None:
+        """Gives a run without a checkpoint of its own its first state."""
+        start, parts, step = self.directory.start, self._parts, 0
+        with parts.averages_start(restores=False):
+            if start.continue_from:
+                continue_from = plugins.load("looplib.parts", "weights").continue_from
+                path, step = continue_from(objects, parts.loops.global_step, start.continue_from)
+                logging.info("continuing from step %d of %s; the data starts from the beginning", step, path)
+                self.restored_from = path
+                self.record.input_offset, self.record.reported = -step, {"train": step}
+            elif parts.trainer:
+                with strategy.scope():
+                    parts.trainer.initialize()
+                if start.warm_start:
+                    plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
+                if os.environ.get(NUDGE):
+                    plugins.load("looplib.parts", "nudge")(strategy, objects)
+        parts.renew_constants()
+        if parts.trainer:
+            parts.window.start = step
+        self._continued_from = step, step  # records of a run that was killed before its first save are void
+
+    def _restore_start(self, path: str) -> None:
+        """Restores a checkpoint; another one in an evaluation whose training has meanwhile deleted it."""
+        while True:
+            try:
+                self.restore(path)
+                return
+            except UsageError:
+                if not self.directory.deleted(path):
+                    raise
+                path = self.directory.starts_from.path
+
+    # Saves.
+
+    def save(self, wait: bool) -> None:
+        """Saves the state, unless that of this step is saved.
+
+        Args:
+          wait: returns only when the checkpoint is committed.
+
+        Raises:
+          Diverged: if a variable is not finite.
+          UsageError: if it, or the save before it, could not be written.
+        """
+        with self._reporter.clock.phase("save"):
+            self._reporter.writers.flush()  # records that the checkpoint calls reported are on disk before it is
+            step = self.step
+            if not self._may_save(step):
+                return
+            if self.saved_step != step:
+                self._input_state.position = self._parts.loops.training.position() or b""
+                self._parts.fill_in(self.record)
+                self._saver.note_in(self.record)
+                own = b""
+                if self.directory.workers.count > 1:
+                    own, self._input_state.position = self._input_state.position, b""
+                self._saver.save(step, wait, own)
+                self.saved_step = step
+            elif wait:
+                self._saver.wait()
+
+    def save_changed(self) -> None:
+        """Saves, and waits, also where this step is saved with other values; workers wait for each other."""
+        step = self.step
+        if self.saved_step == step and self.directory.workers.any_of(self._saver.differs(step)):
+            self.saved_step = None
+        self.save(wait=True)
+
+    @contextlib.contextmanager
+    def saved(self) -> Iterator[None]:
+        """Saves before an evaluation, the `with` block, so that one that fails loses nothing; without a store, not."""
+        if not self:
+            yield
+            return
+        with self._reporter.clock.saving_for_an_evaluation():
+            self.save(wait=False)
+            try:
+                yield
+            finally:
+                with self._reporter.clock.phase("save"):
+                    self.wait()
+
+    @property
+    def saving(self) -> bool:
+        """Returns whether a save is being written in the background."""
+        return self._saver is not None and self._saver.saving
+
+    def wait(self) -> None:
+        """Waits for a save under way; raises `UsageError` if it failed."""
+        if self._saver:
+            self._saver.wait()
+
+    def raise_failure(self) -> None:
+        """Raises the `UsageError` of a background save that has failed meanwhile; does not wait."""
+        if self._saver:
+            self._saver.check()
+
+    def take_committed(self) -> list[str]:
+        """Returns the paths of the checkpoints that this process has committed since the last call."""
+        committed = self._saver.committed if self._saver else []
+        return [committed.pop(0) for _ in range(len(committed))]
+
+    def add_scores(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Keeps the metrics of an evaluation with the checkpoint of its step, if there is one.
+
+        Args:
+          step: the global step.
+          results: dict from evaluator name to metrics.
+        """
+        directory = self.directory
+        if directory.trains and self._saver and self.saved_step == step and directory.workers.is_chief:
+            scores = {f"{name}/{metric}": value for name, each in results.items() for metric, value in each.items()}
+            self._saver.add_scores(step, scores)
+
+    # Restores.
+
+    def restore(self, path: str | os.PathLike[str] | None, update: Mapping[str, int] | None = None) -> str | None:
+        """Restores the complete state; returns the path of the checkpoint, or None if there is none.
+
+        Args:
+          path: the checkpoint; None takes the newest.
+          update: fields of the run record that a rollback replaces; None for no rollback.
+
+        Raises:
+          UsageError: if it cannot be read or belongs to another model.
+        """
+        path = os.fspath(path) if path else self.directory.agreed_latest()
+        if path is None:
+            return None
+        parts, partial, batches = self._parts, self.directory.start.partial, None
+        if update and self.record.global_batch_size is not None:
+            batches = self.record.saved_batches.back_to(int(path.rsplit("-", 1)[1]))
+        # Else every variable gets a value of the checkpoint's.
+        some = parts.averages_start(restores=True) if partial else contextlib.nullcontext()
+        with self._reporter.clock.phase("restore"), some:
+            self.directory.check_intact(path)
+            step, record = peek(path)
+            self._check_optimizers(path, record)
+            mode = RestoreMode.STRICT if self.directory.trains else RestoreMode.SUBSET
+            self._saver.restore(path, RestoreMode.INTERSECTION if partial else mode)
+            if self._replica_state:
+                self._replica_state.apply()
+            if self.directory.trains:
+                self._read_position(path)
+            for name, value in (update or {}).items():
+                setattr(self.record, name, value)
+            if batches:  # the checkpoint may be of a time before the last change of their size
+                self.record.batches_are(batches)
+            self.saved_step = step if os.path.dirname(path) == self.directory.checkpoints else None
+        parts.renew_constants()
+        if parts.trainer:
+            self._warn_of_changes(step, parts.loops.config.recorded)
+        self.restored_from, parts.loops.torn = path, False
+        self._reporter.say(f"restored step {step} from {path}")
+        if parts.trainer:
+            # After a rollback the data continues elsewhere than at the checkpoint's position.
+            parts.restore(self.record, step, None if update else self._input_state.position or None)
+            self._continued_from = step, self.record.reported.get("train", 0)
+        return path
+
+    def restore_chosen(self, which: str | int) -> str | None:
+        """Restores the checkpoint that a word or a step names, with its scores as the last evaluation.
+
+        Returns:
+          Its path, or None if there is no checkpoint at all.
+        """
+        found = self.directory.chosen(which)
+        if found is None:
+            return None
+        self.restore(found.path)
+        self._reporter.last_evaluation = {}
+        for name, value in found.scores.items():
+            split, _, metric = name.partition("/")
+            self._reporter.last_evaluation.setdefault(split, {})[metric] = value
+        return found.path
+
+    def each_new(self, timeout: float | None) -> Iterator[None]:
+        """Restores each new checkpoint of another job.
+
+        Args:
+          timeout: seconds to wait for each; None waits forever.
+        """
+        known = None
+        while path := self.directory.wait_for_newer(known, timeout):
+            try:
+                self.restore(path)
+            except UsageError:
+                if tf.io.gfile.exists(path + ".commit") or self.directory.workers.count > 1:
+                    raise
+                continue  # the training has meanwhile deleted it, and has newer ones
+            yield
+            known = self.restored_from
+
+    def drop_later(self, evaluate_every: int | None) -> None:
+        """Moves later checkpoints and records of the run aside, once a training continues from an earlier step.
+
+        Args:
+          evaluate_every: steps between the evaluations of the training, or None.
+        """
+        if self._continued_from is None:
+            return
+        (step, reported), self._continued_from = self._continued_from, None
+        # An evaluation at the end of an earlier training is no evaluation of a longer one.
+        evaluated = step if not evaluate_every or step % evaluate_every == 0 else step - 1
+        if self._saver:
+            self._saver.set_aside_after(step)
+        splits = dict.fromkeys(self._parts.loops.evaluations, evaluated)
+        self._reporter.writers.resume(step, {"train": reported, **splits})
+
+    def _read_position(self, path: str) -> None:
+        """Sets the position in the data: this worker's, if as many workers have saved theirs."""
+        workers = self.directory.workers
+        own, count = read_position(path, workers)
+        count = 1 if self._input_state.position else count
+        if workers.count > 1 or count > 1:
+            self._input_state.position = own
+        if count not in (0, workers.count):
+            logging.info(
+                "the positions in the data of %s were saved by %d worker%s, and this run has %d: no saved state of an "
+                "iterator is used",
+                path, count, "s" if count > 1 else "", workers.count,
+            )  # fmt: skip
+
+    def _check_optimizers(self, path: str, record: RunRecord) -> None:
+        """Raises `UsageError` if a checkpoint was made with other optimizers, some of whose slots may fit."""
+        theirs, ours = record.optimizers, self._parts.optimizers
+        if theirs is None or not self._parts.trainer or self.directory.start.partial:
+            return
+        # More of them here are refused later, because the checkpoint lacks their variables.
+        swapped = any(theirs.get(name, kind) != kind for name, kind in ours.items())
+        if swapped or Counter(theirs.values()) - Counter(ours.values()):
+            raise UsageError(
+                f"the checkpoint {path} was made by another optimizer ({', '.join(theirs.values())}) than this run's "
+                f"({', '.join(ours.values())}); use a separate model_dir (and start from these weights with "
+                "--warm_start), build the optimizer that the checkpoint was made with, or let the new one start from "
+                "the beginning (--partial_restore)"
+            )
+
+    def _warn_of_changes(self, step: int, settings: Mapping[str, int | str | None]) -> None:
+        """Warns where the restored checkpoint was made with other settings that decide the numbers to come."""
+        for name, ours in settings.items():
+            theirs = getattr(self.record, name)
+            if theirs is not None and theirs != ours:
+                logging.warning(
+                    "%s was %s in the checkpoint and is %s in this run: from step %d, %s",
+                    name, theirs, ours, step, _CONSEQUENCES[name],
+                )  # fmt: skip
+
+    # Values that are not finite.
+
+    def check_finite(self, step: int) -> None:
+        """Raises `Diverged` if a variable is not finite; workers wait for each other."""
+        if self._guards.non_finite == "off" or self.saved_step == step:
+            return
+        if names := self._not_finite():
+            policy = "rollback" if self._guards.non_finite == "rollback" else "halt"
+            raise Diverged(f"after step {step}, {_say(names)}", policy, good_before=step - 1, resume_after=step)
+
+    def _may_save(self, step: int) -> bool:
+        """Returns whether the state may be committed. With the policy "off" it may not if a variable is not finite."""
+        self.check_finite(step)
+        if self._guards.non_finite == "off" and self.saved_step != step and (names := self._not_finite()):
+            logging.error("the checkpoint of step %d is left out: %s", step, _say(names))
+            return False
+        return True
+
+    def diverged_in_step(self, step: int, names: list[str]) -> Diverged:
+        """Returns the `Diverged` of losses and gradients that were not finite in a step; it names variables too."""
+        others = self._not_finite()
+        what = f"at step {step}, {_say(names)}" + (f", and now {_say(others)}" if others else "")
+        return Diverged(what, self._guards.non_finite, good_before=step - 1, resume_after=step)
+
+    def roll_back(self, fault: Diverged, hint: str) -> None:
+        """Restores the newest good checkpoint, with the data after the bad steps, and sets newer checkpoints aside.
+
+        Workers wait for each other.
+
+        Args:
+          fault: what a guard has found.
+          hint: what shows its cause, as the end of the sentence of an error; "" for nothing.
+
+        Raises:
+          DivergenceError: if the policy is to halt, or the run may not or cannot go back.
+        """
+        kept, done = self.directory.latest, self.record.rollbacks
+        advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"
+        advice += f"; {hint}" if hint else ""
+        if fault.policy == "halt":
+            raise DivergenceError(
+                f"{fault.what}; {advice}; check the data and the learning rate, or use the policy skip or rollback "
+                "to continue automatically (--non_finite)"
+            ) from None
+        if done >= self._guards.rollbacks:
+            raise DivergenceError(f"{fault.what}, and the run has used all {done} rollbacks; {advice}") from None
+        target = None
+        if self._saver:
+            self._saver.set_aside_after(fault.good_before)
+            target = self.directory.newest_intact()
+        if target is None:
+            raise DivergenceError(f"{fault.what}, and there is no checkpoint to roll back to; {advice}") from None
+        logging.warning(
+            "%s: rolling back to step %d and continuing with the data after step %d (rollback %d of %d)",
+            fault.what, target.step, fault.resume_after, done + 1, self._guards.rollbacks
+        )  # fmt: skip
+        offset = fault.resume_after + self.record.input_offset - target.step
+        self.restore(target.path, {"rollbacks": done + 1, "input_offset": offset})
+
+    def _not_finite(self) -> list[str]:
+        """Returns the names of the variables that are not finite here, or else on another worker."""
+        names = self._state_check.find()
+        return names or (["a variable on another worker"] if self.directory.workers.any_of(bool(names)) else [])
+
+
+def _say(names: list[str]) -> str:
+    return f"{join_names(names)} {'is' if len(names) == 1 else 'are'} not finite"

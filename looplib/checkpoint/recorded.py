@@ -1,0 +1,106 @@
+"""The parts of a run that follow a checkpoint and are no variables: data, metrics, actions, rates, averages."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from looplib import plugins
+from looplib.compat import keras as _keras
+from looplib.errors import join_names
+from looplib.loop.loops import Loops
+from looplib.loop.window import Window
+from looplib.task.actions import ActionStates
+from looplib.task.derived import Constants, starting
+from looplib.task.learning_rates import LearningRates
+from looplib.task.record import RunRecord
+from looplib.task.trainer import Trainer
+
+
+class RecordedParts:
+    """The parts of a run that are saved in the run record, or follow the variables.
+
+    Args:
+      trainer: the trainer, before a checkpoint is restored; None for a run that only evaluates.
+      objects: dict from attribute name to trackable object, once the steps are traced.
+      loops: the loops of the trainer and the evaluators, with their settings.
+      window: the steps since the last report; None without a trainer.
+      actions: the states of the actions.
+
+    Attributes:
+      trainer: the trainer, or None.
+      loops: the loops.
+      window: the steps since the last report, or None.
+      optimizers: dict from the name of each of the trainer's optimizers to its class.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer | None,
+        objects: Mapping[str, Any],
+        loops: Loops,
+        window: Window | None,
+        actions: ActionStates,
+    ) -> None:
+        self.trainer, self.loops, self.window = trainer, loops, window
+        optimizers = _keras.optimizers(trainer) if trainer else {}
+        self.optimizers = {name: type(value).__name__ for name, value in optimizers.items()}
+        self._learning_rates = LearningRates(trainer) if trainer else None
+        self._objects, self._actions = objects, actions
+        self._constants = Constants(objects)
+
+    def fill_in(self, record: RunRecord) -> None:
+        """Sets the fields of the record that are not kept up to date while the run trains."""
+        config, training = self.loops.config, self.loops.training
+        record.running = training.reducer.state()
+        record.optimizers = self.optimizers
+        record.learning_rates = self._learning_rates.built
+        record.actions = self._actions.save()
+        record.engines = self.loops.engines
+        record.seed, record.global_batch_size, record.loop = config.seed, config.global_batch_size, config.loop
+        record.examples, record.files = training.examples, training.fingerprint
+
+    def restore(self, record: RunRecord, step: int, position: bytes | None) -> None:
+        """Restores the parts of a training from the record of a checkpoint.
+
+        Args:
+          record: the record of the checkpoint.
+          step: the global step of the checkpoint.
+          position: the position in the data; None if the step determines it.
+        """
+        self._warn_of_other_data(record, step)
+        self._learning_rates.after_restore(record.learning_rates, step)
+        self._actions.load(record.actions)
+        batches = self.loops.batches_after(record, step)
+        if batches:
+            record.batches_are(batches)
+        self.loops.training.rewind(step + record.input_offset, position, batches)
+        self.loops.training.reducer.load(record.running)
+        self.window.start = step
+
+    def averages_start(self, restores: bool) -> contextlib.AbstractContextManager[None]:
+        """Starts averages of weights from the values that the weights get in a `with` block, see `derived.starting`."""
+        return starting(self.trainer, self._objects, restores)
+
+    def renew_constants(self) -> None:
+        """Traces the steps again where layers compute with other constants than before the restore."""
+        if layers := join_names(self._constants.renew()):
+            logging.info("the steps are traced again, with the restored constants of %s", layers)
+            self.loops.retrace(layers)
+
+    def _warn_of_other_data(self, record: RunRecord, step: int) -> None:
+        examples, files = self.loops.training.examples, self.loops.training.fingerprint
+        found = []
+        if record.files and files:
+            found = plugins.load("looplib.parts", "changes_of_files")(record.files, files)
+        order = ""
+        if None not in (examples, record.examples) and examples != record.examples:
+            found.insert(0, f"it has {examples} examples, and had {record.examples}")
+            order = ", in another order"
+        if found:
+            logging.warning(
+                "the training data is not the one of step %d: %s; the steps that follow train on this data%s. If files "
+                "are missing or were replaced, stop the run, restore them and start it again",
+                step, "; ".join(found), order,
+            )  # fmt: skip
