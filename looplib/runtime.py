@@ -1,15 +1,10 @@
 """The machine: strategy, virtual devices, precision, seeds and determinism."""
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import random
 import signal
-import sys
 import threading
 import types
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +12,7 @@ from absl import logging
 
 from looplib import plugins
 from looplib.cluster import environment, peers, remote
+from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, whole_number
@@ -75,7 +71,7 @@ def setup(
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     for root in ("keras", "tf_keras"):
-        _when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
+        _keras.when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
     gpus = _prepare_devices(1 if on_tpu else num_virtual_devices)
     if on_tpu:
         connect = plugins.load("looplib.parts", "tpu").connect
@@ -218,33 +214,6 @@ def _set_up_keras(module: types.ModuleType, seed: int, mixed_precision: str) -> 
         module.backend.experimental.enable_tf_random_generator()
     if mixed_precision != "float32":
         module.mixed_precision.set_global_policy(mixed_precision)
-
-
-def _when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
-    """Calls a function of a module now, or right after it is imported: a `build` may import its Keras family late."""
-    if name in sys.modules:
-        function(sys.modules[name])
-        return
-
-    class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(
-            self, fullname: str, path: object, target: object = None
-        ) -> importlib.machinery.ModuleSpec | None:
-            if fullname != name:
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def execute_and_call(module: types.ModuleType) -> None:
-                    execute(module)
-                    function(module)
-
-                spec.loader.exec_module = execute_and_call
-            return spec
-
-    sys.meta_path.insert(0, Finder())
 
 
 def _warn_of_an_early_start() -> None:

@@ -6,10 +6,8 @@ Names that other rooms may use, by file:
     base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     device_loop: none
     example_checksum: hash_of_each, METRIC, VARIABLE
-    fused_optimizers: none
     host_loop: as_shown
     loops: Loops
-    optimizers: refuse_others, Replacement, TrainingOptimizers
     packing: batch_size
     reducer: Accumulator, Reducer, State
     schedule: Schedule

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib.cluster import replicas
+from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
-from looplib.data import shares
-from looplib.data.shares import Share
 from looplib.errors import UsageError, join_names
 from looplib.loop.packing import Packer, batch_size
 from looplib.loop.step import Step, StepFn
@@ -114,8 +114,8 @@ def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
         batch = batch_size(inputs)
         if batch is None:
             return step_fn(inputs)
-        replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-        with shares.in_use(Share(inputs, batch[1], batch[1] * replicas)):  # as large as the others
+        count = tf.distribute.get_replica_context().num_replicas_in_sync
+        with replicas.in_use(Share(inputs, batch[1], batch[1] * count)):  # as large as the others
             return step_fn(inputs)
 
     return with_share
@@ -160,7 +160,7 @@ def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training
     """Runs a step, of which nothing counts where the replica has no example of the global batch."""
     counts = share.examples > 0
     before = [variable.read_value() for variable in metrics]
-    with shares.in_use(share):
+    with replicas.in_use(share):
         outputs = step_fn(share.inputs)
     for variable, value in zip(metrics, before):
         variable.assign(tf.where(counts, variable.read_value(), value))

@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
+from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
 from looplib.data import distribution
 from looplib.data.batches import Batches
@@ -21,7 +22,6 @@ from looplib.health.preemption import notice
 from looplib.loop import example_checksum
 from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
-from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_additions import BatchSizes, add_share, check_share

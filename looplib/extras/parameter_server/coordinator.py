@@ -14,7 +14,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.compat.optimizers import Replacement
 from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
@@ -76,6 +78,8 @@ class ParameterServers(Backend):
         _check_data(stream)
         if self._spec.training:
             _check_training_data(stream)
+            for optimizer in _keras.with_inner(_keras.optimizers(self._spec.task).values()):
+                _count_exactly(optimizer)
 
     def check_earlier(self, before: Batches, now: Batches) -> None:
         """See `Backend`."""
@@ -358,7 +362,7 @@ class RemoteLoop(InnerLoop):
         try:
             self._coordinator.join()
         except Exception as first:  # TensorFlow wraps some in types that are no OpError
-            return _tf.wrapped_by_coordinator(first)
+            return getattr(first, "original_exception", first)  # of a type without a public name (TensorFlow 2.21)
         return error
 
     def _failure(self, error: BaseException) -> BaseException:
@@ -368,6 +372,21 @@ class RemoteLoop(InnerLoop):
                 "parameter_server it must not end: repeat() it, and give a number of steps"
             )
         return _tf.lost_server(error, of_any_process=True) or error  # TensorFlow itself replaces a lost worker
+
+
+def _count_exactly(optimizer: Any) -> None:
+    """Lets an optimizer count by one op, where Keras 3 reads, adds and writes, and workers lose counts."""
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise UsageError(
+            f"{type(optimizer).__name__} has gradient_accumulation_steps, and with the strategy parameter_server "
+            "workers add to one accumulator at the same time, so that gradients are lost; use a larger batch"
+        )
+    iterations = optimizer.iterations
+    if _keras.is_variable(iterations):
+        variable = iterations.value
+        Replacement(
+            iterations, "assign_add", lambda _: lambda value: variable.assign_add(tf.cast(value, variable.dtype))
+        )
 
 
 def _check_data(stream: RemoteStream) -> None:
