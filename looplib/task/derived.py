@@ -57,10 +57,8 @@ def _pairs(trainer: Trainer, objects: Mapping[str, Any], restores: bool) -> list
 class Constants:
     """The constants that layers have made of their variables, or of data, such as the mean of a `Normalization`.
 
-    A step or a data set computes with those of the time when it was traced.
-
-    Args:
-      objects: dict from attribute name to trackable object, the state of the run, whose steps have just been traced.
+    A step or a data set computes with those of the time when it was traced. Make this right after that, of the state of
+    the run by attribute names.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:

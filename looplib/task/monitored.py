@@ -4,21 +4,21 @@ import re
 
 from looplib.errors import UsageError
 
-# Words of a metric's name, between "/", "_" and the like, that say which of two values is better.
+# Words of a metric's name, between "/", "_" and the like, that say which of two values is better; no other does.
 _LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
 _MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
 
 
 def mode_of(who: str, metric: str, mode: str | None) -> str:
-    """Returns which of two values of a metric is better.
+    """Returns which of two values of a metric is better, "max" or "min".
+
+    Without a mode, a few well-known words in the metric's name decide: "accuracy" is better if it is larger, "loss" if
+    it is smaller. Any other name, and one with words of both kinds, is refused; give `who` the mode "max" or "min".
 
     Args:
       who: the class that was given the metric, for messages.
       metric: such as "eval/accuracy".
       mode: "max" or "min"; None to read it from the metric's name.
-
-    Returns:
-      "max" or "min".
 
     Raises:
       UsageError: if the metric has another form, or no mode is given and the name does not decide it.
@@ -35,6 +35,6 @@ def mode_of(who: str, metric: str, mode: str | None) -> str:
     if less == more:
         raise UsageError(
             f"{who} got the metric {metric!r} without a mode, and the name does not imply whether "
-            'higher or lower is better; give "max" or "min"'
+            'higher or lower is better; give "max" or "min" as the mode'
         )
     return "min" if less else "max"
