@@ -30,7 +30,7 @@ from absl import app, flags, logging
 from looplib import command_line, console, files, folders, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster import peers, remote
-from looplib.cluster.collectives import OF_OTHERS, Workers
+from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.command_line import CONFIG_FILE, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
@@ -374,7 +374,7 @@ def _refused(session: _Session, error: UsageError) -> Outcome:
 
 def _broken(session: _Session, error: Exception) -> Outcome:
     # Ends the process in here if the error is one that another worker's end has led to.
-    peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, OF_OTHERS) else _OURS_SECONDS)
+    peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, PEER_ERRORS) else _OURS_SECONDS)
     place = session.place_of(error)
     if cure_of(error) and not place:  # of a file that looplib reads or writes
         logging.debug("where it was raised:", exc_info=error)

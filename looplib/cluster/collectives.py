@@ -14,7 +14,7 @@ from looplib.compat import tensorflow as _tf
 
 # An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other
 # worker is frozen.
-OF_OTHERS = (
+PEER_ERRORS = (
     tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
     tf.errors.CancelledError,
 )  # fmt: skip
