@@ -103,13 +103,13 @@ class Controller:
             raise UsageError(f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument")
         strategy = strategy or tf.distribute.get_strategy()
         policy, actions = checkpoints or CheckpointPolicy(), actions or ()
-        self.guards, self._start = guards or Guards(), start or Start()
+        self.guards, start = guards or Guards(), start or Start()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
         steps = run_config.steps_per_loop
         own_steps = trainer.own_steps_per_loop if isinstance(trainer, Adapter) and steps is None else lambda _: steps
         self._own_steps = functools.partial(own_steps, run_config.global_batch_size)
-        self._config = run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
+        run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
         self.model_dir = model_dir = resolve(model_dir) if model_dir else None
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
@@ -132,7 +132,7 @@ class Controller:
                     "a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)"
                 )
         self._directory = directory = RunDirectory(
-            model_dir, self.policy, self._start, trainer is not None, Workers(strategy), self.close
+            model_dir, self.policy, start, trainer is not None, Workers(strategy), self.close
         )
         self._reporter = Reporter(
             model_dir if directory.writable else None,
@@ -306,6 +306,7 @@ class Controller:
         steps = task_loop.check_evaluation(self._loops.evaluations, steps)
         if until_step is not None:
             until_step = whole_number("until_step", until_step, least=0)
+        results: dict[str, Metrics] = {}
         self._directory.need("evaluate_continuously")
         self._directory.refuse_while_training("evaluate_continuously")
         with console.guarded(), notice.listening():
@@ -526,12 +527,12 @@ class Controller:
     def _training(self) -> Iterator[None]:
         """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
         clock, checkpointer, reporter = self.clock, self._checkpointer, self._reporter
-        self._directory.is_training, limit = True, self._config.max_time
+        self._directory.is_training, limit = True, self._loops.config.max_time
         self._loops.own(self._loops.training.task)
         try:
             with (
                 console.guarded(),
-                reporter.training(self.restored_from, as_flags(self._config), lambda: self.global_step),
+                reporter.training(self.restored_from, as_flags(self._loops.config), lambda: self.global_step),
                 notice.listening(),
                 notice.deferred(lambda: clock.current[0] == "save" or checkpointer.saving),
                 notice.limited(clock.left_of(limit), f"max_time of {limit or 0:g} s"),
