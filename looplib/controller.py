@@ -170,7 +170,7 @@ class Controller:
     _reporter: Reporter | None = None
     _checkpointer: Checkpointer | None = None
 
-    # What a user calls.
+    # What a run is now.
 
     @property
     def is_chief(self) -> bool:
@@ -227,6 +227,8 @@ class Controller:
         """The steps in which the training data comes once; None where that is not known."""
         return self._loops.steps_per_epoch
 
+    # Training.
+
     def train(self, steps: int | None = None, *, epochs: float | None = None) -> Metrics:
         """Trains.
 
@@ -260,183 +262,6 @@ class Controller:
         eval_steps = task_loop.check_evaluation(loops.evaluations, eval_steps)
         self._train(end, interval, eval_steps)
         return self._reporter.last_evaluation
-
-    def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
-        """Evaluates every evaluator at the current step.
-
-        Args:
-          steps: how many steps of each data set; -1 for all of it.
-
-        Returns:
-          dict from evaluator name to a dict of metrics, the number of `examples` among them.
-        """
-        loops, reporter = self._loops, self._reporter
-        steps = task_loop.check_evaluation(loops.evaluations, steps)
-        self._checkpointer.need_state()
-        with contextlib.nullcontext() if loops.training else self.report.of_a_start(self.restored_from):
-            results, step = {}, self.global_step
-            with console.guarded(), notice.listening(), self._watchdog.watching():
-                for name in loops.evaluations:
-                    metrics = loops.evaluate(name, steps)
-                    if metrics is None:
-                        self._checkpointer.leave(step)
-                    results[name] = metrics
-                    self._publish(name, step, metrics)
-                    reporter.show(name, step, loops.evaluations[name].shown())
-            reporter.writers.flush()
-            if not loops.closed:
-                with self.clock.phase("save"):
-                    self._checkpointer.add_scores(step, results)
-            reporter.last_evaluation = results
-            return results
-
-    def evaluate_continuously(
-        self, steps: int = -1, until_step: int | None = None, timeout: float | None = None
-    ) -> dict[str, Metrics]:
-        """Evaluates each new checkpoint in `model_dir`, as another job writes them.
-
-        Args:
-          steps: steps of each evaluation; -1 for all data.
-          until_step: ends after the evaluation of a checkpoint at or past this step; None waits on.
-          timeout: ends after this many seconds without a new checkpoint; None waits forever.
-
-        Returns:
-          dict from evaluator name to metrics, of the last evaluation.
-        """
-        steps = task_loop.check_evaluation(self._loops.evaluations, steps)
-        if until_step is not None:
-            until_step = whole_number("until_step", until_step, least=0)
-        results: dict[str, Metrics] = {}
-        self._directory.need("evaluate_continuously")
-        self._directory.refuse_while_training("evaluate_continuously")
-        with console.guarded(), notice.listening():
-            for _ in self._checkpointer.each_new(timeout):
-                results = self.evaluate(steps)
-                if until_step is not None and self.global_step >= until_step:
-                    break
-        return results
-
-    def predict(
-        self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
-    ) -> dict[str, str]:
-        """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
-
-        A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
-        that differ from those of the finished pieces are refused.
-
-        Args:
-          directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
-          format: "jsonl", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
-          piece: records of a file.
-
-        Returns:
-          dict from evaluator name to its folder.
-        """
-        predict = plugins.load("looplib.parts", "predict")
-        self._checkpointer.need_state()
-        self._directory.refuse_while_training("predict")
-        with console.guarded(), notice.listening(), self._watchdog.watching():
-            return predict(
-                self._loops, self._directory, self._reporter, self._checkpointer.leave, directory, format, piece
-            )
-
-    def export(
-        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
-    ) -> str:
-        """Writes the model at the current step for programs without looplib, into a directory that appears whole.
-
-        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, and
-        `export.json`. What is exported is the `export` of the first evaluator, or else of the trainer. An action may
-        call it.
-
-        Args:
-          directory: default `export/step-<step>` in `model_dir`; an earlier export there is replaced.
-          averages: whether averaged weights are exported, if there are any.
-          tflite: whether to write `model.tflite` too, if TensorFlow's converter takes the model.
-
-        Returns:
-          The directory.
-        """
-        export = plugins.load("looplib.parts", "export")
-        self._loops.refuse_if_unfit("export", self.latest_checkpoint)
-        self._checkpointer.need_state()
-        return export(self._loops, self._checkpointer, self._reporter, directory, averages, tflite)
-
-    def save_checkpoint(self) -> str:
-        """Saves the complete state now, and waits until it is committed.
-
-        Nothing is written if a checkpoint of this step holds these values already. If it holds others, because weights
-        were assigned since then, it is moved into `checkpoints/set_aside`, and so are checkpoints of later steps.
-
-        Returns:
-          str, the path of the checkpoint.
-
-        Raises:
-          DivergenceError: if a variable is not finite; nothing is saved then.
-        """
-        self._loops.refuse_if_unfit("save_checkpoint", self.latest_checkpoint)
-        path = self._checkpointer.save_changed()
-        announce_saves(self._actions, self._checkpointer.take_committed(), self)
-        return path
-
-    def restore_checkpoint(self, checkpoint: str | int | os.PathLike[str] = "latest") -> str | None:
-        """Restores the complete state, including the position in the data; changes nothing in the run directory.
-
-        Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
-        and later records into `metrics.voided.jsonl`, with a line for each.
-
-        Args:
-          checkpoint: "latest"; "best", the `best_checkpoint`; "final", the one that the training ended with; a step;
-            or a path, such as `<model_dir>/checkpoints/ckpt-1000`.
-
-        Returns:
-          The path, or None if there is no checkpoint yet.
-        """
-        self._directory.need("restore_checkpoint")
-        self._directory.refuse_while_training("restore_checkpoint")
-        return self._checkpointer.restore_chosen(checkpoint)
-
-    def show(self, media: Mapping[str, Media], split: str = "train") -> None:
-        """Shows images, texts and histograms at the current step; for actions.
-
-        Args:
-          media: dict from name to `looplib.image`, `looplib.text` or `looplib.histogram`. What another call has shown
-            under the same name at this step is replaced.
-          split: "train", or an evaluator's name.
-        """
-        self._reporter.show(split, self.global_step, as_shown(media))
-
-    def stop(self) -> None:
-        """Ends the training at the next boundary, with the final save and evaluation; for actions."""
-        self._stopped = True
-
-    def close(self) -> None:
-        """Waits for a save under way, closes the writers, and releases the data and the run directory.
-
-        A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again does
-        nothing.
-        """
-        if self._directory is not None:
-            self._directory.refuse_while_training("close")
-        if self._loops.closed:
-            return
-        self._loops.closed = True
-        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
-            if self._directory is not None:
-                stack.callback(self._directory.release)
-            if self._reporter is not None:
-                stack.callback(self._reporter.close)
-            stack.callback(self._loops.close)
-            if self._checkpointer is not None:
-                stack.callback(self._checkpointer.wait)  # a save needs the writers: what it calls reported is synced
-
-    def __enter__(self) -> "Controller":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # The outer loop.
 
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
         self._loops.refuse_if_unfit("train", self.latest_checkpoint)
@@ -554,6 +379,85 @@ class Controller:
 
     # Evaluations and reports.
 
+    def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
+        """Evaluates every evaluator at the current step.
+
+        Args:
+          steps: how many steps of each data set; -1 for all of it.
+
+        Returns:
+          dict from evaluator name to a dict of metrics, the number of `examples` among them.
+        """
+        loops, reporter = self._loops, self._reporter
+        steps = task_loop.check_evaluation(loops.evaluations, steps)
+        self._checkpointer.need_state()
+        with contextlib.nullcontext() if loops.training else self.report.of_a_start(self.restored_from):
+            results, step = {}, self.global_step
+            with console.guarded(), notice.listening(), self._watchdog.watching():
+                for name in loops.evaluations:
+                    metrics = loops.evaluate(name, steps)
+                    if metrics is None:
+                        self._checkpointer.leave(step)
+                    results[name] = metrics
+                    self._publish(name, step, metrics)
+                    reporter.show(name, step, loops.evaluations[name].shown())
+            reporter.writers.flush()
+            if not loops.closed:
+                with self.clock.phase("save"):
+                    self._checkpointer.add_scores(step, results)
+            reporter.last_evaluation = results
+            return results
+
+    def evaluate_continuously(
+        self, steps: int = -1, until_step: int | None = None, timeout: float | None = None
+    ) -> dict[str, Metrics]:
+        """Evaluates each new checkpoint in `model_dir`, as another job writes them.
+
+        Args:
+          steps: steps of each evaluation; -1 for all data.
+          until_step: ends after the evaluation of a checkpoint at or past this step; None waits on.
+          timeout: ends after this many seconds without a new checkpoint; None waits forever.
+
+        Returns:
+          dict from evaluator name to metrics, of the last evaluation.
+        """
+        steps = task_loop.check_evaluation(self._loops.evaluations, steps)
+        if until_step is not None:
+            until_step = whole_number("until_step", until_step, least=0)
+        results: dict[str, Metrics] = {}
+        self._directory.need("evaluate_continuously")
+        self._directory.refuse_while_training("evaluate_continuously")
+        with console.guarded(), notice.listening():
+            for _ in self._checkpointer.each_new(timeout):
+                results = self.evaluate(steps)
+                if until_step is not None and self.global_step >= until_step:
+                    break
+        return results
+
+    def predict(
+        self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
+    ) -> dict[str, str]:
+        """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
+
+        A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
+        that differ from those of the finished pieces are refused.
+
+        Args:
+          directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
+          format: "jsonl", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
+          piece: records of a file.
+
+        Returns:
+          dict from evaluator name to its folder.
+        """
+        predict = plugins.load("looplib.parts", "predict")
+        self._checkpointer.need_state()
+        self._directory.refuse_while_training("predict")
+        with console.guarded(), notice.listening(), self._watchdog.watching():
+            return predict(
+                self._loops, self._directory, self._reporter, self._checkpointer.leave, directory, format, piece
+            )
+
     def _evaluate(self, schedule: Schedule, eval_steps: int, saves: bool = True) -> None:
         """Evaluates in a training, and saves before, so that an evaluation that fails loses nothing."""
         step = self.global_step
@@ -575,3 +479,101 @@ class Controller:
                 record.train = metrics
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self, evaluation_due=evaluates, ending=ends))
+
+    # What else users and actions call.
+
+    def show(self, media: Mapping[str, Media], split: str = "train") -> None:
+        """Shows images, texts and histograms at the current step; for actions.
+
+        Args:
+          media: dict from name to `looplib.image`, `looplib.text` or `looplib.histogram`. What another call has shown
+            under the same name at this step is replaced.
+          split: "train", or an evaluator's name.
+        """
+        self._reporter.show(split, self.global_step, as_shown(media))
+
+    def stop(self) -> None:
+        """Ends the training at the next boundary, with the final save and evaluation; for actions."""
+        self._stopped = True
+
+    def export(
+        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
+    ) -> str:
+        """Writes the model at the current step for programs without looplib, into a directory that appears whole.
+
+        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, and
+        `export.json`. What is exported is the `export` of the first evaluator, or else of the trainer. An action may
+        call it.
+
+        Args:
+          directory: default `export/step-<step>` in `model_dir`; an earlier export there is replaced.
+          averages: whether averaged weights are exported, if there are any.
+          tflite: whether to write `model.tflite` too, if TensorFlow's converter takes the model.
+
+        Returns:
+          The directory.
+        """
+        export = plugins.load("looplib.parts", "export")
+        self._loops.refuse_if_unfit("export", self.latest_checkpoint)
+        self._checkpointer.need_state()
+        return export(self._loops, self._checkpointer, self._reporter, directory, averages, tflite)
+
+    def save_checkpoint(self) -> str:
+        """Saves the complete state now, and waits until it is committed.
+
+        Nothing is written if a checkpoint of this step holds these values already. If it holds others, because weights
+        were assigned since then, it is moved into `checkpoints/set_aside`, and so are checkpoints of later steps.
+
+        Returns:
+          str, the path of the checkpoint.
+
+        Raises:
+          DivergenceError: if a variable is not finite; nothing is saved then.
+        """
+        self._loops.refuse_if_unfit("save_checkpoint", self.latest_checkpoint)
+        path = self._checkpointer.save_changed()
+        announce_saves(self._actions, self._checkpointer.take_committed(), self)
+        return path
+
+    def restore_checkpoint(self, checkpoint: str | int | os.PathLike[str] = "latest") -> str | None:
+        """Restores the complete state, including the position in the data; changes nothing in the run directory.
+
+        Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
+        and later records into `metrics.voided.jsonl`, with a line for each.
+
+        Args:
+          checkpoint: "latest"; "best", the `best_checkpoint`; "final", the one that the training ended with; a step;
+            or a path, such as `<model_dir>/checkpoints/ckpt-1000`.
+
+        Returns:
+          The path, or None if there is no checkpoint yet.
+        """
+        self._directory.need("restore_checkpoint")
+        self._directory.refuse_while_training("restore_checkpoint")
+        return self._checkpointer.restore_chosen(checkpoint)
+
+    def close(self) -> None:
+        """Waits for a save under way, closes the writers, and releases the data and the run directory.
+
+        A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again does
+        nothing.
+        """
+        if self._directory is not None:
+            self._directory.refuse_while_training("close")
+        if self._loops.closed:
+            return
+        self._loops.closed = True
+        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
+            if self._directory is not None:
+                stack.callback(self._directory.release)
+            if self._reporter is not None:
+                stack.callback(self._reporter.close)
+            stack.callback(self._loops.close)
+            if self._checkpointer is not None:
+                stack.callback(self._checkpointer.wait)  # a save needs the writers: what it calls reported is synced
+
+    def __enter__(self) -> "Controller":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
