@@ -454,9 +454,7 @@ class Controller:
         self._checkpointer.need_state()
         self._directory.refuse_while_training("predict")
         with console.guarded(), notice.listening(), self._watchdog.watching():
-            return predict(
-                self._loops, self._directory, self._reporter, self._checkpointer.leave, directory, format, piece
-            )
+            return predict(self._loops, self._checkpointer, self._reporter, directory, format, piece)
 
     def _evaluate(self, schedule: Schedule, eval_steps: int, saves: bool = True) -> None:
         """Evaluates in a training, and saves before, so that an evaluation that fails loses nothing."""
