@@ -24,7 +24,6 @@ from looplib.health.non_finite import StateCheck
 from looplib.health.preemption import notice
 from looplib.report import run_json
 from looplib.report.reporter import Reporter
-from looplib.task import perturbation
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
 
@@ -34,6 +33,8 @@ _CONSEQUENCES = {
     "global_batch_size": "the batches are larger or smaller, and begin after the examples that were read",
     "loop": "the last bits may differ from an uninterrupted run",
 }
+
+NUDGE = "LOOPLIB_NUDGE"  # of the environment: a number, by which `looplib check replicas` has initial weights changed
 
 
 class Checkpointer:
@@ -156,8 +157,8 @@ class Checkpointer:
                     parts.trainer.initialize()
                 if start.warm_start:
                     plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
-                if perturbation.requested():
-                    perturbation.nudge(strategy, objects)
+                if os.environ.get(NUDGE):
+                    plugins.load("looplib.parts", "nudge")(strategy, objects)
         parts.renew_constants()
         if parts.trainer:
             parts.window.start = step
