@@ -112,7 +112,7 @@ def run(
         read = functools.partial(_read_others, settings)
     for flag in (*FLAGS, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
-    console.guard()  # to the end of the process
+    console.guarded()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
     binary = _Binary(build, config, read, started, actions or (), modes or {})
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
