@@ -10,18 +10,10 @@ _MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dic
 
 
 def mode_of(who: str, metric: str, mode: str | None) -> str:
-    """Returns which of two values of a metric is better.
+    """Returns "max" or "min", which of two values of a metric such as "eval/accuracy" is better.
 
-    Args:
-      who: the class that was given the metric, for messages.
-      metric: such as "eval/accuracy".
-      mode: "max" or "min"; None to read it from the metric's name.
-
-    Returns:
-      "max" or "min".
-
-    Raises:
-      UsageError: if the metric has another form, or no mode is given and the name does not decide it.
+    A mode of None is read from the metric's name. `UsageError`, with the class `who` that was given the metric, if the
+    metric has another form, or its name does not decide it.
     """
     if mode not in ("max", "min", None) or not isinstance(metric, str) or "/" not in metric:
         raise UsageError(

@@ -11,13 +11,7 @@ _OWN = frozenset({"epoch", "examples", "skipped_steps", "steps_per_second", CHEC
 
 
 def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None:
-    """Raises `UsageError` if a metric of a user has the name of another one in the same report.
-
-    Args:
-      who: what returned them, for the message.
-      names: of the metrics.
-      rates: those of `Adapter.rates`.
-    """
+    """Raises `UsageError` if a metric that `who` returned has the name of looplib's, or of `Adapter.rates`."""
     for found, others, of in (
         (names, _OWN, "looplib adds to reports"),
         (rates, _OWN, "looplib adds to reports"),
@@ -28,26 +22,13 @@ def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None
 
 
 def check_finished(who: str, before: Mapping[str, Any], after: Mapping[str, Any], rates: Collection[str] = ()) -> None:
-    """Raises `UsageError` if a `loop_end` has made a metric with such a name, or changed looplib's.
-
-    Args:
-      who: the class name of the user's object.
-      before: the metrics that it was given.
-      after: those that it returned.
-      rates: those of `Adapter.rates`.
-    """
+    """Raises `UsageError` if a `loop_end` has made a metric with such a name, or changed looplib's."""
     kept = {name for name in _OWN & before.keys() & after.keys() if after[name] == before[name]}
     check(f"{who}.loop_end", after.keys() - kept, rates)
 
 
 def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Collection[str]]) -> Callable[[Any], Any]:
-    """Wraps a user's step, so that its metrics are checked when it is traced.
-
-    Args:
-      step_fn: the step.
-      who: its name, for the message.
-      rates: returns the names of `Adapter.rates`.
-    """
+    """Wraps a user's step, so that its metrics are checked when it is traced; `rates` returns names."""
     right = set()  # groups of names; an eager loop calls the step many times
 
     def checked(inputs: Any) -> Any:
