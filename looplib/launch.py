@@ -29,7 +29,7 @@ from absl import app, flags, logging
 
 from looplib import command_line, console, files, folders, plugins, runtime
 from looplib.checkpoint.directory import resolve
-from looplib.cluster import peers
+from looplib.cluster import peers, remote
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.command_line import CONFIG_FILE, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
@@ -403,7 +403,6 @@ _OUTCOMES = (
 
 def _end(session: _Session, how: Outcome) -> NoReturn:
     """Closes and reports what is open, tells the other workers, prints the last line, and ends the process."""
-    processes = plugins.find("looplib.backends", "parameter_server_processes")
     failed, controller = how.code == EXIT_FAILED, session.controller
     how = dataclasses.replace(how, line=masked_text(how.line), sentence=masked_text(how.sentence))
     if how.code != EXIT_DONE:
@@ -425,7 +424,7 @@ def _end(session: _Session, how: Outcome) -> NoReturn:
         peers.current.last_words(how.code, how.sentence)  # has no effect the second time
     peers.current.leave()  # has no effect after last words
     # TensorFlow would wait for other processes, or complain of those that have ended.
-    if how.at_once or (processes and processes.connected()) or peers.current.joined:
+    if how.at_once or remote.connected() or peers.current.joined:
         sys.stdout.flush()
         os._exit(how.code)
     sys.exit(how.code)

@@ -1,31 +1,25 @@
 """The machine: strategy, virtual devices, precision, seeds and determinism."""
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import random
 import signal
-import sys
 import threading
 import types
-from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from looplib import plugins
-from looplib.cluster import environment, peers
+from looplib.cluster import environment, peers, remote
+from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, whole_number
 
-STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", "parameter_server", "tpu")
+STRATEGIES = ("auto", "one_device", "mirrored", "multi_worker", *remote.names(), "tpu")
 _TPU_NAMED_BY = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
-_Backend = TypeVar("_Backend")
 _is_set_up = False
 
 
@@ -77,14 +71,14 @@ def setup(
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     for root in ("keras", "tf_keras"):
-        _when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
+        _keras.when_imported(root, lambda module: _set_up_keras(module, seed, mixed_precision))
     gpus = _prepare_devices(1 if on_tpu else num_virtual_devices)
     if on_tpu:
         connect = plugins.load("looplib.parts", "tpu").connect
         chosen = connect(tpu, cores_per_replica=tpu_cores_per_replica, replicas=tpu_replicas, spmd=tpu_spmd)
         why = "a TPU " + ("asked for" if tpu or strategy == "tpu" else "found")
-    elif strategy == "parameter_server":
-        chosen, why = plugins.load("looplib.backends", "parameter_server_processes").connect(), "asked for"
+    elif strategy in remote.names():
+        chosen, why = remote.connect(strategy), "asked for"
     elif strategy == "multi_worker" or (strategy == "auto" and _has_other_workers()):
         chosen, why = _multi_worker(join_limit, num_virtual_devices)
     else:
@@ -106,32 +100,18 @@ def _check(
             f"num_virtual_devices is {num_virtual_devices}, and the strategy one_device trains on one; use mirrored or "
             "auto"
         )
-    if strategy == "parameter_server":
-        _check_asynchronous(num_virtual_devices, deterministic)
+    if strategy in remote.names():
+        remote.named(strategy).check_setup(num_virtual_devices=num_virtual_devices, deterministic=deterministic)
     if tpu and strategy not in ("auto", "tpu"):
         raise UsageError(f"a TPU is named ({tpu!r}), but the strategy is {strategy!r}; use tpu or auto, or name no TPU")
     if mixed_precision == "mixed_float16" and on_tpu:
         raise UsageError("mixed_precision is mixed_float16, which a TPU has no units for; use mixed_bfloat16")
 
 
-def parameter_server_backend(contract: type[_Backend]) -> type[_Backend]:
-    """Returns the class that runs steps on the workers of a parameter server strategy, imported when it is used.
-
-    Args:
-      contract: the abstract class that it implements, `loop.backend.Backend`, of a room above this file.
-    """
-    backend = plugins.load("looplib.backends", "parameter_server")
-    if not issubclass(backend, contract):
-        raise TypeError(f"{backend} does not implement {contract}")
-    return backend
-
-
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Names a strategy for logs and `run.json`, such as "MirroredStrategy, 2 replicas"."""
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        processes = plugins.load("looplib.backends", "parameter_server_processes")
-        workers, parameter_servers = processes.counts()
-        return f"ParameterServerStrategy, workers: {workers}, parameter servers: {parameter_servers}"
+    if (plugin := remote.plugin_of(strategy)) is not None:
+        return plugin.describe()
     replicas = strategy.num_replicas_in_sync
     return f"{_tf.name_of(strategy)}, {replicas} replica{'s' if replicas > 1 else ''}"
 
@@ -144,19 +124,6 @@ def tpu_named() -> str | None:
 def _tpu_is_here() -> bool:
     """Returns whether the environment names a TPU, or this machine has one."""
     return bool(tpu_named() or os.environ.get("TPU_CONFIG") or tf.config.list_physical_devices("TPU"))
-
-
-def _check_asynchronous(num_virtual_devices: int, deterministic: bool) -> None:
-    if deterministic:
-        raise UsageError(
-            "deterministic is asked for, and with the strategy parameter_server workers update the weights in no fixed "
-            "order; leave out --deterministic, or use another strategy"
-        )
-    if num_virtual_devices != 1:
-        raise UsageError(
-            f"num_virtual_devices is {num_virtual_devices}, and with the strategy parameter_server each worker is a "
-            "process; start more workers instead"
-        )
 
 
 def _prepare_devices(num_virtual_devices: int) -> list[tf.config.PhysicalDevice]:
@@ -247,33 +214,6 @@ def _set_up_keras(module: types.ModuleType, seed: int, mixed_precision: str) -> 
         module.backend.experimental.enable_tf_random_generator()
     if mixed_precision != "float32":
         module.mixed_precision.set_global_policy(mixed_precision)
-
-
-def _when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
-    """Calls a function of a module now, or right after it is imported: a `build` may import its Keras family late."""
-    if name in sys.modules:
-        function(sys.modules[name])
-        return
-
-    class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(
-            self, fullname: str, path: object, target: object = None
-        ) -> importlib.machinery.ModuleSpec | None:
-            if fullname != name:
-                return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(name)
-            if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def execute_and_call(module: types.ModuleType) -> None:
-                    execute(module)
-                    function(module)
-
-                spec.loader.exec_module = execute_and_call
-            return spec
-
-    sys.meta_path.insert(0, Finder())
 
 
 def _warn_of_an_early_start() -> None:

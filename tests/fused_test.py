@@ -9,8 +9,8 @@ import tensorflow as tf
 import tf_keras
 from conftest import make_strategy, more
 
-from looplib.loop import fused_optimizers
-from looplib.loop.optimizers import TrainingOptimizers
+from looplib.cluster.updates import TrainingOptimizers
+from looplib.compat import optimizers
 
 # Of the model's variables, which have 10,000, 100, 300 and 3 elements, Adam's kernel updates the first and the last, and
 # the kernel of gradient descent without momentum only the first.
@@ -113,9 +113,7 @@ def test_slots_that_keras_keeps_elsewhere_mean_a_plain_update(keras):
 
     holder = Holder()
     holder.optimizer = make_optimizer()
-    assert (
-        fused_optimizers._kernel(fused_optimizers._sgd, holder.optimizer, tf.Variable(tf.zeros([100, 100])), ()) is None
-    )
+    assert optimizers._kernel(optimizers._sgd, holder.optimizer, tf.Variable(tf.zeros([100, 100])), 0.1) is None
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))

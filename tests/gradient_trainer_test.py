@@ -374,7 +374,7 @@ def test_an_overflow_skips_one_step_on_all_replicas(name, family, tmp_path):
 
 
 def test_the_loss_scale_doubles_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr("looplib.task.loss_scale._GROWS_AFTER", 3)
+    monkeypatch.setattr("looplib.task.gradients._GROWS_AFTER", 3)
     trainer = made(make_strategy("default"), loss_scale="dynamic")
     train(trainer, 7)
     assert trainer.loss_scale.scale.numpy() == 2.0**17

@@ -16,6 +16,7 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib.checkpoint import commits
+from looplib.cluster import replicas
 from looplib.health import non_finite
 from looplib.health.guards import spike_score
 from looplib.health.non_finite import StateCheck
@@ -172,7 +173,7 @@ def test_one_value_that_is_not_finite_is_found_in_a_gradient_of_any_shape(shape,
     def measured(known):
         @tf.function(jit_compile=compiled, input_signature=[tf.TensorSpec(shape if known else None, dtype)])
         def measure(gradient):
-            step = lambda _: non_finite.note_gradients([gradient], None)
+            step = lambda _: replicas.note_gradients([gradient], None)
             return non_finite.run_watched(step, None)[2]
 
         return measure
@@ -195,7 +196,7 @@ def test_a_gradient_that_is_not_finite_is_named_among_many_of_one_shape(bad):
 
     @tf.function
     def measure():
-        step = lambda _: non_finite.note_gradients([tf.constant(each) for each in gradients], variables)
+        step = lambda _: replicas.note_gradients([tf.constant(each) for each in gradients], variables)
         names[:], measures = non_finite.run_watched(step, None)[1:]
         return tf.concat(measures, axis=0)
 

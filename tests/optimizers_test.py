@@ -15,7 +15,7 @@ from conftest import make_strategy, more, repetitions
 
 import looplib
 from looplib import UsageError
-from looplib.loop.optimizers import TrainingOptimizers
+from looplib.cluster.updates import TrainingOptimizers
 
 pytestmark = pytest.mark.any_engine  # where a test does not name one
 STEPS, BATCH, FEATURES, CLASSES, WORDS = 7, 8, 5, 3, 7
@@ -140,7 +140,7 @@ class Zoo(looplib.Trainer):
         return {name: values(model) + values(optimizer) for name, model, optimizer in zipped}
 
 
-def update(model, optimizer, x, y, mean):
+def update(model, optimizer, x, y, mean, apply=lambda optimizer, pairs: optimizer.apply_gradients(pairs)):
     """Updates a model once, for the mean of the squared errors."""
     with tf.GradientTape() as tape:
         loss = mean(tf.reduce_sum(tf.square(model(x) - y), axis=1))
@@ -151,7 +151,7 @@ def update(model, optimizer, x, y, mean):
     gradients = tape.gradient(loss, model.trainable_variables)
     if hasattr(optimizer, "get_unscaled_gradients"):
         gradients = optimizer.get_unscaled_gradients(gradients)
-    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    apply(optimizer, zip(gradients, model.trainable_variables))
 
 
 def values(holder):
@@ -351,6 +351,27 @@ def test_on_one_replica_a_step_is_what_keras_makes_of_it(option):
     make = options(keras3)[option].make
     strategy = make_strategy("default")
     assert ops_of_a_step(make, strategy, changed=True) == ops_of_a_step(make, strategy, changed=False)
+
+
+@pytest.mark.any_engine(False)
+@pytest.mark.parametrize("option", ["clipnorm", "average overwrites", "dynamic"])
+def test_apply_gradients_of_a_trainer_needs_no_method_replaced(option, keras):
+    case = {option: options(keras)[option]}
+    strategy = make_strategy("mirrored_x2")
+    with strategy.scope():
+        zoo = Zoo(keras, case)
+    zoo.global_batch_size = BATCH
+
+    def step(i):
+        start = i * BATCH + BATCH // 2 * int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        batch = X[start : start + BATCH // 2], Y[start : start + BATCH // 2]
+        update(zoo.models[0], zoo.optimizers[0], *batch, zoo.global_mean, zoo.apply_gradients)
+
+    for i in range(STEPS):
+        strategy.run(step, args=(i,))
+    assert not {"apply", "apply_gradients", "update_step"} & set(vars(zoo.optimizers[0]))
+    for found, wanted in zip(zoo.values()[option], plainly(keras, case)[option], strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 class Wrapper(keras3.optimizers.Optimizer):

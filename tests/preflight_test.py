@@ -20,7 +20,7 @@ from conftest import more
 
 import looplib
 from looplib import __main__ as tools
-from looplib.compat import tensorflow as _tf
+from looplib.extras.diagnosis import traced_ops
 from looplib.extras.tools import check as checks
 from looplib.extras.tools import preflight, pure_function
 
@@ -295,8 +295,8 @@ def test_a_lookup_table_is_found():
 
 def test_where_tensorflow_has_hidden_what_is_not_public_less_is_reported(monkeypatch):
     """The graphs of called functions, for source lines, and XLA's plan of memory."""
-    assert _tf._graph_of(object(), "f") is None
-    monkeypatch.setattr(_tf, "_graph_of", lambda graph, name: None)
+    assert traced_ops._graph_of(object(), "f") is None
+    monkeypatch.setattr(traced_ops, "_graph_of", lambda graph, name: None)
     monkeypatch.setitem(sys.modules, "tensorflow.compiler.xla.service", None)
     result = look(train)
     assert result["steps"]["train"]["lowered"] and kinds(result) == set()
@@ -327,7 +327,7 @@ def test_memory_is_what_the_layers_come_to():
 )  # fmt: skip
 def test_a_step_without_variables_computes_what_the_step_does(optimizer, keras, monkeypatch):
     """With Keras's own updates: a fused one becomes a subtraction, which compiles where the update does."""
-    monkeypatch.setattr("looplib.loop.fused_optimizers.update_step", lambda optimizer: None)
+    monkeypatch.setattr("looplib.compat.optimizers.fused_update", lambda optimizer: None)
     trainer = toy.Regression(keras, optimizer)
     controller = looplib.Controller(looplib.RunConfig(global_batch_size=8), trainer=trainer, writers=[])
     step = controller.loops["train"].step

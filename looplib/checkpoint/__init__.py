@@ -1,7 +1,7 @@
 """A run directory's checkpoints: when to save, what to keep, what proves them, and how a run starts from one.
 
 Names that other rooms may use, by file:
-    checkpointer: Checkpointer
+    checkpointer: Checkpointer, NUDGE
     choice: BEST, best, check, choose, divided, FINAL, final, LATEST
     commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
         SET_ASIDE, verify

@@ -19,7 +19,6 @@ from looplib.errors import DivergenceError, UsageError, join_names
 from looplib.health.guards import Diverged, Guards
 from looplib.health.non_finite import StateCheck
 from looplib.report.reporter import Reporter
-from looplib.task import perturbation
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
 
@@ -29,6 +28,8 @@ _CONSEQUENCES = {
     "global_batch_size": "the batches are larger or smaller, and begin after the examples that were read",
     "loop": "the last bits may differ from an uninterrupted run",
 }
+
+NUDGE = "LOOPLIB_NUDGE"  # of the environment: a number, by which `looplib check replicas` has initial weights changed
 
 
 class Checkpointer:
@@ -122,8 +123,8 @@ class Checkpointer:
                     parts.trainer.initialize()
                 if start.warm_start:
                     plugins.load("looplib.parts", "weights").warm_start(objects, start.warm_start)
-                if perturbation.requested():
-                    perturbation.nudge(strategy, objects)
+                if os.environ.get(NUDGE):
+                    plugins.load("looplib.parts", "nudge")(strategy, objects)
         parts.renew_constants()
         if parts.trainer:
             parts.window.start = step

@@ -3,7 +3,9 @@
 Names that other rooms may use, by file:
     collectives: OF_OTHERS, Workers
     environment: Cluster, EXPECTED, resolve
-    gradient_sum: Gradient, MAKE_DENSE, is_summed, over_replicas, summed_already, times, varies
-    peers: Peers, current
+    peers: current, Peers
+    remote: check_placement, RemoteStrategy, connect, connected, named, names, plugin_of
     rendezvous: none
+    replicas: counted, current, in_use, KINDS, of_means, over_replicas, Share, times, watching
+    updates: apply_gradients, refuse_others, TrainingOptimizers
 """

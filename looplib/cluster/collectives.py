@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from looplib.compat import tensorflow as _tf
+
 # An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other
 # worker is frozen.
 OF_OTHERS = (
@@ -124,7 +126,7 @@ def _sum(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
         first = tf.distribute.get_replica_context().replica_id_in_sync_group % local_replicas == 0
         return tf.where(first, value, tf.zeros_like(value))
 
-    local_replicas = len(strategy.extended.worker_devices)
+    local_replicas = len(_tf.worker_devices(strategy))
     return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(local), axis=None)
 
 

@@ -1,16 +1,17 @@
 """What looplib uses of Keras and TensorFlow that they do not publish, each with what happens where it is missing.
 
 Names that other rooms may use, by file:
-    keras: adapts, averaged, changes_when_called, check_one_family, check_placement, computes_in, export_archive,
-        family, finalizes, float_type, given_constants, GLOBAL_SEED, inner_metrics, input_specs, is_a, is_layer,
-        is_metric, is_metrics, is_model, is_optimizer, is_own_class, is_variable, layer_of, load_model, optimizers,
-        parts, rate_or_schedule, scales_loss, sublayers, tf_variable, UNSEEDED, untracked_variables, value_now,
-        variable_path, whole_tracebacks, with_inner, without_vocabularies
-    tensorflow: called, first_bad_output, frames_in, functions_in, graphs_called, growing_array, identity_of,
-        is_by_element, is_late_variable, is_merge_in_branch, is_of_the_input, is_variable_key, keys_of_iterator_state,
-        lacking_in_xla, lengths_of_a_wrong_epoch, log_errors_only, log_once, log_warnings_only, lost_server,
-        message_without_op, name_of, name_of_variable, needed, nodes_in, object_graph, OBJECT_GRAPH_KEY, Ops,
-        parse_profile, python_state_key, RANDOM_OPS, repeated_seeds, shorten_messages_about_workers, stack_at_start,
-        stages_of_iterator_state, started, stateful_ops_of_maps, updated_by, variable_key, why_restored_wrongly,
-        wrapped_by_coordinator
+    keras: adapts, averaged, changes_when_called, check_one_family, computes_in, family, finalizes,
+        given_constants, GLOBAL_SEED, inner_metrics, input_specs, is_a, is_layer, is_metric, is_metrics, is_model,
+        is_optimizer, is_own_class, is_variable, optimizers, parts, rate_or_schedule, recompute, scales_loss, sublayers,
+        tf_variable, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner,
+        without_vocabularies
+    optimizers: counts_while_traced, fused_update, is_summed, leave_out_sum, own_method, Replacement, summed,
+        updates_conditionally, variables_of
+    tensorflow: functions_in, growing_array, identity_of, is_by_element, is_late_variable, is_merge_in_branch,
+        is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla, lengths_of_a_wrong_epoch,
+        log_errors_only, log_once, log_warnings_only, lost_server, message_without_op, name_of, name_of_variable,
+        nodes_in, object_graph, OBJECT_GRAPH_KEY, parse_profile, python_state_key, RANDOM_OPS, repeated_seeds,
+        ReplicaLocal, stack_at_start, stages_of_iterator_state, started, stateful_ops_of_maps, updated_by, variable_key,
+        why_restored_wrongly, worker_devices
 """

@@ -4,10 +4,12 @@ Keras 3 (`keras`) and Keras 2 (`tf_keras`) both run on TensorFlow, and neither's
 This imports neither: it recognizes objects by the modules of their classes.
 """
 
-import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -107,11 +109,6 @@ def is_optimizer(value: Any) -> bool:
     return is_a(value, "optimizers", "Optimizer") or is_a(value, "optimizers", "legacy", "Optimizer")
 
 
-def float_type(model: Any) -> str:
-    """Returns the name of the type of floating-point numbers that the family of a model computes with by default."""
-    return sys.modules[family(model)].backend.floatx()
-
-
 def input_specs(model: Any) -> Any:
     """Returns the structure of `tf.TensorSpec`s of the inputs of a model; None if it has no Input layers.
 
@@ -143,16 +140,6 @@ def _spec(part: Any, name: str) -> tf.TensorSpec:
 def inner_metrics(metric: Any) -> list[Any]:
     """Returns a metric, and those that Keras 3 keeps in the one for all metrics of a compiled model."""
     return [metric, *(one for inner in getattr(metric, "metrics", ()) for one in inner_metrics(inner))]
-
-
-def export_archive(model: Any) -> Any:
-    """Returns a new `ExportArchive` of a model's family."""
-    return sys.modules[family(model)].export.ExportArchive()
-
-
-def load_model(model: Any, path: str) -> Any:
-    """Loads a file that a model has written, by the model's family, without its optimizer and loss."""
-    return sys.modules[family(model)].models.load_model(path, compile=False)
 
 
 def _within(value: Any) -> Iterable[tuple[str, Any]]:
@@ -344,58 +331,44 @@ def untracked_variables(value: Any) -> list[tf.Variable | tf.random.Generator]:
     return []
 
 
-def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iterable[Any]) -> None:
-    """Checks that variables were made in the scope of the strategy that will run them.
+def recompute(layer: Any) -> None:
+    """Lets a layer compute its activations again in the backward pass, by `tf.recompute_grad`.
 
-    Args:
-      strategy: the strategy.
-      what: the name of their owner, for the message.
-      variables: Keras or TensorFlow variables.
-
-    Raises:
-      UsageError: if not.
+    A layer that is built has no public way to compute otherwise than its class does, but to set its `call`.
     """
-    replicas = strategy.num_replicas_in_sync
-    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    for variable in variables:
-        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
-        distributed = isinstance(value, tf.distribute.DistributedValues)
-        if distributed and getattr(value, "distribute_strategy", strategy) is not strategy:
-            raise UsageError(
-                f"{what} holds variables made under another strategy than the {type(strategy).__name__} of the "
-                "controller; pass the controller the strategy that they were made under"
-            )
-        if remote and tf.DeviceSpec.from_string(getattr(value, "device", "") or "").job != "ps":
-            raise UsageError(
-                f"{what} holds variables that are not on a parameter server; build models, optimizers and metrics "
-                "inside `with strategy.scope():` (and give the strategy no variable_partitioner)"
-            )
-        if not distributed and replicas > 1:
-            raise UsageError(
-                f"{what} holds variables made outside the scope of {type(strategy).__name__} with {replicas} replicas; "
-                "build models, optimizers and metrics inside `with strategy.scope():`"
-            )
+    call = layer.call
+
+    @functools.wraps(call)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
+
+    layer.call = recomputed
 
 
-@contextlib.contextmanager
-def whole_tracebacks() -> Iterator[None]:
-    """Keeps Keras 3's and TensorFlow's own frames in the tracebacks of errors, inside a `with` block."""
-    holders = [tf.debugging, *([sys.modules["keras"].config] if "keras" in sys.modules else [])]
-    holders = [holder for holder in holders if holder.is_traceback_filtering_enabled()]
-    for holder in holders:
-        holder.disable_traceback_filtering()
-    try:
-        yield
-    finally:
-        for holder in holders:
-            holder.enable_traceback_filtering()
+def when_imported(name: str, function: Callable[[types.ModuleType], None]) -> None:
+    """Calls a function of a Keras family's module now, or right after it is imported: a program may do so late.
 
+    Keras has no configuration of its own that would have the settings before. Python looks for a module at the finders
+    of `sys.meta_path`; the one here takes itself out at once.
+    """
+    if name in sys.modules:
+        function(sys.modules[name])
+        return
 
-def layer_of(error: BaseException) -> str:
-    """Returns the name of the innermost layer of either family in which an error was raised; "" for none."""
-    name, trace = "", error.__traceback__
-    while trace is not None:
-        holder = trace.tb_frame.f_locals.get("self")
-        name = holder.name if is_layer(holder) and not is_model(holder) else name
-        trace = trace.tb_next
-    return name
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def execute_and_call(module: types.ModuleType) -> None:
+                    execute(module)
+                    function(module)
+
+                spec.loader.exec_module = execute_and_call
+            return spec
+
+    sys.meta_path.insert(0, Finder())

@@ -6,9 +6,8 @@ of them stay; the collector would visit them again and again, which takes a fift
 Everything else here depends on a private attribute, on a module that is not public, or on the words of a message.
 Another version of TensorFlow may change any of these, so each function returns None, False or nothing where TensorFlow
 is not as expected, and looplib then says less and does not fail. `tests/tf_test.py` tries each with the TensorFlow that
-is installed, and names what that version changed; all work with the versions of `KNOWN`. Of this kind are also
-`extras/tools/xla.py`, for messages and programs of XLA that one tool reads, and `loop/fused_optimizers.py`, for
-attributes of Keras.
+is installed, and names what that version changed; all work with the versions of `KNOWN`. Of this kind is also
+`extras/tools/xla.py`, for messages and programs of XLA that one tool reads.
 """
 
 import builtins
@@ -19,8 +18,9 @@ import logging as python_logging
 import os
 import re
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from looplib.errors import UsageError, gist
@@ -114,80 +114,6 @@ def keep_builtins() -> None:
         inspect_utils._BUILTIN_FUNCTION_IDS = frozenset(map(id, _builtins))
 
 
-# The ops of a traced function.
-
-
-class Ops:
-    """The ops of a traced function and of all functions that it calls; iterates over `tf.Operation`s.
-
-    Args:
-      concrete: the traced function.
-    """
-
-    def __init__(self, concrete: tf.types.experimental.ConcreteFunction) -> None:
-        self._main: str = concrete.function_def.signature.name
-        self._graphs: dict[str, dict[str, tf.Operation]] = {}
-        self._places: dict[int, tuple[str, str]] = {}
-        todo = [(self._main, concrete.graph)]
-        while todo:
-            name, graph = todo.pop()
-            if name in self._graphs:
-                continue
-            self._graphs[name] = {op.name: op for op in graph.get_operations()}
-            for op in self._graphs[name].values():
-                self._places[id(op)] = (name, op.name)
-                below = ((function, _graph_of(graph, function)) for function in called(op))
-                todo += [(function, found) for function, found in below if found is not None]
-
-    def __iter__(self) -> Iterator[tf.Operation]:
-        return (op for ops in self._graphs.values() for op in ops.values())
-
-    def place(self, op: tf.Operation) -> tuple[str, str]:
-        """Returns the (function name, op name) of an op."""
-        return self._places[id(op)]
-
-    def in_function(self, function: str, name: str) -> tf.Operation | None:
-        """Returns the op of a name in a function, or None."""
-        return self._graphs.get(function, {}).get(name)
-
-    def named_in(self, message: str, names: Mapping[str, str]) -> tf.Operation | None:
-        """Returns the op that the message of a failed op, or of XLA, is about; None if it names none.
-
-        Args:
-          message: the text of the error.
-          names: from the names of rewritten functions to their original ones.
-        """
-        graph = re.search(r"compile graph ([^\s\[]+)", message)
-        functions = [graph[1]] if graph else []
-        functions += re.findall(r"\{\{function_node (\S+?)\}\}", message)
-        for path in re.findall(r"\{\{node ([^}]+)\}\}", message):
-            for function in functions + [self._main]:
-                op = self._follow(names.get(function, function), path)
-                if op is not None:
-                    return op
-        return None
-
-    def named(self, path: str) -> tf.Operation | None:
-        """Returns the op of a path in XLA's metadata, which begins with the call of the whole, or None."""
-        found = self._follow(self._main, path)
-        return found if found is not None else next((op for op in self if op.name == path), None)
-
-    def _follow(self, function: str, path: str) -> tf.Operation | None:
-        """Follows the calls that a path begins with, as inlining makes them."""
-        path = path.removeprefix("step/")
-        ops = self._graphs.get(function, {})
-        if path in ops:
-            return ops[path]
-        parts = path.split("/")
-        for end in range(len(parts) - 1, 0, -1):
-            call = ops.get("/".join(parts[:end]))
-            for name in called(call) if call is not None else ():
-                found = self._follow(name, "/".join(parts[end:]))
-                if found is not None:
-                    return found
-        return None
-
-
 def functions_in(concrete: tf.types.experimental.ConcreteFunction) -> set[str]:
     """Returns the names of all functions that a traced function calls."""
     return {function.signature.name for function in concrete.graph.as_graph_def().library.function}
@@ -218,59 +144,7 @@ def identity_of(variable: object) -> int:
     return id(getattr(variable, "handle", variable))
 
 
-def called(op: tf.Operation) -> Iterator[str]:
-    """Yields the names of the functions that an op calls."""
-    for value in op.node_def.attr.values():
-        if value.HasField("func"):
-            yield value.func.name
-        for function in value.list.func:
-            yield function.name
-
-
-def needed(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Yields the ops of a function's graph that its results or its side effects need.
-
-    Raises:
-      AttributeError: if the graph is not a function's, or TensorFlow does not say what its side effects are.
-    """
-    todo = [*(tensor.op for tensor in graph.outputs), *graph.control_outputs]
-    seen = set(todo)
-    while todo:
-        op = todo.pop()
-        yield op
-        for before in (*(tensor.op for tensor in op.inputs), *op.control_inputs):
-            if before not in seen:
-                seen.add(before)
-                todo.append(before)
-
-
-def graphs_called(op: tf.Operation, name: str | None = None) -> list[tf.Graph]:
-    """Returns the graphs of the functions that an op calls, as far as TensorFlow hands them out.
-
-    Args:
-      op: the op.
-      name: the attribute that names the function, such as "body"; None for all.
-    """
-    names = called(op) if name is None else [op.get_attr(name).name]
-    return [found for found in (_graph_of(op.graph, one) for one in names) if found is not None]
-
-
-def _graph_of(graph: tf.Graph, name: str) -> tf.Graph | None:
-    """Returns the graph of a function that a graph calls; None if TensorFlow does not hand it out."""
-    try:
-        return graph._get_function(name).graph
-    except AttributeError:
-        return None
-
-
 # The words of errors.
-
-
-def frames_in(message: str) -> list[tuple[str, int]]:
-    """Returns the (file, line) of each frame that AutoGraph, `tf.numpy_function` or a failed op put into a message."""
-    if not re.search(r"in user code:|Traceback \(most recent call last\)|Detected at node", message):
-        return []
-    return [(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', message)]
 
 
 def lost_server(error: BaseException, of_any_process: bool = False) -> UsageError | None:
@@ -293,6 +167,15 @@ def name_of(strategy: tf.distribute.Strategy) -> str:
     """Returns the public name of a strategy's class; TensorFlow 2.21 and older have other ones for two of them."""
     name = type(strategy).__name__.removesuffix("V2")
     return _STRATEGIES.get(name, name)
+
+
+def worker_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the names of the devices of this process's replicas.
+
+    Raises:
+      RuntimeError: for the default strategy.
+    """
+    return tuple(strategy.extended.worker_devices)
 
 
 def log_warnings_only() -> None:
@@ -384,22 +267,6 @@ def object_graph(reader: Any) -> Any:
 _OF_THE_INPUT = re.compile("IteratorGetNext|user-defined function passed to")
 
 
-def first_bad_output(error: BaseException) -> tuple[str, str] | None:
-    """Returns (type of the op, what its output is) of what `tf.debugging.enable_check_numerics` found; None if nothing.
-
-    The second is text such as "float32 [3, 2], 4 NaN"; "" where the message does not say it.
-    """
-    text = str(error)
-    found = re.search(r"Detected Infinity or NaN in output \d+ of \S+ op \"([^\"]+)\"", text)
-    if not found:
-        return None
-    dtype, shape = re.search(r"dtype: <dtype: '(\w+)'>", text), re.search(r"shape: (\([^)\n]*\))", text)
-    counts = re.findall(r"# of (\S+) elements: (\d+)", text)
-    sizes = [f"[{shape[1].strip('(,)')}]"] if shape else []
-    kind = " ".join([*([dtype[1]] if dtype else []), *sizes])
-    return found[1], ", ".join(filter(None, [kind, *(f"{count} {name.removeprefix('+')}" for name, count in counts)]))
-
-
 def is_of_the_input(error: BaseException) -> bool:
     """Returns whether an error was raised by the ops of a data set, as far as TensorFlow's message says; else False."""
     return bool(_OF_THE_INPUT.search(str(error)))
@@ -448,46 +315,6 @@ def is_late_variable(error: BaseException) -> bool:
 def is_merge_in_branch(error: BaseException) -> bool:
     """Returns whether an error says that replicas cannot be joined inside of a condition or another inner graph."""
     return isinstance(error, RuntimeError) and "`merge_call` called while defining a new graph" in str(error)
-
-
-def wrapped_by_coordinator(error: Exception) -> BaseException:
-    """Returns the error of a call that TensorFlow's ClusterCoordinator has wrapped; any other error unchanged."""
-    return getattr(error, "original_exception", error)  # of a type without a public name (TensorFlow 2.21)
-
-
-def shorten_messages_about_workers() -> None:
-    """Makes TensorFlow log one line when a worker is lost or comes back, in place of dozens with stack traces."""
-    logger = tf.get_logger()
-    if not any(isinstance(notes, _WorkerMessages) for notes in logger.filters):
-        logger.addFilter(_WorkerMessages(logger.getEffectiveLevel()))
-        logger.setLevel(python_logging.INFO)  # TensorFlow logs the return of a worker as information
-
-
-class _WorkerMessages(python_logging.Filter):
-    """Recognizes the messages of the ClusterCoordinator of TensorFlow 2.20 and 2.21; others are not changed."""
-
-    _NOISE = (
-        "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
-        "A `tf.distribute.experimental.ParameterServerStrategy` method is",
-    )  # fmt: skip
-
-    def __init__(self, level: int) -> None:
-        super().__init__()
-        self._level = level
-        self._gone: set[str] = set()
-
-    def filter(self, record: python_logging.LogRecord) -> bool:
-        """Returns whether TensorFlow's record is shown."""
-        message, worker = str(record.msg), str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
-        if message.startswith("Worker %s failed with"):
-            if worker not in self._gone:
-                self._gone.add(worker)
-                logging.warning("%s is gone; the other workers do its steps until it is back", worker)
-            return False
-        if message.startswith("Worker %s has been recovered") and worker in self._gone:
-            self._gone.remove(worker)
-            logging.warning("%s is back", worker)
-        return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)
 
 
 # How TensorFlow 2.20 and 2.21 write the state of an iterator as text. If another version has none of these names, no
@@ -653,6 +480,13 @@ def why_restored_wrongly(texts: list[bytes]) -> str:
 def message_without_op(error: tf.errors.OpError) -> str:
     """Returns the message of an error without the op's name, which TensorFlow 2.20 and 2.21 put before and after it."""
     return error.message.partition("}} ")[2].partition(" [Op")[0] or error.message
+
+
+class ReplicaLocal(threading.local):
+    """Values that belong to the step of one replica, for what this calls without handing them on.
+
+    tf.distribute keeps none for a replica, but traces and runs each in a thread of its own.
+    """
 
 
 watch()

@@ -7,8 +7,7 @@ Names that other rooms may use, by file:
     host_stream: HostStream
     input_context: BadRecords, InputContext, Reads
     iterator_state: none
-    order: Ids, Locate, OrderKey, Plan, as_plan, mix, seeds_at
+    order: as_plan, Ids, Locate, mix, OrderKey, Plan, seeds_at
     pipelines: none
-    shares: Share, counted, current, in_use, of_means, weighed
     stream: Properties, Stream
 """

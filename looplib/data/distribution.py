@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
+from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
 from looplib.data.host_stream import HostStream
@@ -30,10 +31,11 @@ def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:
     kinds = (tf.distribute.OneDeviceStrategy, tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
     if not isinstance(strategy, kinds):
         return None
-    devices = [tf.DeviceSpec.from_string(device) for device in strategy.extended.worker_devices]
+    names = _tf.worker_devices(strategy)
+    devices = [tf.DeviceSpec.from_string(name) for name in names]
     one_process = len({(device.job, device.task) for device in devices}) == 1
     plain = all(device.device_type in ("CPU", "GPU") for device in devices)
-    return tuple(strategy.extended.worker_devices) if plain and one_process else None
+    return names if plain and one_process else None
 
 
 def runs_on_host(strategy: tf.distribute.Strategy) -> bool:

@@ -8,10 +8,10 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
+from looplib.cluster.replicas import KINDS, Share
 from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches
 from looplib.data.input_context import InputContext
-from looplib.data.shares import KINDS, Share
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 

@@ -5,35 +5,19 @@ through a Keras optimizer. Between steps, before anything is committed, they che
 state.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from looplib.compat import keras as _keras
+from looplib.cluster import replicas
 
 _BEFORE_A_TRACE = 40  # checks of the state, which together take as long: 40 and 1,600 microseconds for a variable
 GRADIENT_OF = "the gradient of "  # before the name of a variable, in the names of watched values
 # Gradients of one shape that are cheaper to measure together, and their elements: larger ones would wait for the last.
 _MANY, _SMALL = 4, 512
 _LARGE = 8192  # elements from which a product of matrices is faster than one op
-_step = threading.local()
-
-
-def note_gradients(gradients: Sequence[Any], variables: Sequence[Any] | None) -> None:
-    """Notes the gradients that an optimizer is given for `run_watched`, if that runs the step.
-
-    Args:
-      gradients: tensors, `tf.IndexedSlices` or None.
-      variables: the variables of the gradients, of Keras or TensorFlow; None if they are not known.
-    """
-    noted = getattr(_step, "gradients", None)
-    if noted is not None:
-        for number, (gradient, variable) in enumerate(zip(gradients, variables or [None] * len(gradients))):
-            name = f"variable {number}" if variable is None else _keras.variable_path(variable)
-            noted.append((GRADIENT_OF + name, gradient))
 
 
 def run_watched(step_fn: Callable[[Any], Any], inputs: Any) -> tuple[Any, list[str], list[tf.Tensor]]:
@@ -45,13 +29,9 @@ def run_watched(step_fn: Callable[[Any], Any], inputs: Any) -> tuple[Any, list[s
       A gradient's number is finite only if all its elements are. It is half the squared norm, which overflows from 2e19
       on, or the sum: of large matrices, and of many small gradients of one shape, in a step that does not run eagerly.
     """
-    _step.gradients = []
-    try:
+    with replicas.watching() as noted:
         outputs = step_fn(inputs)
-        noted = _step.gradients
-    finally:
-        _step.gradients = None
-    return outputs, *_measures(noted)
+    return outputs, *_measures([(GRADIENT_OF + name, gradient) for name, gradient in noted])
 
 
 @tf.autograph.experimental.do_not_convert

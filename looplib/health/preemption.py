@@ -55,7 +55,7 @@ class Notice:
         self._ran: RunningTime | None = None  # of the thread, while it listens
         self._read: int | None = None  # the ends of the pipe of signals, once it is open
         self._write: int | None = None
-        self._held = threading.local()  # `signals`, the mask before a fork
+        self._masks: dict[int, set] = {}  # of signals before a fork, by thread
         self._thread: threading.Thread | None = None  # which stays for later blocks, because a start takes time
 
     @property
@@ -174,11 +174,12 @@ class Notice:
 
     def before_a_fork(self) -> None:
         """Holds signals back in this thread until a fork of the process has handlers of its own."""
-        self._held.signals = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self._depth else ())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self._depth else ())
+        self._masks[threading.get_ident()] = before
 
     def after_a_fork(self) -> None:
         """Lets signals through again, in the parent and in the fork."""
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.signals)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.pop(threading.get_ident()))
 
     def in_a_fork(self) -> None:
         """Leaves the signals of a fork of the process to it: the parent's pipe and handlers are not for them."""

@@ -6,7 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.cluster import remote
 from looplib.data import distribution
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.loop.auto import AutoLoop
@@ -38,7 +40,10 @@ class Backend(abc.ABC):
         self._spec = spec
 
     def check(self, stream: Stream) -> None:
-        """Raises `UsageError` for data or settings that this backend cannot keep its promises with."""
+        """Raises `UsageError` for data that this backend cannot take; the constructor does so for settings."""
+
+    def check_earlier(self, before: Batches, now: Batches) -> None:
+        """Raises `UsageError` if the data cannot continue behind batches of the sizes of a checkpoint."""
 
     @abc.abstractmethod
     def reducer(self) -> Reducer:
@@ -89,9 +94,8 @@ class LocalReplicas(Backend):
         if reducer.hands_over:
             return HostLoop(step, collect)
         # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
-        steps_per_loop = (spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)) - bool(
-            reducer.collects
-        )
+        steps_per_loop = spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)
+        steps_per_loop -= bool(reducer.collects)
         loop = self._device_loop(step, max(1, steps_per_loop), tracing)
         return ShowingLoop(loop, first=not spec.training) if reducer.collects else loop
 
@@ -112,6 +116,12 @@ class LocalReplicas(Backend):
         if spec.config.loop == "auto" and spec.may_compile:
             return AutoLoop(step, steps_per_loop, spec.clock, tracing, spec.chosen)
         return single_steps(step)
+
+
+def backend_of(spec: Specification) -> Backend:
+    """Returns the backend of a loop: that of a plug-in for the strategy, or `LocalReplicas`."""
+    plugin = remote.plugin_of(spec.strategy)
+    return LocalReplicas(spec) if plugin is None else plugin.backend(spec)
 
 
 def _xla_loop(step: Step, steps_per_loop: int) -> DeviceLoop:

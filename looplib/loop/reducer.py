@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from looplib.cluster import remote
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.health import non_finite
@@ -174,7 +175,7 @@ class Reducer(Accumulator):
     def create(self) -> None:
         """Makes the accumulating variable, once the structure is known; outside any `tf.function`."""
         for name, metric in self.packer.keras.items():
-            _keras.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
+            remote.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
         size = self.packer.size + (1 + len(self._watched) if self._guarded else 0)
         self._totals = self._make_totals(size)
         replaced = self.packer.replaced()

@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from looplib import runtime
 from looplib.cluster.collectives import Workers
+from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
 from looplib.data import distribution
 from looplib.data.batches import Batches
@@ -19,14 +19,13 @@ from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import example_checksum, global_share, metric_sums
-from looplib.loop.backend import Backend, Decorator, LocalReplicas
+from looplib.loop import example_checksum
+from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
-from looplib.loop.batch_sizes import BatchSizes
-from looplib.loop.optimizers import TrainingOptimizers, refuse_others
 from looplib.loop.packing import check_metric_name
 from looplib.loop.step import Step, StepFn
-from looplib.loop.traced import TracedValues
+from looplib.loop.step_additions import BatchSizes, add_share, check_share
+from looplib.loop.step_checks import TracedValues, check_metrics
 from looplib.report.shown import Shown
 from looplib.task import own_names
 from looplib.task.adapter import rates_of
@@ -65,7 +64,7 @@ class TaskLoop(TrainingLoop):
         self._start_step = spec.start_step
         self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
-        self._backend = backend = _backend(spec)
+        self._backend = backend = backend_of(spec)
         self._stream = self._distribute()
         properties = self._stream.properties
         self.epoch, self.examples = properties.epoch, properties.examples
@@ -87,8 +86,8 @@ class TaskLoop(TrainingLoop):
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
         if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
-            global_share.check(spec.task, self._inner.step)
-            metric_sums.check(self._inner.step, spec.step_name, self.reducer.packer.keras)
+            check_share(spec.task, self._inner.step)
+            check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
@@ -104,7 +103,7 @@ class TaskLoop(TrainingLoop):
             rows = _rows_in_turn if self._stream.properties.in_turn else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
-            decorators.append(functools.partial(global_share.add_to, task=self.task))
+            decorators.append(functools.partial(add_share, task=self.task))
         return [*decorators, *backend.decorators()]
 
     @property
@@ -284,12 +283,7 @@ class TaskLoop(TrainingLoop):
         self._end_data()
         self._position = position
         batches = batches or self.batches
-        remote = isinstance(self._strategy, tf.distribute.ParameterServerStrategy)
-        if remote and batches.earlier != self.batches.earlier:
-            raise UsageError(
-                f"the checkpoint is of a run with batches of {batches}, and the workers of the strategy "
-                "parameter_server read theirs already; build a new controller to continue from it"
-            )
+        self._backend.check_earlier(self.batches, batches)
         if (start_step, batches) != (self._start_step, self.batches):
             self._start_step, self.batches = start_step, batches
             self.renew()
@@ -437,20 +431,12 @@ def _end_all_data() -> None:
 
 def make_loop(spec: Specification) -> Loop:
     """Returns the `TaskLoop` of a task, or the loop that the task makes itself; a `TrainingLoop` for a trainer."""
-    if spec.config.overfit_batch and (
-        isinstance(spec.task, OwnLoop) or isinstance(spec.strategy, tf.distribute.ParameterServerStrategy)
-    ):
+    if spec.config.overfit_batch and isinstance(spec.task, OwnLoop):
         raise UsageError(
             f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a trainer "
             "with data of looplib's, and no parameter servers; leave out --overfit_batch"
         )
     return spec.task.make_loop(spec) if isinstance(spec.task, OwnLoop) else TaskLoop(spec)
-
-
-def _backend(spec: Specification) -> Backend:
-    if isinstance(spec.strategy, tf.distribute.ParameterServerStrategy):
-        return runtime.parameter_server_backend(Backend)(spec)
-    return LocalReplicas(spec)
 
 
 def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:

@@ -8,22 +8,19 @@ Names that other rooms may use, by file:
     derived: Constants, starting
     evaluator: Evaluator
     exported: Exported
-    gradient_checks: none
     gradient_trainer: GradientTrainer
     gradients: none
-    learning_rates: LearningRates, constant_rate, learning_rate, updating
-    loss_scale: none
+    learning_rates: constant_rate, learning_rate, LearningRates, updating
     media: histogram, image, Media, text
     micro_batches: none
     monitored: mode_of
     own_loop: OwnLoop
-    own_names: BATCH_SIZES, CHECKSUM, check, check_finished, refuse_in
+    own_names: BATCH_SIZES, check, check_finished, CHECKSUM, refuse_in
     parts: none
-    perturbation: nudge, requested, VARIABLE
     plain: as_array, as_bytes, as_json, as_number, is_number
-    record: Contents, EngineChoice, RunRecord, RunState, RunningTotals, VariableNames
-    reductions: Reduction, all_gather, each, global_positions, last, mean, total, weighted_sum
-    state: InputState, ReplicaState, SlotOptimizer, differing_variables, no_weights, state_of, tables_of, unheld,
+    record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames
+    reductions: all_gather, each, global_positions, last, mean, Reduction, total, weighted_sum
+    state: differing_variables, InputState, no_weights, ReplicaState, SlotOptimizer, state_of, tables_of, unheld,
         variables_of
     trainer: Trainer
 """

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import tensorflow as tf
 
+from looplib.cluster import remote
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.folders import is_name
@@ -85,7 +86,7 @@ def check_together(
         if _keras.is_model(value) and not value.built:
             _check_unbuilt(what, strategy, engine)
         elif not _keras.is_layer(value) or value.built:
-            _keras.check_placement(strategy, what, _variables(value))
+            remote.check_placement(strategy, what, _variables(value))
     owners = {}
     for task in tasks:
         for name, value in vars(task).items():
@@ -146,8 +147,8 @@ def _trace_update(optimizer: Any, variables: Sequence[tf.Variable], strategy: tf
 
 
 def _check_unbuilt(what: str, strategy: tf.distribute.Strategy, engine: str) -> None:
-    remote = isinstance(strategy, tf.distribute.ParameterServerStrategy)
-    if engine == "eager" or strategy.num_replicas_in_sync > 1 or remote:
+    elsewhere = remote.plugin_of(strategy) is not None
+    if engine == "eager" or strategy.num_replicas_in_sync > 1 or elsewhere:
         raise UsageError(
             f"{what} has no variables yet; on several replicas or workers, and in the eager loop, a model must have "
             "them before the first step: give it an Input layer, or call it once in __init__"

@@ -7,13 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.cluster import gradient_sum
+from looplib.cluster import replicas, updates
 from looplib.compat import keras as _keras
-from looplib.data import shares as global_shares
-from looplib.errors import UsageError, whole_number
-from looplib.task import gradient_checks as checks
+from looplib.errors import UsageError, join_names, whole_number
 from looplib.task import gradients as gradient_math
-from looplib.task import loss_scale as scaling
 from looplib.task import micro_batches as splitting
 from looplib.task import parts, reductions
 from looplib.task.averages import WeightAverages
@@ -144,8 +141,8 @@ class GradientTrainer(Trainer):
         if not isinstance(jit_compile, bool):
             raise UsageError(f"jit_compile is {jit_compile!r}; expected True or False")
         self._gradients_compiled = jit_compile
-        self._gradient_report = checks.checked_reports(report or ())
-        checks.check_model(model)
+        self._gradient_report = parts.checked_reports(report or ())
+        parts.check_model(model)
         trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
@@ -155,7 +152,7 @@ class GradientTrainer(Trainer):
             {"model": model, **{f"optimizer {p!r}": each for p, each, _ in self._gradient_plan.parts}}
         )
         for _, each, variables in self._gradient_plan.parts:
-            checks.check_optimizer(each)
+            parts.check_optimizer(each)
             each.build(variables)
         self.averages = None if average_decay is None else WeightAverages(trained, average_decay)
         self.loss_scale = _make_loss_scale(model, loss_scale)
@@ -176,11 +173,17 @@ class GradientTrainer(Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
-        checks.check_trainable(type(self).__name__, self.model, self._gradient_plan.trainable)
+        _check_trainable(type(self).__name__, self.model, self._gradient_plan.trainable)
         if self.micro_batches is None:
             self.micro_batches = splitting.fitting(self._probe, inputs)
         backward = self._computed(inputs)
-        return checks.joined(type(self).__name__, backward.metrics, self._update(backward))
+        reported = self._update(backward)
+        if both := sorted(backward.metrics.keys() & reported.keys()):
+            raise UsageError(
+                f"{type(self).__name__}.loss_fn returned the metric {both[0]!r}, which GradientTrainer reports; rename "
+                "yours"
+            )
+        return {**backward.metrics, **reported}
 
     @property
     def frozen_variables(self) -> list[Any]:
@@ -201,7 +204,7 @@ class GradientTrainer(Trainer):
 
     def _backward(self, inputs: Any) -> _Backward:
         with tf.GradientTape(persistent=True) as tape:
-            losses, metrics = checks.losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
+            losses, metrics = _losses_and_metrics(type(self), self.loss_fn(inputs), inputs)
             target, weight, auxiliary, own_metrics = self._targets(losses)
         variables = [_keras.tf_variable(variable) for variable in self._gradient_plan.trained]
         data = tape.gradient(target, variables)
@@ -220,8 +223,8 @@ class GradientTrainer(Trainer):
         if isinstance(losses, Reduction):
             values = _at_least_float32(losses.value)
             weights = tf.ones_like(values) if losses.weight is None else tf.cast(losses.weight, values.dtype)
-            checks.check_weights(type(self).__name__, values, weights)
-            weights = global_shares.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
+            _check_weights(type(self).__name__, values, weights)
+            weights = replicas.counted(tf.stop_gradient(tf.broadcast_to(weights, tf.shape(values))))
             target = tf.reduce_sum(tf.math.multiply_no_nan(values, weights)) / self.global_batch_size
             weight = tf.reduce_sum(weights)
         else:
@@ -239,7 +242,7 @@ class GradientTrainer(Trainer):
             if weight is None:
                 target, auxiliary = target + auxiliary, None
         scale = None if self.loss_scale is None else self.loss_scale.scale
-        return gradient_sum.times(target, scale), weight, gradient_sum.times(auxiliary, scale), metrics
+        return replicas.times(target, scale), weight, replicas.times(auxiliary, scale), metrics
 
     def _probe(self, inputs: Any, count: int) -> list[tf.Tensor]:
         """Computes the gradients in `count` parts, for `fitting`."""
@@ -302,27 +305,26 @@ class GradientTrainer(Trainer):
         strategy, weight = tf.distribute.get_strategy(), backward.weight
         values = [*backward.data, *backward.auxiliary, *([] if weight is None else [weight])]
         if strategy.num_replicas_in_sync > 1:
-            values = gradient_sum.over_replicas(strategy, type(self).__name__, values)
+            values = replicas.over_replicas(type(self).__name__, values)
         data, count = values[: len(backward.data)], len(backward.data)
         auxiliary = values[count : count + len(backward.auxiliary)]
         factor = None
         if weight is not None:
             factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1])
         inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
-        data = [gradient_sum.times(gradient_sum.times(gradient, factor), inverse) for gradient in data]
+        data = [replicas.times(replicas.times(gradient, factor), inverse) for gradient in data]
         if auxiliary:
-            data = [_added(gradient, gradient_sum.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
+            data = [_added(gradient, replicas.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
         return data
 
     def _apply(self, gradients: Sequence[Any]) -> None:
         number_of = {id(variable): number for number, variable in enumerate(self._gradient_plan.trained)}
-        with gradient_sum.summed_already():
-            for _, optimizer, variables in self._gradient_plan.parts:
-                own = [gradients[number_of[id(variable)]] for variable in variables]
-                if _keras.family(optimizer) == "keras":
-                    # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
-                    own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
-                optimizer.apply_gradients(list(zip(own, variables)))
+        for _, optimizer, variables in self._gradient_plan.parts:
+            own = [gradients[number_of[id(variable)]] for variable in variables]
+            if _keras.family(optimizer) == "keras":
+                # Keras 3 squares the rows of a sparse gradient that belong to one row of the variable one by one.
+                own = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in own]
+            updates.apply_gradients(optimizer, zip(own, variables), summed=True)
         if self.averages is not None:
             self.averages.update()
 
@@ -336,9 +338,9 @@ class GradientTrainer(Trainer):
         state = [_keras.tf_variable(variable) for variable in held] + (
             [] if not self.averages else self.averages.values
         )
-        before = scaling.read(state)
+        before = gradient_math.read(state)
         self._apply([None if g is None else tf.where(finite, g, tf.zeros_like(g)) for g in gradients])
-        scaling.restore_unless(finite, state, before)
+        gradient_math.restore_unless(finite, state, before)
         self.loss_scale.adjust(finite)
         first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         overflow = tf.logical_and(first, tf.logical_not(finite))
@@ -377,12 +379,12 @@ class GradientTrainer(Trainer):
         return metrics
 
 
-def _make_loss_scale(model: Any, kind: str | None) -> scaling.DynamicLossScale | None:
+def _make_loss_scale(model: Any, kind: str | None) -> gradient_math.DynamicLossScale | None:
     if kind not in ("auto", "dynamic", None):
         raise UsageError(f'loss_scale is {kind!r}; expected "auto", "dynamic" or None')
     if kind == "auto":
         kind = "dynamic" if _keras.computes_in(model, "float16") else None
-    return scaling.DynamicLossScale() if kind else None
+    return gradient_math.DynamicLossScale() if kind else None
 
 
 def _at_least_float32(value: tf.Tensor) -> tf.Tensor:
@@ -405,3 +407,53 @@ def _added(gradient: Any, other: Any) -> Any:
     if gradient is None or other is None:
         return other if gradient is None else gradient
     return tf.convert_to_tensor(gradient) + tf.convert_to_tensor(other)
+
+
+def _losses_and_metrics(trainer: type[Trainer], returned: Any, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    """Checks what a `loss_fn` returned for a batch, or a part of it."""
+    who = trainer.__name__
+    losses, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(metrics, dict):
+        raise UsageError(
+            f"{who}.loss_fn returned a {type(metrics).__name__} after the losses; expected a dict of metrics, or "
+            "looplib.mean(losses, weights) for weighted losses"
+        )
+    if trainer.loss_name in metrics:
+        raise UsageError(
+            f"{who}.loss_fn returned a metric {trainer.loss_name!r}, which is the losses' own name; rename it"
+        )
+    if isinstance(losses, Reduction) and losses.kind == "mean":
+        return losses, metrics
+    if not isinstance(losses, tf.Tensor) or not losses.dtype.is_floating or losses.shape.rank == 0:
+        found = (
+            f"a {losses.dtype.name} tensor of shape {losses.shape}" if isinstance(losses, tf.Tensor) else repr(losses)
+        )
+        raise UsageError(
+            f"{who}.loss_fn returned {found}; expected one loss per example, a float tensor [batch], or "
+            "looplib.mean(losses, weights): a mean that is taken already would be wrong for micro-batches and replicas"
+        )
+    splitting.check_per_example(f"what {who}.loss_fn returned as losses", losses, inputs)
+    return losses, metrics
+
+
+def _check_weights(who: str, values: tf.Tensor, weights: tf.Tensor) -> None:
+    """Raises `UsageError` if weights do not broadcast to the losses, as far as the shapes are known."""
+    try:
+        fits = tf.broadcast_static_shape(values.shape, weights.shape).is_compatible_with(values.shape)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise UsageError(
+            f"{who}.loss_fn returned losses of shape {values.shape} with weights of shape {weights.shape}; expected "
+            "weights that broadcast to the losses"
+        )
+
+
+def _check_trainable(who: str, model: Any, before: Sequence[Any]) -> None:
+    """Raises `UsageError` if other variables of a model are trainable than when the trainer was built."""
+    then, now = ({id(variable): variable for variable in each} for each in (before, model.trainable_variables))
+    if changed := [_keras.variable_path({**then, **now}[key]) for key in then.keys() ^ now.keys()]:
+        raise UsageError(
+            f"trainable has changed for {join_names(sorted(changed))} since {who}.__init__, where the optimizer got "
+            "its variables; set it before, or give GradientTrainer(freeze=...)"
+        )

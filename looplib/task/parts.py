@@ -1,6 +1,5 @@
-"""Parts of a model, chosen by regular expressions on the names of its variables."""
+"""What a `GradientTrainer` is given: its model and optimizers, and parts of a model, chosen by regular expressions."""
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +8,45 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, join_names
+from looplib.task.state import SlotOptimizer
+
+REPORTS = ("learning_rate", "gradient_norm", "weight_norm", "update_norm", "layer_norms")
+
+
+def check_model(model: Any) -> None:
+    """Raises `UsageError` if a model is none, or has no trainable variables yet."""
+    if not isinstance(model, tf.Module) and not _keras.is_layer(model):
+        raise UsageError(f"model is a {type(model).__name__}; expected a Keras model or layer, or a tf.Module")
+    if not model.trainable_variables:
+        raise UsageError(
+            "the model has no trainable variables yet; give it an Input layer, or call it once before "
+            "GradientTrainer.__init__"
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises `UsageError` if an optimizer is none of Keras, makes its variables late, or scales the loss."""
+    if not _keras.is_optimizer(optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; expected a Keras optimizer, or a dict of them by pattern"
+        )
+    if isinstance(optimizer, SlotOptimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__name__} of tf_keras.optimizers.legacy, which makes variables in "
+            "its first update; give that of tf_keras.optimizers, or use it in the step_fn of a looplib.Trainer"
+        )
+    if _keras.scales_loss(optimizer) or getattr(optimizer, "loss_scale_factor", None):
+        raise UsageError(
+            f"{type(optimizer).__name__} scales the loss; give an optimizer that does not, because GradientTrainer "
+            'scales the loss itself (loss_scale="auto")'
+        )
+
+
+def checked_reports(names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of metrics to report; raises `UsageError` for other names."""
+    if isinstance(names, str) or not set(names) <= set(REPORTS):
+        raise UsageError(f"report is {names!r}; expected names among {', '.join(REPORTS)}")
+    return tuple(names)
 
 
 def matching(
@@ -109,15 +147,7 @@ def rematerialize(model: Any, patterns: Sequence[str] | str | None) -> None:
                 f"rematerialize has {patterns!r}, which matches {layer.name}, and computing it twice gives two results "
                 "(dropout, batch normalization or another state in it); match layers without state"
             )
-        layer.call = _recomputed(layer.call)
-
-
-def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return tf.recompute_grad(functools.partial(call, **kwargs))(*args)  # which takes no keyword arguments
-
-    return recomputed
+        _keras.recompute(layer)
 
 
 def _layers(model: Any) -> Iterator[Any]:

@@ -1,12 +1,12 @@
 """Trainer: the class that a researcher subclasses to train a model."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from looplib.data import shares
+from looplib.cluster import replicas, updates
 from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.task import exported
@@ -142,6 +142,19 @@ class Trainer(abc.ABC):
         seed = tf.random.fold_in(tf.random.fold_in(seed, replica), tf.constant(salt, tf.int64))
         return tf.bitcast(seed, tf.int32)[:, 0] if seed.dtype == tf.int64 else seed
 
+    def apply_gradients(self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        """Updates weights with the sum of the gradients over all replicas, as one device does; in `step_fn`.
+
+        The guards see the gradients as each replica computed them. They are summed before the optimizer clips or
+        accumulates them, also where it would sum afterwards itself. An optimizer that is an attribute of the trainer
+        may as well be called by itself.
+
+        Args:
+          optimizer: Keras optimizer of either family.
+          grads_and_vars: pairs of a gradient, of a loss by `global_mean`, and its variable.
+        """
+        updates.apply_gradients(optimizer, grads_and_vars)
+
     @tf.autograph.experimental.do_not_convert
     def global_mean(self, values: Any, weights: Any = None) -> tf.Tensor:
         """Returns the sum of `values` over this replica divided by the global batch's examples, or its sum of weights.
@@ -172,13 +185,13 @@ class Trainer(abc.ABC):
             values = tf.cast(values, tf.float32)
         if weights is not None:
             weights = tf.stop_gradient(tf.broadcast_to(tf.cast(weights, values.dtype), tf.shape(values)))
-            weights = shares.counted(weights)
+            weights = replicas.counted(weights)
             context = tf.distribute.get_replica_context()
             divisor = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(weights))
             return tf.math.divide_no_nan(tf.reduce_sum(tf.math.multiply_no_nan(values, weights)), divisor)
         if values.shape.rank is None or values.shape.rank > 1:
             values = tf.reduce_mean(values, axis=tf.range(1, tf.rank(values)))
-        share = shares.current()
+        share = replicas.current()
         if share is None:
             return tf.reduce_sum(values) / tf.cast(self.global_batch_size, values.dtype)
         mean = tf.reduce_sum(values) / tf.cast(share.of, values.dtype)

@@ -7,4 +7,5 @@ Names that other rooms may use, by file:
     places: none
     refused: none
     speed: none
+    traced_ops: none
 """

@@ -15,6 +15,7 @@ import tensorflow as tf
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.diagnosis import LIBRARIES, OURS, is_installed
+from looplib.extras.diagnosis import traced_ops
 from looplib.loop.reducer import Reducer
 
 _CALLS_THE_STEP = os.path.abspath(inspect.getfile(Reducer))
@@ -43,7 +44,7 @@ def place_of(error: BaseException, functions: Iterable[tf.types.experimental.Con
             return _as_text(*frames[0])
         if isinstance(error, tf.errors.OpError):
             for function in functions:
-                op = _tf.Ops(function).named_in(error.message, {})
+                op = traced_ops.Ops(function).named_in(error.message, {})
                 if op is not None and line_of(op):
                     return line_of(op)
         error = error.__cause__ or error.__context__
@@ -58,7 +59,7 @@ def place_of_function(function: Callable) -> str:
 
 def _frames_in_message(error: BaseException) -> list[tuple[str, int, str | None]]:
     """Returns the user's frames that AutoGraph and `tf.numpy_function` write into a message, the innermost first."""
-    return [(file, line, None) for file, line in reversed(_tf.frames_in(str(error))) if is_users(file)]
+    return [(file, line, None) for file, line in reversed(traced_ops.frames_in(str(error))) if is_users(file)]
 
 
 def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | None]]:

@@ -13,6 +13,7 @@ from absl import logging
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
+from looplib.extras.diagnosis import traced_ops
 from looplib.loop.base import TrainingLoop
 
 SHORT_TRAINING = 1.0  # seconds, below which the peak, which takes 0.1 s, is not measured
@@ -108,7 +109,7 @@ def with_share(speed: Speed, strategy: tf.distribute.Strategy, steps: int, secon
     if seconds < SHORT_TRAINING:
         return speed
     try:
-        devices = strategy.extended.worker_devices
+        devices = _tf.worker_devices(strategy)
     except RuntimeError:  # the default strategy, which uses one device
         devices = [device.name for device in tf.config.list_logical_devices("GPU")][:1] or ["CPU:0"]
     count = len(devices) if "GPU" in devices[0] else 1  # replicas on a CPU share it
@@ -141,18 +142,18 @@ def of_step(function: tf.types.experimental.ConcreteFunction) -> dict[str, int] 
 
 def _of_graph(graph: tf.Graph) -> collections.Counter[str]:
     counted: collections.Counter[str] = collections.Counter()
-    for op in _tf.needed(graph):
+    for op in traced_ops.needed(graph):
         if op.type in _BRANCHES:
-            branches = [_of_graph(body) for body in _tf.graphs_called(op)]
+            branches = [_of_graph(body) for body in traced_ops.graphs_called(op)]
             counted.update(max(branches, key=lambda one: one.total()))
         elif op.type in _LOOPS:
-            inside = _of_graph(_tf.graphs_called(op, "body")[0])
+            inside = _of_graph(traced_ops.graphs_called(op, "body")[0])
             rounds = _rounds(op) if inside else 0
             counted.update({dtype: rounds * count for dtype, count in inside.items()})
         elif number := _of_op(op):
             counted[op.outputs[0].dtype.name] += number
         else:
-            for body in _tf.graphs_called(op):
+            for body in traced_ops.graphs_called(op):
                 counted.update(_of_graph(body))
     return counted
 
@@ -189,7 +190,7 @@ def _of_einsum(op: tf.Operation) -> int:
 
 def _rounds(op: tf.Operation) -> int:
     """Returns how often a loop runs that counts from 0, or that is the gradient of one; raises `_Unknown` else."""
-    condition = _tf.graphs_called(op, "cond")[0]
+    condition = traced_ops.graphs_called(op, "cond")[0]
     limits = []
     for compared in condition.get_operations():
         if compared.type == "Less" and compared.inputs[0].op.type == "Placeholder":

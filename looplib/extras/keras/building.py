@@ -10,12 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, gist
 from looplib.extras.keras import models
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.data import KerasData
-from looplib.loop.optimizers import refuse_others
 from looplib.loop.step import raise_refusal
 from looplib.task.state import unheld, variables_of
 

@@ -11,13 +11,14 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.cluster.updates import refuse_others
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.compat.optimizers import Replacement
 from looplib.errors import UsageError, gist, join_names
 from looplib.extras.keras import models, rows
 from looplib.extras.keras.alone import alone
 from looplib.extras.keras.building import state_of_model
-from looplib.loop.optimizers import Replacement, refuse_others
 from looplib.task.state import unheld, variables_of
 
 EXAMPLES = 32  # that are enough to try

@@ -34,3 +34,8 @@ def stateful_batch(model: Any) -> int | None:
 def unpacked(model: Any, batch: Any) -> tuple[Any, Any, Any]:
     """Returns the inputs, targets and sample weights of a batch; None for what it does not have."""
     return sys.modules[_keras.family(model)].utils.unpack_x_y_sample_weight(batch)
+
+
+def float_type(model: Any) -> str:
+    """Returns the name of the type of floating-point numbers that the family of a model computes with by default."""
+    return sys.modules[_keras.family(model)].backend.floatx()

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.cluster import replicas
 from looplib.compat import keras as _keras
-from looplib.data import shares
 from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.extras.keras import means, models
@@ -76,7 +76,7 @@ class KerasTrainer(Adapter, Trainer):
         if isinstance(model.distribute_strategy, tf.distribute.ParameterServerStrategy):
             raise UsageError("KerasTrainer does not run on parameter servers; use another strategy, or write a Trainer")
         self.model, self.optimizer = model, model.optimizer
-        self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, class_weight)
+        self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, class_weight)
         self._keras_shuffle = shuffle
         self._keras_validation = validation_data
         self.batch_size_varies = self._keras_data.is_arrays  # few examples may be less than a batch
@@ -129,7 +129,7 @@ class KerasTrainer(Adapter, Trainer):
 
     def step_fn(self, inputs: Any) -> dict[str, Any]:
         """See `Trainer`."""
-        with shares.of_means(), alone():
+        with replicas.of_means(), alone():
             return self._keras_results.of_step(self._keras_data.whole(inputs))
 
     def loop_end(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class KerasEvaluator(Evaluator):
 
     def __init__(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None) -> None:
         self.model = model
-        self._keras_data = KerasData(_keras.float_type(model), x, y, sample_weight, None)
+        self._keras_data = KerasData(models.float_type(model), x, y, sample_weight, None)
         build(model, self._keras_data, trains=False)
         self.metrics, self._keras_results = list(model.metrics), Results(model, "test_step")
 

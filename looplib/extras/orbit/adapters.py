@@ -12,6 +12,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster.collectives import Workers
+from looplib.cluster.updates import TrainingOptimizers
 from looplib.compat import keras as _keras
 from looplib.data.batches import Batches
 from looplib.errors import UsageError, join_names
@@ -19,7 +20,6 @@ from looplib.extras.orbit.data import Data, datasets_of
 from looplib.extras.orbit.results import Results, flat, is_bad_loss
 from looplib.health.preemption import notice
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
-from looplib.loop.optimizers import TrainingOptimizers
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
 from looplib.task import own_names

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import sys
 import tempfile
 from typing import Any
 
@@ -173,7 +174,7 @@ class _Parts:
         try:
             model.save(path)
             doing = "load what it has written, as where a class lacks register_keras_serializable or get_config"
-            loaded = _keras.load_model(model, path)
+            loaded = sys.modules[_keras.family(model)].models.load_model(path, compile=False)
             found, expected = _outputs_or_weights(loaded), _outputs_or_weights(model)
             difference = _difference(found, expected)
             loaded.save(path)  # without an optimizer and a loss, which may be what another program cannot load
@@ -215,7 +216,7 @@ class _Parts:
 def _save(exported: Exported, path: str) -> None:
     """Writes a SavedModel with the endpoint `serve`, which is also its signature for serving."""
     if _keras.is_model(exported.model):
-        archive = _keras.export_archive(exported.model)
+        archive = sys.modules[_keras.family(exported.model)].export.ExportArchive()
         archive.track(exported.model)
         archive.add_endpoint("serve", exported.function, [exported.signature])
         with contextlib.redirect_stdout(io.StringIO()):  # prints how to use it

@@ -1,7 +1,8 @@
 """Training with parameter servers: the processes of the cluster, and the coordinator's inner loop.
 
 Names that other rooms may use, by file:
-    coordinator: ParameterServers
+    coordinator: none
+    plugin: STRATEGY
     processes: none
     remote_stream: none
     results: none

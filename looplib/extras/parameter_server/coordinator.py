@@ -14,7 +14,10 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
+from looplib.compat.optimizers import Replacement
+from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.extras.parameter_server.processes import counts
@@ -22,7 +25,7 @@ from looplib.extras.parameter_server.remote_stream import Place, RemoteStream
 from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
-from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request
+from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
 from looplib.loop.reducer import Reducer
 from looplib.loop.step import Step, StepFn, timed
 from looplib.task.trainer import Trainer
@@ -42,10 +45,13 @@ class ParameterServers(Backend):
 
     remote_stream = RemoteStream
 
-    def check(self, stream: RemoteStream) -> None:
-        """Raises `UsageError` for data and settings that steps of several workers in no fixed order cannot keep."""
-        _check_data(stream)
-        spec = self._spec
+    def __init__(self, spec: Specification) -> None:
+        super().__init__(spec)
+        if spec.config.overfit_batch:
+            raise UsageError(
+                f"overfit_batch repeats the first batch of {spec.who}.dataset, which is not read here; expected a "
+                "trainer with data of looplib's, and no parameter servers; leave out --overfit_batch"
+            )
         if spec.config.loop in ("xla", "eager"):
             raise UsageError(
                 f"loop is {spec.config.loop}, but with the strategy parameter_server steps run on workers, and the "
@@ -66,8 +72,22 @@ class ParameterServers(Backend):
                 f"each worker has {spec.strategy.num_replicas_in_sync} GPUs; with the strategy parameter_server "
                 "looplib uses one, so start a worker for each GPU (CUDA_VISIBLE_DEVICES)"
             )
-        if spec.training:
+
+    def check(self, stream: RemoteStream) -> None:
+        """See `Backend`."""
+        _check_data(stream)
+        if self._spec.training:
             _check_training_data(stream)
+            for optimizer in _keras.with_inner(_keras.optimizers(self._spec.task).values()):
+                _count_exactly(optimizer)
+
+    def check_earlier(self, before: Batches, now: Batches) -> None:
+        """See `Backend`."""
+        if now.earlier != before.earlier:
+            raise UsageError(
+                f"the checkpoint is of a run with batches of {now}, and the workers of the strategy "
+                "parameter_server read theirs already; build a new controller to continue from it"
+            )
 
     def reducer(self) -> RemoteReducer:
         """See `Backend`."""
@@ -342,7 +362,7 @@ class RemoteLoop(InnerLoop):
         try:
             self._coordinator.join()
         except Exception as first:  # TensorFlow wraps some in types that are no OpError
-            return _tf.wrapped_by_coordinator(first)
+            return getattr(first, "original_exception", first)  # of a type without a public name (TensorFlow 2.21)
         return error
 
     def _failure(self, error: BaseException) -> BaseException:
@@ -352,6 +372,21 @@ class RemoteLoop(InnerLoop):
                 "parameter_server it must not end: repeat() it, and give a number of steps"
             )
         return _tf.lost_server(error, of_any_process=True) or error  # TensorFlow itself replaces a lost worker
+
+
+def _count_exactly(optimizer: Any) -> None:
+    """Lets an optimizer count by one op, where Keras 3 reads, adds and writes, and workers lose counts."""
+    if getattr(optimizer, "gradient_accumulation_steps", None):
+        raise UsageError(
+            f"{type(optimizer).__name__} has gradient_accumulation_steps, and with the strategy parameter_server "
+            "workers add to one accumulator at the same time, so that gradients are lost; use a larger batch"
+        )
+    iterations = optimizer.iterations
+    if _keras.is_variable(iterations):
+        variable = iterations.value
+        Replacement(
+            iterations, "assign_add", lambda _: lambda value: variable.assign_add(tf.cast(value, variable.dtype))
+        )
 
 
 def _check_data(stream: RemoteStream) -> None:

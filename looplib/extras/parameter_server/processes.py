@@ -4,6 +4,7 @@ TF_CONFIG names the cluster and the task. A worker or parameter server runs a `t
 functions that the coordinator, the task "chief", sends; it never builds a trainer.
 """
 
+import logging as python_logging
 import os
 import socket
 import time
@@ -13,13 +14,11 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.cluster import environment
-from looplib.compat import tensorflow as _tf
 from looplib.errors import CoordinatorGone, Preempted, UsageError, gist
 from looplib.health.preemption import notice
 
 # A coordinator counts as gone when its port has not answered this often, with this many seconds in between.
 _TRIES, _PAUSE = 3, 1.0
-_connected = False
 
 
 def connect() -> tf.distribute.ParameterServerStrategy:
@@ -45,11 +44,6 @@ def counts() -> tuple[int, int]:
     return sum(job == "worker" for job, _ in tasks), sum(job == "ps" for job, _ in tasks)
 
 
-def connected() -> bool:
-    """Returns whether this process is a coordinator that has connected to its servers."""
-    return _connected
-
-
 def _cluster() -> environment.Cluster:
     found = environment.resolve()
     if found is None or not found.parameter_servers:
@@ -67,7 +61,6 @@ def _cluster() -> environment.Cluster:
 
 
 def _strategy(found: environment.Cluster) -> tf.distribute.ParameterServerStrategy:
-    global _connected
     spec = tf.train.ClusterSpec(found.spec)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         spec, task_type=found.task_type, task_id=found.task_index, rpc_layer="grpc"
@@ -79,8 +72,7 @@ def _strategy(found: environment.Cluster) -> tf.distribute.ParameterServerStrate
             f"the workers and parameter servers of TF_CONFIG cannot be reached ({gist(error)}); start every one of "
             "them with the same command"
         ) from error
-    _connected = True
-    _tf.shorten_messages_about_workers()
+    _shorten_messages_about_workers()
     return strategy
 
 
@@ -119,3 +111,38 @@ def _wait_until_gone(address: str) -> None:
         except OSError:
             missed += seen
         time.sleep(_PAUSE)
+
+
+def _shorten_messages_about_workers() -> None:
+    """Makes TensorFlow log one line when a worker is lost or comes back, in place of dozens with stack traces."""
+    logger = tf.get_logger()
+    if not any(isinstance(notes, _WorkerMessages) for notes in logger.filters):
+        logger.addFilter(_WorkerMessages(logger.getEffectiveLevel()))
+        logger.setLevel(python_logging.INFO)  # TensorFlow logs the return of a worker as information
+
+
+class _WorkerMessages(python_logging.Filter):
+    """Recognizes the messages of the ClusterCoordinator of TensorFlow 2.20 and 2.21; others are not changed."""
+
+    _NOISE = (
+        "Cluster update failed", "Remote function on worker", "Start cancelling closures", " /job:worker/task",
+        "A `tf.distribute.experimental.ParameterServerStrategy` method is",
+    )  # fmt: skip
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self._level = level
+        self._gone: set[str] = set()
+
+    def filter(self, record: python_logging.LogRecord) -> bool:
+        """Returns whether TensorFlow's record is shown."""
+        message, worker = str(record.msg), str(record.args[0]) if isinstance(record.args, tuple) and record.args else ""
+        if message.startswith("Worker %s failed with"):
+            if worker not in self._gone:
+                self._gone.add(worker)
+                logging.warning("%s is gone; the other workers do its steps until it is back", worker)
+            return False
+        if message.startswith("Worker %s has been recovered") and worker in self._gone:
+            self._gone.remove(worker)
+            logging.warning("%s is back", worker)
+        return record.levelno >= self._level and not message.lstrip("\n").startswith(self._NOISE)

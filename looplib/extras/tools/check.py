@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from looplib import files, folders
+from looplib.checkpoint.checkpointer import NUDGE
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, with_cure
 from looplib.extras.tools import preflight
 from looplib.extras.tools.children import temporary_folder
 from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
 from looplib.loop import example_checksum
-from looplib.task import perturbation
 
 _SHOWN = 6
 _NUDGES = 2  # runs that measure how rounding grows
@@ -185,7 +185,7 @@ def _rounding(
     found = []
     for seed in range(1, _NUDGES + 1):
         nudged = os.path.join(folder, f"last_bit_{seed}")
-        environment = {example_checksum.VARIABLE: "1", perturbation.VARIABLE: str(seed)}
+        environment = {example_checksum.VARIABLE: "1", NUDGE: str(seed)}
         run_to_the_end(command, nudged, timeout, environment)
         found.append(compare(reference, nudged, rtol, atol))
     return found

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from looplib.checkpoint.commits import latest_checkpoint
 from looplib.checkpoint.restoring import peek
+from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError
 from looplib.extras.page import values
 from looplib.loop import example_checksum
@@ -21,11 +22,11 @@ from looplib.report import run_json
 
 # Not compared bit by bit.
 _NOT_COMPARED = (
-    "_CHECKPOINTABLE_OBJECT_GRAPH",
-    "save_counter/.ATTRIBUTES/VARIABLE_VALUE",
-    "run_state/.ATTRIBUTES/py_state",  # JSON, which is compared value by value
-    "replica_state/.ATTRIBUTES/py_state",  # a zip file holds the time; its values decide those of the others
-    "input_state/.ATTRIBUTES/py_state",  # depends on how full a pipeline's buffers were
+    _tf.OBJECT_GRAPH_KEY,
+    _tf.variable_key("save_counter"),
+    _tf.python_state_key("run_state"),  # JSON, which is compared value by value
+    _tf.python_state_key("replica_state"),  # a zip file holds the time; its values decide those of the others
+    _tf.python_state_key("input_state"),  # depends on how full a pipeline's buffers were
 )
 _TIMES_ROUNDING = 20.0  # rounding varies from step to step; an error in a step is off by thousands of times
 _DECIDED = 0.01  # where rounding has moved the weights that far, runs lie apart by any factor

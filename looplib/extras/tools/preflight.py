@@ -22,9 +22,8 @@ import tensorflow as tf
 
 from looplib import files
 from looplib.compat import keras as _keras
-from looplib.compat import tensorflow as _tf
 from looplib.errors import gist
-from looplib.extras.diagnosis import places
+from looplib.extras.diagnosis import places, traced_ops
 from looplib.extras.tools import pure_function, xla
 from looplib.extras.tools.variable_ops import NotAVariableError
 from looplib.task.state import state_of, variables_of
@@ -136,7 +135,7 @@ class _Look:
         lowered, traced = False, None
         if spec is not None:
             traced = self._function.get_concrete_function(spec)
-            self._ops = _tf.Ops(traced)
+            self._ops = traced_ops.Ops(traced)
             lowered = self._lower(traced)
             self._look_at_dtypes()
         return {
@@ -250,7 +249,7 @@ class _Look:
         """Yields the ops on strings, which only a CPU has; XLA leaves out assertions and their messages."""
         for op in self._ops:
             strings = any(tensor.dtype == tf.string for tensor in (*op.inputs, *op.outputs))
-            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(_tf.called(op)):
+            if strings and op.type not in ("Const", "Placeholder", "Assert") and not list(traced_ops.called(op)):
                 self._find("unsupported op", self._unsupported(op), places.line_of(op))
                 yield op
 

@@ -1,9 +1,12 @@
 """A close look at one step of a run: its batch, metrics and norms, and the first op whose output is not finite."""
 
+import contextlib
 import dataclasses
 import inspect
 import io
 import pdb
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import files
+from looplib.cluster.replicas import Share
 from looplib.compat import keras as _keras
-from looplib.compat import tensorflow as _tf
-from looplib.data.shares import Share
 from looplib.errors import gist
 from looplib.extras.diagnosis import model_table, places
 from looplib.extras.page import values
@@ -257,14 +259,14 @@ class _View:
         self._player.go_back(self.before, fresh=True)
         tf.debugging.enable_check_numerics()
         try:
-            with _keras.whole_tracebacks():
+            with _whole_tracebacks():
                 self._call()
         except Exception as error:
-            found = _tf.first_bad_output(error)
+            found = _first_bad_output(error)
             if found is None:
                 return [f"the search for an op whose output is not finite failed: {gist(error)}"]
             op, what = found
-            layer, place = _keras.layer_of(error), places.place_of(error)
+            layer, place = _layer_of(error), places.place_of(error)
             lines = [f"first op whose output is not finite: {op}{f' in layer {layer}' * bool(layer)}, {what}"]
             return [*lines, *([f"  {place}"] if place else [])]
         finally:
@@ -330,3 +332,43 @@ def _describe(value: Any) -> str:
         text += f"  {format_number(good.min().item())} to {format_number(good.max().item())}"
         text += f", mean {format_number(float(good.mean()))}" * value.dtype.is_floating
     return text + f"  NOT FINITE: {array.size - good.size:,} of {array.size:,}" * (good.size < array.size)
+
+
+@contextlib.contextmanager
+def _whole_tracebacks() -> Iterator[None]:
+    """Keeps Keras 3's and TensorFlow's own frames in the tracebacks of errors, inside a `with` block."""
+    holders = [tf.debugging, *([sys.modules["keras"].config] if "keras" in sys.modules else [])]
+    holders = [holder for holder in holders if holder.is_traceback_filtering_enabled()]
+    for holder in holders:
+        holder.disable_traceback_filtering()
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.enable_traceback_filtering()
+
+
+def _first_bad_output(error: BaseException) -> tuple[str, str] | None:
+    """Returns (type of the op, what its output is) of what `tf.debugging.enable_check_numerics` found; None if nothing.
+
+    The second is text such as "float32 [3, 2], 4 NaN"; "" where the message does not say it.
+    """
+    text = str(error)
+    found = re.search(r"Detected Infinity or NaN in output \d+ of \S+ op \"([^\"]+)\"", text)
+    if not found:
+        return None
+    dtype, shape = re.search(r"dtype: <dtype: '(\w+)'>", text), re.search(r"shape: (\([^)\n]*\))", text)
+    counts = re.findall(r"# of (\S+) elements: (\d+)", text)
+    sizes = [f"[{shape[1].strip('(,)')}]"] if shape else []
+    kind = " ".join([*([dtype[1]] if dtype else []), *sizes])
+    return found[1], ", ".join(filter(None, [kind, *(f"{count} {name.removeprefix('+')}" for name, count in counts)]))
+
+
+def _layer_of(error: BaseException) -> str:
+    """Returns the name of the innermost layer of either family in which an error was raised; "" for none."""
+    name, trace = "", error.__traceback__
+    while trace is not None:
+        holder = trace.tb_frame.f_locals.get("self")
+        name = holder.name if _keras.is_layer(holder) and not _keras.is_model(holder) else name
+        trace = trace.tb_next
+    return name

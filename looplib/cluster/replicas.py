@@ -1,0 +1,176 @@
+"""What one replica knows of its step while this is traced or run, and the sum of gradients over replicas."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
+from looplib.compat import tensorflow as _tf
+from looplib.errors import UsageError
+
+Gradient = tf.Tensor | tf.IndexedSlices | None
+
+KINDS = ("per_replica", "global")  # what a task's `batches` may be
+MAKE_DENSE = (
+    "make the gradient dense before the optimizer gets it, by tf.convert_to_tensor(gradient), which takes the memory "
+    "of the whole table"
+)
+
+
+class Share(NamedTuple):
+    """A replica's share of a global batch whose size is not known before.
+
+    Attributes:
+      inputs: the examples; where a global batch has fewer examples than there are replicas, a replica without any gets
+        the first one, which counts nothing: on no examples, batch normalization is NaN and some convolutions fail.
+      examples: int64 scalar tensor, how many of them count: all, or none.
+      of: int64 scalar tensor, the number of examples of the global batch.
+    """
+
+    inputs: Any
+    examples: tf.Tensor
+    of: tf.Tensor
+
+
+class _Step(_tf.ReplicaLocal):
+    """The step that a replica does.
+
+    Attributes:
+      share: its share of the global batch; None for batches of a fixed size.
+      factor: what optimizers multiply gradients by, see `of_means`; None for nothing.
+      gradients: (name of the variable, gradient) of all that optimizers get; None where nobody watches them.
+    """
+
+    share: Share | None = None
+    factor: tf.Tensor | None = None
+    gradients: list[tuple[str, Gradient]] | None = None
+
+
+_step = _Step()
+
+
+def current() -> Share | None:
+    """Returns the share of the step that this thread traces or runs; None for batches of a fixed size."""
+    return _step.share
+
+
+@contextlib.contextmanager
+def in_use(share: Share) -> Iterator[None]:
+    """Makes a share the current one of the `with` block."""
+    _step.share = share
+    try:
+        yield
+    finally:
+        _step.share = None
+
+
+@tf.autograph.experimental.do_not_convert
+def counted(weights: tf.Tensor) -> tf.Tensor:
+    """Returns the weights of examples or of parts of them; zeros where the replica's share has no example."""
+    share = _step.share
+    return weights if share is None else weights * tf.cast(share.examples > 0, weights.dtype)
+
+
+@contextlib.contextmanager
+def of_means() -> Iterator[None]:
+    """Has optimizers weigh the gradients of the `with` block by this replica's part of the global batch.
+
+    For a loss that is the mean over this replica's examples, or otherwise that of a batch of these examples alone.
+    """
+    share = _step.share
+    if share is not None and tf.distribute.get_replica_context().num_replicas_in_sync > 1:
+        _step.factor = tf.cast(share.examples, tf.float32) / tf.cast(share.of, tf.float32)
+    try:
+        yield
+    finally:
+        _step.factor = None
+
+
+@tf.autograph.experimental.do_not_convert
+def weighed(gradients: Iterable[Gradient]) -> list[Gradient]:
+    """Returns gradients, times the factor of `of_means` if they are computed in one on several replicas."""
+    return [times(gradient, _step.factor) for gradient in gradients]
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[tuple[str, Gradient]]]:
+    """Collects what `note_gradients` is given in the `with` block: (name of the variable, gradient)."""
+    _step.gradients = noted = []
+    try:
+        yield noted
+    finally:
+        _step.gradients = None
+
+
+@tf.autograph.experimental.do_not_convert
+def note_gradients(gradients: Sequence[Gradient], variables: Sequence[Any] | None) -> None:
+    """Notes the gradients that an optimizer is given, if the step is watched.
+
+    Args:
+      gradients: tensors, `tf.IndexedSlices` or None.
+      variables: the variables of the gradients, of Keras or TensorFlow; None if they are not known.
+    """
+    if _step.gradients is not None:
+        names = map(_keras.variable_path, variables) if variables else (f"variable {i}" for i in range(len(gradients)))
+        _step.gradients += zip(names, gradients)
+
+
+# The sum over replicas.
+
+
+def varies(gradient: Gradient) -> bool:
+    """Returns whether the number of rows of a sparse gradient is not known when the step is traced."""
+    return isinstance(gradient, tf.IndexedSlices) and gradient.indices.shape[0] is None
+
+
+def times(gradient: Gradient, factor: tf.Tensor | None) -> Gradient:
+    """Returns a gradient, dense or sparse, times a scalar; a None of either changes nothing."""
+    if gradient is None or factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Returns the sum of each gradient over replicas; in replica context.
+
+    All in one reduction, as Keras does it. Sparse gradients whose number of rows is not known when the step is traced
+    are concatenated instead, which is also their sum: TensorFlow's reduction of these fails in a loop where the number
+    changes from step to step.
+
+    Args:
+      who: the class name of what uses the gradients, for messages.
+      gradients: tensors, `tf.IndexedSlices` or None.
+
+    Raises:
+      UsageError: for sparse gradients of varying length on several workers.
+    """
+    context, summed = tf.distribute.get_replica_context(), list(gradients)
+    together = [i for i, gradient in enumerate(gradients) if gradient is not None and not varies(gradient)]
+    if together:
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [gradients[i] for i in together])
+        for i, value in zip(together, sums):
+            summed[i] = value
+    varying = [i for i, gradient in enumerate(gradients) if varies(gradient)]
+    if varying:
+        if Workers(context.strategy).count > 1:
+            raise UsageError(
+                f"{who} is given a sparse gradient (of an embedding, say) whose number of rows varies with the batch, "
+                "and TensorFlow cannot sum these over several workers; make batches of one shape (padded_batch with "
+                f"padded_shapes, drop_remainder=True), or {MAKE_DENSE}"
+            )
+        parts = [part for i in varying for part in (gradients[i].values, gradients[i].indices)]
+        joined = iter(context.merge_call(_join, args=tuple(parts)))
+        for i in varying:
+            summed[i] = tf.IndexedSlices(next(joined), next(joined), gradients[i].dense_shape)
+    return summed
+
+
+@tf.autograph.experimental.do_not_convert
+def _join(strategy: tf.distribute.Strategy, *parts: Iterable) -> list[tf.Tensor]:
+    """Concatenates each value over replicas; across replicas."""
+    return [tf.concat(strategy.experimental_local_results(part), axis=0) for part in parts]
