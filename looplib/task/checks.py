@@ -10,8 +10,8 @@ from looplib.cluster import remote
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError
 from looplib.folders import is_name
+from looplib.task.adapter import OwnLoop
 from looplib.task.evaluator import Evaluator
-from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of
 from looplib.task.trainer import Trainer
 
