@@ -98,10 +98,16 @@ def _place() -> tuple[int, int | None] | None:
     loss updates each replica in another one.
     """
     context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if context is None or count_replicas() == 1:  # on one replica, the number would be another op
         return context and (id(context.strategy), 0)
     number = tf.get_static_value(context.replica_id_in_sync_group)
     return id(context.strategy), None if number is None else int(number)
+
+
+def count_replicas() -> int:
+    """Returns the number of replicas that train in step, also where a step of `KerasTrainer` hides it from Keras."""
+    strategy = tf.distribute.get_strategy()
+    return getattr(strategy.extended, "_num_replicas_in_sync", strategy.num_replicas_in_sync)
 
 
 def leave_out_sum(optimizer: Any) -> None:
@@ -144,7 +150,7 @@ def variables_of(optimizer: Any) -> Iterable[Any]:
 def _heeding(adapter: type, name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self: Any, *args: Any) -> Any:
-        if tf.distribute.get_strategy().num_replicas_in_sync == 1 or not is_summed():
+        if count_replicas() == 1 or not is_summed():
             return original(self, *args)
         if name == _SUM:
             return list(args[0])
