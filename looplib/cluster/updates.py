@@ -55,7 +55,7 @@ def _apply(
         grads = replicas.weighed(grads)
     if not _keras.scales_loss(optimizer):
         replicas.note_gradients(grads, trainable_variables)
-    if tf.distribute.get_replica_context().num_replicas_in_sync > 1:
+    if _optimizers.num_replicas() > 1:
         _make_ready(optimizer, trainable_variables)
         if not summed:
             grads = replicas.over_replicas(type(optimizer).__name__, grads)
@@ -100,7 +100,7 @@ def _apply_pairs(
     names = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}
     parameters = inspect.signature(plain).parameters
     skip = {name: value for name, value in names.items() if name in parameters}
-    several = tf.distribute.get_replica_context().num_replicas_in_sync > 1
+    several = _optimizers.num_replicas() > 1
     sums_itself = len(args) > 1 or any(kwargs.get(name) == value for name, value in skip.items())
     if several and not sums_itself and (summed or any(map(replicas.varies, gradients))):
         if not skip:

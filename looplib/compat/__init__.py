@@ -6,8 +6,8 @@ Names that other rooms may use, by file:
         is_optimizer, is_own_class, is_variable, optimizers, parts, rate_or_schedule, recompute, scales_loss, sublayers,
         tf_variable, UNSEEDED, untracked_variables, value_now, variable_path, when_imported, with_inner,
         without_vocabularies
-    optimizers: counts_while_traced, fused_update, is_summed, leave_out_sum, own_method, Replacement, summed,
-        updates_conditionally, variables_of
+    optimizers: counts_while_traced, fused_update, is_summed, leave_out_sum, num_replicas, own_method, Replacement,
+        summed, updates_conditionally, variables_of
     tensorflow: functions_in, growing_array, identity_of, is_by_element, is_late_variable, is_merge_in_branch,
         is_of_the_input, is_variable_key, keys_of_iterator_state, lacking_in_xla, lengths_of_a_wrong_epoch,
         log_errors_only, log_once, log_warnings_only, lost_server, message_without_op, name_of, name_of_variable,

@@ -32,6 +32,7 @@ _UPDATES = (
     "_backend_increment_gradient_accumulators",
     "_overwrite_model_variables_with_average_value",
 )
+_num_replicas: property = tf.distribute.Strategy.num_replicas_in_sync  # before anything replaces it
 _summed: set[tuple[int, int | None]] = set()  # strategies and replicas whose gradients are summed, see `_place`
 
 
@@ -98,10 +99,15 @@ def _place() -> tuple[int, int | None] | None:
     loss updates each replica in another one.
     """
     context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if context is None or num_replicas() == 1:  # on one replica, the number would be another op
         return context and (id(context.strategy), 0)
     number = tf.get_static_value(context.replica_id_in_sync_group)
     return id(context.strategy), None if number is None else int(number)
+
+
+def num_replicas() -> int:
+    """Returns the number of replicas, also where a plug-in lets the code of a model see only its own."""
+    return _num_replicas.fget(tf.distribute.get_strategy())
 
 
 def leave_out_sum(optimizer: Any) -> None:
@@ -144,7 +150,7 @@ def variables_of(optimizer: Any) -> Iterable[Any]:
 def _heeding(adapter: type, name: str, original: Callable) -> Callable:
     @functools.wraps(original)
     def method(self: Any, *args: Any) -> Any:
-        if tf.distribute.get_strategy().num_replicas_in_sync == 1 or not is_summed():
+        if num_replicas() == 1 or not is_summed():
             return original(self, *args)
         if name == _SUM:
             return list(args[0])

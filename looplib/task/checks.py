@@ -8,12 +8,14 @@ import tensorflow as tf
 
 from looplib.cluster import remote
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import UsageError, join_names
 from looplib.folders import is_name
-from looplib.task.adapter import OwnLoop
+from looplib.task.adapter import Adapter, OwnLoop
 from looplib.task.evaluator import Evaluator
 from looplib.task.state import state_of
 from looplib.task.trainer import Trainer
+
+_OF_ADAPTERS = ("own_actions", "rates", "own_steps_per_loop")
 
 
 @runtime_checkable
@@ -43,6 +45,13 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
         if name == "train" or not isinstance(name, str) or not (re.fullmatch(r"[\w.-]+", name) and is_name(name)):
             raise UsageError(
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
+            )
+    for task in (trainer, *evaluators.values()):
+        defined = [name for name in _OF_ADAPTERS if any(name in vars(kind) for kind in type(task).__mro__)]
+        if defined and not isinstance(task, Adapter):
+            raise UsageError(
+                f"{type(task).__name__} defines {join_names(defined)}, which the controller reads of a "
+                "looplib.Adapter only; make looplib.Adapter its first base class, or rename what it defines"
             )
     return dict(evaluators)
 

@@ -48,11 +48,19 @@ class Written:
 
 
 def export(
-    loops: Loops, checkpointer: Checkpointer, reporter: Reporter, directory: str | None, averages: bool, tflite: bool
+    loops: Loops,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    directory: str | os.PathLike[str] | None,
+    averages: bool,
+    tflite: bool,
 ) -> str:
     """Exports the model at its current step, see `Controller.export`."""
     chief, step = checkpointer.directory.workers.is_chief, checkpointer.step
-    if directory is None:
+    if directory is not None:
+        directory = files.resolve(directory, "the directory of the export")
+    else:
+        checkpointer.directory.need("export without a directory")
         inside = checkpointer.directory.model_dir
         inside = folders.make_folder(inside, "export") if chief else inside
         directory = os.path.join(inside, f"step-{step}")
