@@ -13,7 +13,7 @@ from absl import logging
 
 from looplib import folders, plugins
 from looplib.cluster import peers, remote
-from looplib.cluster.collectives import OF_OTHERS
+from looplib.cluster.collectives import PEER_ERRORS
 from looplib.command_line import TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
@@ -200,7 +200,7 @@ class Session:
 
     def _broken(self, error: Exception) -> Outcome:
         # Ends the process in here if the error is one that another worker's end has led to.
-        peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, OF_OTHERS) else _OURS_SECONDS)
+        peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, PEER_ERRORS) else _OURS_SECONDS)
         kept = self.controller and self.controller.latest_checkpoint
         loops = self.controller.loops.values() if self.controller else ()
         place = diagnosis().place_of(error) or next(filter(None, (loop.place_of(error) for loop in loops)), "")

@@ -28,7 +28,7 @@ from looplib.checkpoint.names import Live
 from looplib.checkpoint.policy import CheckpointPolicy
 from looplib.checkpoint.restoring import RestoreMode, contents_of, objects_of, restore
 from looplib.cluster import peers
-from looplib.cluster.collectives import OF_OTHERS, Workers
+from looplib.cluster.collectives import PEER_ERRORS, Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, with_cure
@@ -181,7 +181,7 @@ class Checkpoints:
 
     def _failure(self, path: str, error: Exception) -> Exception:
         # Values are read by all workers together, so that a save also fails where another worker is lost.
-        if isinstance(error, UsageError) or (self._workers.count > 1 and isinstance(error, OF_OTHERS)):
+        if isinstance(error, UsageError) or (self._workers.count > 1 and isinstance(error, PEER_ERRORS)):
             return error
         return _tf.lost_server(error) or UsageError(
             f"the checkpoint {path} could not be saved: {with_cure(error, 'free space or fix the permissions')}; then "

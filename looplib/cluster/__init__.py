@@ -1,7 +1,7 @@
 """The processes of a run: which of them this one is, what they agree on, and how all end when one of them fails.
 
 Names that other rooms may use, by file:
-    collectives: OF_OTHERS, Workers
+    collectives: PEER_ERRORS, Workers
     environment: Cluster, EXPECTED, resolve
     peers: current, Peers
     remote: check_placement, RemoteStrategy, connect, connected, named, names, plugin_of

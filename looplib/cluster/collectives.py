@@ -14,7 +14,7 @@ from looplib.compat import tensorflow as _tf
 
 # An op that fails because another worker is missing raises one of these, up to 10 s before the news that the other
 # worker is frozen.
-OF_OTHERS = (
+PEER_ERRORS = (
     tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.InternalError,
     tf.errors.CancelledError,
 )  # fmt: skip
@@ -48,14 +48,7 @@ class Workers:
         return self.index == 0
 
     def gather(self, value: float | np.ndarray) -> np.ndarray:
-        """Waits for the others, and returns the values of all.
-
-        Args:
-          value: number or numeric array, of one shape on all workers.
-
-        Returns:
-          numpy array `[count, ...]`.
-        """
+        """Waits for the others; returns the values of all, numbers or arrays of one shape, as `[count, ...]`."""
         value = np.asarray(value)
         if self.count == 1:
             return value[None]
@@ -69,28 +62,20 @@ class Workers:
         return np.stack(values).reshape(self.count, *value.shape)
 
     def gather_tensors(self, rows: list[Sequence[tf.Tensor]]) -> list[Sequence[tf.Tensor]]:
-        """Waits for the others, and returns the rows of all.
+        """Waits for the others, and returns the rows of all workers, those of worker 0 first.
 
-        Args:
-          rows: sequences of eager tensors, with equal dtypes in each row and any shapes; as many rows on each worker.
-
-        Returns:
-          The rows of all workers, those of worker 0 first.
+        Rows are sequences of eager tensors, with equal dtypes in each row and any shapes; as many on each worker.
         """
         if self.count == 1:
             return rows
         content = tf.io.serialize_tensor([[tf.io.serialize_tensor(leaf) for leaf in row] for row in rows]).numpy()
         lengths = self.gather(np.int64(len(content)))
         words = np.frombuffer(content.ljust(lengths.max(), b"\0"), np.uint8)
-        parsed = [
-            tf.io.parse_tensor(part.tobytes()[:length], tf.string) for part, length in zip(self.gather(words), lengths)
-        ]
-        dtypes = [leaf.dtype for leaf in rows[0]]
-        return [
-            [tf.io.parse_tensor(leaf, dtype) for leaf, dtype in zip(row, dtypes)]
-            for part in parsed
-            for row in tf.unstack(part)
-        ]
+        dtypes, found = [leaf.dtype for leaf in rows[0]], []
+        for part, length in zip(self.gather(words), lengths):
+            for row in tf.unstack(tf.io.parse_tensor(part.tobytes()[:length], tf.string)):
+                found.append([tf.io.parse_tensor(leaf, dtype) for leaf, dtype in zip(row, dtypes)])
+        return found
 
     def agree(self, number: int) -> int:
         """Waits for the others, and returns the chief's whole number."""
@@ -102,20 +87,12 @@ class Workers:
 
     @tf.autograph.experimental.do_not_convert
     def any(self, flag: tf.Tensor) -> tf.Tensor:
-        """Waits for the others, and returns whether a boolean scalar tensor is true on any worker.
-
-        It may be called in a `tf.function`.
-        """
-        if self.count == 1:
-            return flag
-        return _sum(self._strategy, tf.cast(flag, tf.float32)) > 0
+        """Waits for the others, also in a `tf.function`; returns whether a boolean scalar is true on any worker."""
+        return _sum(self._strategy, tf.cast(flag, tf.float32)) > 0 if self.count > 1 else flag
 
     @tf.autograph.experimental.do_not_convert
     def mean(self, value: tf.Tensor) -> tf.Tensor:
-        """Waits for the others, and returns the mean over workers of a float64 scalar tensor.
-
-        It may be called in a `tf.function`.
-        """
+        """Waits for the others, also in a `tf.function`; returns the mean over workers of a float64 scalar tensor."""
         return _sum(self._strategy, value) / self.count if self.count > 1 else value
 
 

@@ -92,14 +92,7 @@ class Cluster:
 def resolve(environ: Mapping[str, str] = os.environ) -> Cluster | None:
     """Reads the cluster from the environment: from the first of TF_CONFIG, Slurm, JobSet and Indexed Job that is set.
 
-    Args:
-      environ: the environment's variables.
-
-    Returns:
-      The `Cluster`; None if the environment describes none.
-
-    Raises:
-      UsageError: if the environment's variables cannot be right.
+    None if the environment describes none; `UsageError` if its variables cannot be right.
     """
     cluster = _tf_config(environ)
     managed = plugins.find("looplib.parts", "cluster_managers") if cluster is None else None

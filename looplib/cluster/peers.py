@@ -26,17 +26,11 @@ _AGAIN = "run the same command on all workers to resume from the newest checkpoi
 
 @dataclasses.dataclass(frozen=True)
 class _Cause:
-    """Why all workers of a run exit.
+    """Why all workers of a run exit."""
 
-    Attributes:
-      index: of the worker that failed or was preempted.
-      code: the exit code of all.
-      what: what happened to that worker: the predicate of a sentence.
-    """
-
-    index: int
-    code: int
-    what: str
+    index: int  # of the worker that failed or was preempted
+    code: int  # the exit code of all
+    what: str  # what happened to that worker: the predicate of a sentence
 
     def as_message(self) -> dict[str, dict[str, int | str]]:
         return {"cause": dataclasses.asdict(self)}
@@ -62,13 +56,7 @@ class Peers:
     """
 
     def __init__(self, cluster: Cluster, *, join_limit: float = 60.0, silence_limit: float = 20.0) -> None:
-        """Makes no connection yet.
-
-        Args:
-          cluster: a `Cluster` in which this process has an `index`.
-          join_limit: seconds within which all workers have to come.
-          silence_limit: seconds of silence after which a worker counts as lost.
-        """
+        """Makes no connection yet; `join_limit` is in how many seconds all workers have to come."""
         if cluster.index is None:
             raise ValueError(f"the {cluster.task_type} of a cluster does not train in step with workers")
         self.cluster = cluster
@@ -89,11 +77,7 @@ class Peers:
         return self._thread is not None
 
     def join(self) -> None:
-        """Meets the others at the chief's address, which is free again afterwards, and begins to watch them.
-
-        Raises:
-          UsageError: if a worker has not come in time, says which; if this process does not belong here, says why.
-        """
+        """Meets the others, and begins to watch them; see `rendezvous.meet`."""
         if len(self.cluster.workers) == 1:
             return
         self._links = rendezvous.meet(self.cluster, self._join_limit, self.silence_limit)
@@ -110,10 +94,9 @@ class Peers:
         self._save = save
 
     def first_cause(self, seconds: float) -> None:
-        """Waits for the news that another worker failed first; if it comes, this process exits here with that cause.
+        """Waits some seconds for the news that another worker failed first, with whose cause this process exits here.
 
-        Args:
-          seconds: how long to wait; a frozen worker, or one that is cut off, is known after `silence_limit`.
+        A frozen worker, or one that is cut off, is known after `silence_limit`.
         """
         if self._thread:
             self._thread.join(seconds)  # it ends when no other worker is left
@@ -124,10 +107,6 @@ class Peers:
         """Tells the others that this process ends; they exit with its code, and a line that says so.
 
         Returns once the chief has noted it. If the chief has another cause already, this process exits with that one.
-
-        Args:
-          code: the exit code of this process.
-          sentence: why, such as "ValueError: no such file".
         """
         if self._begin("last words"):
             what = f"was preempted: {sentence}" if code == EXIT_PREEMPTED else f"failed: {sentence}"
@@ -136,11 +115,7 @@ class Peers:
         self.first_cause(0)
 
     def leave(self, seconds: float | None = None) -> None:
-        """Says goodbye, and waits until all others have too; a failure of one of them until then ends this process.
-
-        Args:
-          seconds: how long to wait; default `silence_limit`.
-        """
+        """Says goodbye, and waits until all have, or for `silence_limit`; a failure until then ends this process."""
         if self._begin("goodbye"):
             self._order(self._say_goodbye)
             self._done.wait(self.silence_limit if seconds is None else seconds)
@@ -199,7 +174,9 @@ class Peers:
             if "goodbye" in message:
                 link.left = True
         if link.over:
-            self._forget(link)
+            self._selector.unregister(link)
+            link.close()
+            del self._links[link.index]
         if link.left:
             if not self.cluster.is_chief:
                 self._done.set()
@@ -254,11 +231,6 @@ class Peers:
             self._selector.unregister(link)
         rendezvous.drain(list(self._links.values()), _DRAIN)
         self._links.clear()
-
-    def _forget(self, link: rendezvous.Link) -> None:
-        self._selector.unregister(link)
-        link.close()
-        del self._links[link.index]
 
     def _exit(self, cause: _Cause) -> None:
         role = ", the chief," if cause.index == 0 else ""

@@ -74,16 +74,7 @@ def connected() -> bool:
 
 
 def check_placement(strategy: tf.distribute.Strategy, what: str, variables: Iterable[Any]) -> None:
-    """Checks that variables were made in the scope of the strategy that will run them.
-
-    Args:
-      strategy: the strategy.
-      what: the name of their owner, for the message.
-      variables: Keras or TensorFlow variables.
-
-    Raises:
-      UsageError: if not.
-    """
+    """Raises `UsageError` if the variables of `what` were not made in the scope of the strategy that will run them."""
     replicas, plugin = strategy.num_replicas_in_sync, plugin_of(strategy)
     for variable in variables:
         value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)

@@ -100,11 +100,7 @@ class Link:
 
 
 def connect(address: str, timeout: float) -> Link:
-    """Connects to "host:port" within some seconds.
-
-    Raises:
-      OSError: if nobody answers there.
-    """
+    """Connects to "host:port" within some seconds, or raises OSError."""
     connection = socket.create_connection(_split(address), timeout)
     if connection.getsockname() == connection.getpeername():
         # If no process listens on a port of the range for outgoing connections, TCP can connect a socket with itself.
@@ -163,7 +159,7 @@ def meet(cluster: Cluster, join_limit: float, silence_limit: float) -> dict[int,
       The links by index: to all other workers at the chief, to the chief at the others.
 
     Raises:
-      UsageError: if a worker has not come in time, says which; if this process does not belong here, says why.
+      UsageError: says which worker has not come in time, or why this process does not belong here.
     """
     meeting = _Meeting(cluster, join_limit, silence_limit)
     return meeting.await_workers() if cluster.is_chief else meeting.find_chief()

@@ -36,17 +36,11 @@ class Share(NamedTuple):
 
 
 class _Step(_tf.ReplicaLocal):
-    """The step that a replica does.
+    """The step that a replica does."""
 
-    Attributes:
-      share: its share of the global batch; None for batches of a fixed size.
-      factor: what optimizers multiply gradients by, see `of_means`; None for nothing.
-      gradients: (name of the variable, gradient) of all that optimizers get; None where nobody watches them.
-    """
-
-    share: Share | None = None
-    factor: tf.Tensor | None = None
-    gradients: list[tuple[str, Gradient]] | None = None
+    share: Share | None = None  # of the global batch; None for batches of a fixed size
+    factor: tf.Tensor | None = None  # what optimizers multiply gradients by, see `of_means`; None for nothing
+    gradients: list[tuple[str, Gradient]] | None = None  # by variables' names, of optimizers; None: not watched
 
 
 _step = _Step()
@@ -107,12 +101,7 @@ def watching() -> Iterator[list[tuple[str, Gradient]]]:
 
 @tf.autograph.experimental.do_not_convert
 def note_gradients(gradients: Sequence[Gradient], variables: Sequence[Any] | None) -> None:
-    """Notes the gradients that an optimizer is given, if the step is watched.
-
-    Args:
-      gradients: tensors, `tf.IndexedSlices` or None.
-      variables: the variables of the gradients, of Keras or TensorFlow; None if they are not known.
-    """
+    """Notes the gradients that an optimizer is given, if the step is watched; variables are None if not known."""
     if _step.gradients is not None:
         names = map(_keras.variable_path, variables) if variables else (f"variable {i}" for i in range(len(gradients)))
         _step.gradients += zip(names, gradients)
@@ -140,14 +129,7 @@ def over_replicas(who: str, gradients: Sequence[Gradient]) -> list[Gradient]:
 
     All in one reduction, as Keras does it. Sparse gradients whose number of rows is not known when the step is traced
     are concatenated instead, which is also their sum: TensorFlow's reduction of these fails in a loop where the number
-    changes from step to step.
-
-    Args:
-      who: the class name of what uses the gradients, for messages.
-      gradients: tensors, `tf.IndexedSlices` or None.
-
-    Raises:
-      UsageError: for sparse gradients of varying length on several workers.
+    changes from step to step. On several workers they are refused, in the name of `who` uses them.
     """
     context, summed = tf.distribute.get_replica_context(), list(gradients)
     together = [i for i, gradient in enumerate(gradients) if gradient is not None and not varies(gradient)]

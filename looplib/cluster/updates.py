@@ -23,28 +23,20 @@ from looplib.errors import UsageError
 def apply_gradients(optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, summed: bool = False) -> None:
     """Updates weights: weighs and sums the gradients, notes them for the guards, and has the optimizer clip and apply.
 
-    Args:
-      optimizer: Keras optimizer of either family.
-      grads_and_vars: pairs of a replica's gradient and the variable.
-      summed: whether the gradients are summed over replicas already.
+    Gradients are those of a replica, or with `summed` those of all. The optimizer is of either Keras family.
     """
     pairs = list(grads_and_vars)
-    gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if _keras.family(optimizer) == "keras":
+        gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         _apply(optimizer, _optimizers.own_method(optimizer, "apply"), gradients, variables, summed=summed)
     else:
         _apply_pairs(optimizer, _optimizers.own_method(optimizer, "apply_gradients"), pairs, summed=summed)
 
 
 def _apply(
-    optimizer: Any,
-    plain: Callable,
-    grads: Iterable,
-    trainable_variables: Iterable | None = None,
-    *,
-    summed: bool = False,
-    **kwargs: Any,
-) -> Any:
+    optimizer: Any, plain: Callable, grads: Iterable, trainable_variables: Iterable | None = None, *,
+    summed: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Does what `apply` of Keras 3 is to do."""
     grads = list(grads)
     if trainable_variables is not None:
@@ -89,8 +81,7 @@ def _apply_pairs(
 ) -> Any:
     """Does what `apply_gradients` of tf_keras is to do."""
     pairs = list(grads_and_vars)
-    across = tf.distribute.in_cross_replica_context()
-    if across or _optimizers.is_summed():
+    if tf.distribute.in_cross_replica_context() or _optimizers.is_summed():
         return plain(pairs, *args, **kwargs)
     gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
     if not summed:
@@ -141,7 +132,7 @@ class TrainingOptimizers:
             for optimizer in _keras.optimizers(trainer).values():
                 self._change(optimizer, sums, noted and not _keras.scales_loss(optimizer))
                 if fuse and (update := _optimizers.fused_update(optimizer)):
-                    self._replace(optimizer, "update_step", update)
+                    self._replacements.append(_optimizers.Replacement(optimizer, "update_step", update))
         except BaseException:
             self.close()
             raise
@@ -150,9 +141,6 @@ class TrainingOptimizers:
         """Gives the optimizers the methods back that they had before."""
         for replacement in reversed(self._replacements):
             replacement.take_back()
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-        self._replacements.append(_optimizers.Replacement(owner, name, make))
 
     def _change(self, optimizer: Any, sums: bool, noted: bool) -> None:
         if _keras.family(optimizer) == "keras":
@@ -167,16 +155,15 @@ class TrainingOptimizers:
                 )
             name, function = "apply_gradients", _apply_pairs
         if sums or noted:
-            self._replace(optimizer, name, lambda plain: functools.partial(function, optimizer, plain))
+            make = functools.partial(functools.partial, function, optimizer)
+            self._replacements.append(_optimizers.Replacement(optimizer, name, make))
 
 
 def refuse_others(strategy: tf.distribute.Strategy, unheld: Iterable[str]) -> None:
     """Raises `UsageError` if a step on several replicas uses an optimizer or seed that its trainer does not hold.
 
-    Args:
-      strategy: `tf.distribute.Strategy` that runs the step.
-      unheld: the names of the variables of the step that the trainer does not hold. Each optimizer reads its learning
-        rate or its count of updates from one.
+    `unheld` are the names of the step's variables that the trainer does not hold: each optimizer reads its learning
+    rate or its count of updates from one.
     """
     if strategy.num_replicas_in_sync == 1:
         return

@@ -62,10 +62,10 @@ def is_metric(value: Any) -> bool:
 
 def is_metrics(value: Any) -> bool:
     """Returns whether `value` is a Keras metric object, or a list or dict of only these."""
-    if isinstance(value, _STRUCTURES):
-        items = list(value.values() if isinstance(value, dict) else value)
-        return bool(items) and all(map(is_metrics, items))
-    return is_metric(value)
+    if not isinstance(value, _STRUCTURES):
+        return is_metric(value)
+    items = list(value.values() if isinstance(value, dict) else value)
+    return bool(items) and all(map(is_metrics, items))
 
 
 def is_layer(value: Any) -> bool:
@@ -112,10 +112,8 @@ def is_optimizer(value: Any) -> bool:
 def input_specs(model: Any) -> Any:
     """Returns the structure of `tf.TensorSpec`s of the inputs of a model; None if it has no Input layers.
 
-    Each has a name: its key in a dict, "inputs" for one input, and else that of its Input layer.
-
-    Raises:
-      UsageError: for a ragged or sparse input.
+    Each has a name: its key in a dict, "inputs" for one input, and else that of its Input layer. Ragged and sparse
+    inputs are refused.
     """
     inputs = getattr(model, "inputs", None)
     if not inputs:
@@ -205,13 +203,12 @@ def given_constants(layer: Any) -> list[Any]:
 
     These are the boundaries of a `Discretization`, or the mean and the variance of a `Normalization`.
     """
+    found = ()
     if is_a(layer, "layers", "Normalization"):
         found = (layer.input_mean, layer.input_variance)
     elif is_a(layer, "layers", "Discretization"):
         # In tf_keras a variable has what an adapted layer makes its boundaries of.
         found = (layer.bin_boundaries if family(layer) == "keras" else layer.input_bin_boundaries,)
-    else:
-        found = ()
     return [float(number) for value in found if value is not None for number in np.ravel(value)]
 
 
@@ -227,12 +224,9 @@ def with_inner(outer: Iterable[Any]) -> list[Any]:
 
 
 def averaged(optimizer: Any, variables: Iterable[Any], with_updated: bool) -> list[tuple[tf.Variable, tf.Variable]]:
-    """Returns (variable, its moving average) for each average of weights that an optimizer with `use_ema` keeps.
+    """Returns (variable, its moving average) for each variable of which a built optimizer with `use_ema` keeps one.
 
-    Args:
-      optimizer: of either family, and built.
-      variables: those among which are all that it updates.
-      with_updated: also those of an optimizer that has made an update.
+    An optimizer that has made an update has none, unless `with_updated`.
     """
     # Neither family has a public name for these.
     averages = getattr(optimizer, "_model_variables_moving_average", None) or []
@@ -273,14 +267,7 @@ def computes_in(model: Any, *types: str) -> bool:
 
 
 def check_one_family(objects: Mapping[str, Any]) -> None:
-    """Checks that the objects that train together are of one family, and that Keras 3 runs on TensorFlow.
-
-    Args:
-      objects: any objects, by name.
-
-    Raises:
-      UsageError: if not.
-    """
+    """Raises `UsageError` unless these objects, by name, are of one family, and Keras 3 runs on TensorFlow."""
     names: dict[str, str] = {}
     for name, value in objects.items():
         root = family(value)

@@ -150,9 +150,7 @@ def identity_of(variable: object) -> int:
 def lost_server(error: BaseException, of_any_process: bool = False) -> UsageError | None:
     """Returns the `UsageError` for a parameter server that could not be reached; None for any other error.
 
-    Args:
-      error: what TensorFlow raised.
-      of_any_process: whether a process that cannot be reached is known to be a parameter server.
+    With `of_any_process`, each process that cannot be reached is known to be a parameter server.
     """
     # TensorFlow's own ClusterCoordinator recognizes them by these words.
     if not isinstance(error, _UNREACHABLE) or not (of_any_process or "/job:ps" in str(error)):
@@ -170,18 +168,18 @@ def name_of(strategy: tf.distribute.Strategy) -> str:
 
 
 def worker_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
-    """Returns the names of the devices of this process's replicas.
-
-    Raises:
-      RuntimeError: for the default strategy.
-    """
+    """Returns the names of the devices of this process's replicas; the default strategy has none."""
     return tuple(strategy.extended.worker_devices)
 
 
 def log_warnings_only() -> None:
     """Leaves TensorFlow's own notes out of the log; its warnings and errors stay."""
     tf.get_logger().setLevel("WARNING")
-    logging.get_absl_handler().addFilter(lambda record: not is_note(record))  # some modules log by absl
+
+    def is_kept(record: python_logging.LogRecord) -> bool:  # some modules log by absl
+        return record.levelno >= python_logging.WARNING or not record.pathname.startswith(_FOLDER)
+
+    logging.get_absl_handler().addFilter(is_kept)
 
 
 def parse_profile(content: bytes) -> Any | None:
@@ -200,21 +198,12 @@ def log_once() -> None:
     TensorFlow itself sees to that where the root logger has a handler when it is imported.
     """
     for handler in tf.get_logger().handlers:
-        handler.addFilter(_reaches_no_other)
-
-
-def _reaches_no_other(record: python_logging.LogRecord) -> bool:
-    return not (tf.get_logger().propagate and python_logging.getLogger().handlers)
+        handler.addFilter(lambda _: not (tf.get_logger().propagate and python_logging.getLogger().handlers))
 
 
 def log_errors_only() -> None:
     """Leaves TensorFlow's own warnings out of the log, too."""
     tf.get_logger().setLevel("ERROR")
-
-
-def is_note(record: python_logging.LogRecord) -> bool:
-    """Returns whether a log record is a note of TensorFlow's own, below a warning, by the file that logged it."""
-    return record.levelno < python_logging.WARNING and record.pathname.startswith(_FOLDER)
 
 
 # The keys of a checkpoint, as TensorFlow's guide to checkpoints shows them.
@@ -243,16 +232,10 @@ def name_of_variable(key: str) -> str:
 
 
 def object_graph(reader: Any) -> Any:
-    """Returns the structure of the objects that a checkpoint was written from, a protocol buffer.
+    """Returns the structure of the objects that a checkpoint was written from, for `tf.train.load_checkpoint`'s reader.
 
-    Args:
-      reader: from `tf.train.load_checkpoint`.
-
-    Returns:
-      A `TrackableObjectGraph` with `nodes`; None where this version of TensorFlow keeps it in another way.
-
-    Raises:
-      ValueError, tf.errors.OpError: if the checkpoint cannot be read, or has no such structure.
+    It is a `TrackableObjectGraph` with `nodes`, or None where this version of TensorFlow keeps it in another way. A
+    checkpoint that cannot be read, or has none, raises ValueError or `tf.errors.OpError`.
     """
     try:
         from tensorflow.core.protobuf import trackable_object_graph_pb2 as private  # it has no public name
@@ -339,18 +322,12 @@ class RepeatedSeeds:
 
     An iterator's state has to hold their seeds, because later epochs depend on them. It lacks those of a stage that has
     ended, or that has not begun in this epoch.
-
-    Attributes:
-      outside: how many are not below a cache.
-      cached: how many are below a cache, which needs them until it is full.
-      caches: how many caches there are.
-      interleaved: how many are of the names of files, or of what else an interleave makes data sets of.
     """
 
-    outside: int = 0
-    cached: int = 0
-    caches: int = 0
-    interleaved: int = 0
+    outside: int = 0  # not below a cache
+    cached: int = 0  # below a cache, which needs them until it is full
+    caches: int = 0  # how many caches there are
+    interleaved: int = 0  # of the names of files, or of what else an interleave makes data sets of
 
     def lacking(self, texts: list[bytes]) -> bool:
         """Returns whether one of them is not in an iterator's state."""
@@ -370,8 +347,7 @@ class RepeatedSeeds:
 def repeated_seeds(dataset: tf.data.Dataset) -> RepeatedSeeds | None:
     """Finds the stages with seeds below the repetitions of a pipeline, except those in functions of other stages.
 
-    Returns:
-      What it found; None where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
+    None where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
     """
     found = collections.Counter()
 
@@ -406,12 +382,8 @@ def is_by_element(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_
 
     Then it begins at any position if those do. Other stages, such as a shuffle, depend on the elements before, and so
     does a map that draws random numbers one after another. One that runs in parallel does not repeat them anyway. False
-    where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages.
-
-    Args:
-      dataset: the pipeline.
-      origins: data sets that it may read.
-      any_other: whether branches that read none of these are known to begin at any position too.
+    where TensorFlow, of which 2.20 and 2.21 are known, does not tell a pipeline's stages. With `any_other`, branches
+    that read none of the origins are known to begin at any position too.
     """
     try:
         return _reads(dataset, origins, any_other) is not False
@@ -433,13 +405,9 @@ def _reads(dataset: tf.data.Dataset, origins: list[tf.data.Dataset], any_other: 
 
 
 def stateful_ops_of_maps(dataset: tf.data.Dataset, origins: list[tf.data.Dataset]) -> set[str]:
-    """Returns the types of ops that have side effects or keep a state in the maps of a pipeline `is_by_element`.
+    """Returns the types of stateful ops in the maps of a pipeline `is_by_element`, as far as TensorFlow tells.
 
-    Leaves out what TensorFlow, of which 2.20 and 2.21 are known, does not tell.
-
-    Args:
-      dataset: the pipeline.
-      origins: data sets that it reads, of which only what comes after them counts.
+    Only what comes after the origins, the data sets that it reads, counts.
     """
     if any(dataset is origin for origin in origins):
         return set()

@@ -81,23 +81,11 @@ class Diverged(Exception):
 
     def __init__(self, what: str, policy: str, good_before: int, resume_after: int) -> None:
         super().__init__(what)
-        self.what = what
-        self.policy = policy
-        self.good_before = good_before
-        self.resume_after = resume_after
+        self.what, self.policy, self.good_before, self.resume_after = what, policy, good_before, resume_after
 
 
 def spike_score(history: Sequence[float], loss: float, guards: Guards) -> float | None:
-    """Scores a loss against the ones before it.
-
-    Args:
-      history: the last reported losses, at most `guards.spike_window`.
-      loss: the new one.
-      guards: `Guards`.
-
-    Returns:
-      The robust z-score if it makes a jump, else None.
-    """
+    """Returns the robust z-score of a loss against the last reported ones if it is a jump, else None."""
     if not guards.spike_score or len(history) < guards.spike_window / 2 or not math.isfinite(loss):
         return None
     median = statistics.median(history)
@@ -115,7 +103,7 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
       losses: the losses reported before, of the run record; the oldest ones are dropped.
       step: the global step of the report.
       loss: the reported loss; None if there is none.
-      guards: `Guards`.
+      guards: the policy.
       steps_per_loop: the steps that a report is over.
     """
     if loss is None:
@@ -125,8 +113,7 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
         raise Diverged(f"{where} above the limit of {guards.loss_limit:.4g}", guards.on_spike, good_before, step)
     if not guards.spike_score:
         return
-    score = spike_score(losses, loss, guards)
-    if score is not None:
+    if (score := spike_score(losses, loss, guards)) is not None:
         what = f"{where} {score:.1f} robust standard deviations above the median of the last {len(losses)} reports"
         raise Diverged(what, guards.on_spike, good_before, step)
     losses.append(loss)
@@ -134,13 +121,7 @@ def check_loss(losses: list[float], step: int, loss: float | None, guards: Guard
 
 
 def check_skipped(step: int, metrics: Mapping[str, float], steps: int) -> None:
-    """Raises `Diverged` if every one of at least ten steps was skipped, because no later step will be better.
-
-    Args:
-      step: the global step of the report.
-      metrics: dict of the training metrics, of which `skipped_steps` is read.
-      steps: how many steps the report is over.
-    """
+    """Raises `Diverged` if every one of at least ten steps of a report was skipped: no later one will be better."""
     if steps >= 10 and metrics.get("skipped_steps", 0) >= steps:
         raise Diverged(
             f"all {steps} steps up to step {step} had non-finite values and were skipped", "halt", step - steps, step

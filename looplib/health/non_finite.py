@@ -103,10 +103,6 @@ class StateCheck:
         self._measure = tf.function(self._squares, autograph=False)
         self._checks = 0
 
-    def _bad_now(self) -> list[str]:
-        """Returns the names of the variables that are not finite, by some ops for each, without a trace."""
-        return [name for name, variable in self._variables if not _is_finite(variable)]
-
     def _squares(self) -> tf.Tensor:
         """Returns a float32 scalar that is finite only if all variables are, by two ops for most of them."""
         halves = [_half_of_square(tf.convert_to_tensor(variable)) for _, variable in self._variables]
@@ -116,7 +112,7 @@ class StateCheck:
         """Returns the names of the variables that are not finite now."""
         self._checks += 1
         measure = self._measure if self._checks > _BEFORE_A_TRACE else self._squares
-        return [] if np.isfinite(measure()) else self._bad_now()
+        return [] if np.isfinite(measure()) else [name for name, one in self._variables if not _is_finite(one)]
 
 
 def _is_finite(variable: tf.Variable) -> bool:

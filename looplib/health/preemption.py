@@ -67,15 +67,16 @@ class Notice:
     def flag(self) -> tf.Variable:
         """The boolean variable on the host that the loops read between steps; made at the first use."""
         if self._flag is None:
+
+            def make() -> None:
+                with tf.device("/cpu:0"):
+                    self._flag = tf.Variable(False, trainable=False, name="stop")
+
             # In a separate thread, because the scope of a strategy belongs to a thread and would distribute it.
-            thread = threading.Thread(target=self._make_flag)
+            thread = threading.Thread(target=make)
             thread.start()
             thread.join()
         return self._flag
-
-    def _make_flag(self) -> None:
-        with tf.device("/cpu:0"):
-            self._flag = tf.Variable(False, trainable=False, name="stop")
 
     @contextlib.contextmanager
     def listening(self, to_the_end: bool = False) -> Iterator[None]:
@@ -105,9 +106,7 @@ class Notice:
     def deferred(self, busy: Callable[[], bool]) -> Iterator[None]:
         """Inside this `with` block a signal only sets `requested` and `flag`: a save is needed before the run ends.
 
-        Args:
-          busy: function without arguments that returns whether a save is under way. The process is not ended then,
-            even if the current step does not end in time.
+        While `busy()` is true, as a save is under way, a step that does not end in time does not end the process.
         """
         previous, self._busy = self._busy, busy
         self._deferred += 1
@@ -121,9 +120,7 @@ class Notice:
     def limited(self, seconds: float | None, limit: str) -> Iterator[None]:
         """Ends the run as a signal does, if this `with` block inside `deferred` takes longer than some seconds.
 
-        Args:
-          seconds: the limit; None for none.
-          limit: its name, for `requested`.
+        None is no limit; `requested` is then `limit`, its name.
         """
         if seconds is None:
             yield
@@ -226,10 +223,6 @@ class Notice:
             what = f"ended by {self.requested} during start-up or while waiting"
             raise Preempted(f"{what}; no progress is lost; run the same command again", alone=True)
 
-    def _in_a_session(self) -> bool:
-        """Returns whether the process is a notebook or a console, whose state is worth more than the run."""
-        return not self._owns_the_process and (getattr(sys, "ps1", None) is not None or bool(sys.flags.interactive))
-
     def _received_now(self) -> bytes:
         try:
             return os.read(self._read, 64)
@@ -280,7 +273,9 @@ class Notice:
     def _end_the_step(self) -> None:
         """Ends the process because the current step has not ended in time; in a session or a debugger it only warns."""
         signals = [signum.name for signum in SIGNALS if signum != signal.SIGINT]
-        if self.requested not in signals and (debugger_holds_a_thread() or self._in_a_session()):
+        # A notebook's or a console's state is worth more than the run.
+        in_session = not self._owns_the_process and (getattr(sys, "ps1", None) is not None or sys.flags.interactive)
+        if self.requested not in signals and (debugger_holds_a_thread() or in_session):
             logging.warning(
                 "the current step has not ended yet: a debugger may hold it, or its input may have stalled. "
                 "SIGTERM ends the process at once"

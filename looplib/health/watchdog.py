@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -53,16 +54,15 @@ def debugger_holds_a_thread() -> bool:
     This recognizes `pdb` and other debuggers built on `bdb`, debugpy and PyCharm's debugger (pydevd), `code.interact`
     and `IPython.embed`. It does not recognize a plain `input()`, which leaves no frame.
     """
-    for frame in sys._current_frames().values():
+    for innermost in sys._current_frames().values():
         console = False
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(innermost):
             module = frame.f_globals.get("__name__") or ""
             root = module.partition(".")[0]
             console = console or root in _CONSOLES
             # The console that a run was started in is further out on the stack than the run, and holds nothing.
             if root in _DEBUGGERS or (console and module == _AROUND_STEPS):
                 return True
-            frame = frame.f_back
     return False
 
 
@@ -83,21 +83,17 @@ class Watchdog:
 
     Args:
       clock: the run's `Clock`, for the phase.
-      steps: function without arguments that returns the steps done in training and in evaluation, and anything else
-        that changes with progress; called from another thread.
-      checkpoint: function without arguments that returns the newest checkpoint's path, or None.
-      limit: seconds without progress in any phase, instead of what is learned; None adapts to the run, 0
-        disables the watchdog.
+      steps: returns the steps done in training and in evaluation, and anything else that changes with progress; called
+        from another thread.
+      checkpoint: returns the newest checkpoint's path, or None.
+      limit: seconds without progress in any phase, instead of what is learned; 0 disables the watchdog.
     """
 
     def __init__(
         self, clock: Phases, steps: Callable[[], Sequence[Any]], checkpoint: Callable[[], str | None],
         limit: float | None = None,
     ) -> None:  # fmt: skip
-        self._clock = clock
-        self._steps = steps
-        self._checkpoint = checkpoint
-        self._limit = limit
+        self._clock, self._steps, self._checkpoint, self._limit = clock, steps, checkpoint, limit
         self._longest: dict[str, float] = {}
         self._depth = 0
         self._lock = threading.Lock()
@@ -125,19 +121,15 @@ class Watchdog:
             return self._limit
         return max(_GENEROUS.get(phase, _GENEROUS_ELSE), _OFTEN * self._longest.get(phase, 0.0))
 
-    def _is_needed(self) -> bool:
-        with self._lock:
-            if not self._depth:
-                self._thread = None
-            return self._depth > 0
-
     def _watch(self) -> None:
         interval = min(1.0, (self._limit or 4.0) / 4)
         seen, paused, ran = None, 0.0, RunningTime(interval)
         while True:
             time.sleep(interval)
-            if not self._is_needed():
-                return
+            with self._lock:
+                if not self._depth:
+                    self._thread = None
+                    return
             phase, entered = self._clock.current
             progress = phase, entered, self._steps()
             paused += ran.since_last()
@@ -172,8 +164,6 @@ def _stacks() -> list[str]:
     lines = []
     for ident, frame in sys._current_frames().items():
         lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
-        while frame is not None:
-            code = frame.f_code
-            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-            frame = frame.f_back
+        for each, line in traceback.walk_stack(frame):
+            lines.append(f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}')
     return lines

@@ -15,15 +15,10 @@ from looplib.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class _Averaged:
-    """What is averaged; TensorFlow does not save what it holds, which is not part of the averages.
-
-    Attributes:
-      variables: the variables.
-      made: checksums of the values that the averages were made with.
-    """
+    """What is averaged; TensorFlow does not save what it holds, which is not part of the averages."""
 
     variables: list[tf.Variable]
-    made: list[int]
+    made: list[int]  # checksums of the values that the averages were made with
 
 
 class WeightAverages(tf.Module):

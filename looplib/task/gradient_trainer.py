@@ -22,34 +22,21 @@ from looplib.task.trainer import Trainer
 
 @dataclasses.dataclass
 class _Backward:
-    """What one replica computes for one batch, or a part of it.
+    """What one replica computes for one batch, or a part of it."""
 
-    Attributes:
-      data: the gradients of the sum of the losses over the global batch size, in the order of the variables.
-      auxiliary: the gradients of the model's own losses, where they cannot be a part of `data`; else [].
-      weight: float32 scalar, the sum of the weights of the losses; None if the global batch size is the divisor.
-      metrics: dict from name to metric.
-    """
-
-    data: list[Any]
-    auxiliary: list[Any]
-    weight: tf.Tensor | None
+    data: list[Any]  # gradients of the sum of the losses over the global batch size, in the order of the variables
+    auxiliary: list[Any]  # gradients of the model's own losses, where they cannot be a part of `data`; else []
+    weight: tf.Tensor | None  # float32 scalar, the sum of the losses' weights; None if the global batch size divides
     metrics: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Which variables are trained, and by which optimizer; no state, and TensorFlow does not save what it holds.
-
-    Attributes:
-      trained: the variables.
-      trainable: those that the layers have as trainable ones, of which `freeze` may leave out some.
-      parts: of each optimizer its pattern, itself and its variables.
-    """
+    """Which variables are trained, and by which optimizer; no state, and TensorFlow does not save what it holds."""
 
     trained: list[Any]
-    trainable: list[Any]
-    parts: list[tuple[str, Any, list[Any]]]
+    trainable: list[Any]  # those that the layers have as trainable ones, of which `freeze` may leave out some
+    parts: list[tuple[str, Any, list[Any]]]  # of each optimizer its pattern, itself and its variables
 
 
 class GradientTrainer(Trainer):
@@ -282,11 +269,8 @@ class GradientTrainer(Trainer):
         used = [number for number, gradient in enumerate(gradients) if gradient is not None]
         weights = [_keras.tf_variable(self._gradient_plan.trained[number]) for number in used]
         metrics = self._learning_rates()  # before the update, which counts on
-        if (
-            self._gradient_clipping.any
-            or self.loss_scale is not None
-            or {"gradient_norm", "layer_norms"} & set(self._gradient_report)
-        ):
+        reports_norms = {"gradient_norm", "layer_norms"} & set(self._gradient_report)
+        if self._gradient_clipping.any or self.loss_scale is not None or reports_norms:
             # Rows of a sparse gradient may repeat, so that their norm is not the gradient's.
             dense = [tf.convert_to_tensor(gradients[number]) for number in used]
             metrics.update(self._gradient_norms(dense, used))
@@ -297,7 +281,11 @@ class GradientTrainer(Trainer):
             self._apply(gradients)
         else:
             metrics.update(self._apply_if_finite(gradients))
-        metrics.update(self._weight_norms(weights, before))
+        if "weight_norm" in self._gradient_report:
+            metrics["weight_norm"] = reductions.last(gradient_math.global_norm([w.read_value() for w in weights]))
+        if before:
+            moves = [weight.read_value() - old for weight, old in zip(weights, before)]
+            metrics["update_norm"] = reductions.last(gradient_math.global_norm(moves))
         return metrics
 
     def _global_gradients(self, backward: _Backward) -> list[Any]:
@@ -306,12 +294,11 @@ class GradientTrainer(Trainer):
         values = [*backward.data, *backward.auxiliary, *([] if weight is None else [weight])]
         if strategy.num_replicas_in_sync > 1:
             values = replicas.over_replicas(type(self).__name__, values)
-        data, count = values[: len(backward.data)], len(backward.data)
-        auxiliary = values[count : count + len(backward.auxiliary)]
-        factor = None
+        count, factor = len(backward.data), None
+        inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
+        data, auxiliary = values[:count], values[count : count + len(backward.auxiliary)]
         if weight is not None:
             factor = tf.math.divide_no_nan(tf.cast(self.global_batch_size, weight.dtype), values[-1])
-        inverse = None if self.loss_scale is None else 1 / self.loss_scale.scale
         data = [replicas.times(replicas.times(gradient, factor), inverse) for gradient in data]
         if auxiliary:
             data = [_added(gradient, replicas.times(own, inverse)) for gradient, own in zip(data, auxiliary)]
@@ -331,16 +318,13 @@ class GradientTrainer(Trainer):
     def _apply_if_finite(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Updates nothing if a gradient has overflowed, which all replicas see alike in the sum."""
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in gradients if g is not None])
-        held = [
-            *self._gradient_plan.trained,
-            *(variable for _, each, _ in self._gradient_plan.parts for variable in each.variables),
-        ]
-        state = [_keras.tf_variable(variable) for variable in held] + (
-            [] if not self.averages else self.averages.values
-        )
-        before = gradient_math.read(state)
+        plan = self._gradient_plan
+        held = [*plan.trained, *(variable for _, each, _ in plan.parts for variable in each.variables)]
+        state = [*map(_keras.tf_variable, held), *(self.averages.values if self.averages else ())]
+        before = [variable.read_value() for variable in state]
         self._apply([None if g is None else tf.where(finite, g, tf.zeros_like(g)) for g in gradients])
-        gradient_math.restore_unless(finite, state, before)
+        for variable, value in zip(state, before):
+            variable.assign(tf.where(finite, variable.read_value(), value))
         self.loss_scale.adjust(finite)
         first = tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
         overflow = tf.logical_and(first, tf.logical_not(finite))
@@ -367,15 +351,6 @@ class GradientTrainer(Trainer):
             for gradient, number in zip(dense, used):
                 name = f"gradient_norm/{_keras.variable_path(self._gradient_plan.trained[number])}"
                 metrics[name] = reductions.last(gradient_math.global_norm([gradient]))
-        return metrics
-
-    def _weight_norms(self, weights: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> dict[str, Any]:
-        metrics = {}
-        if "weight_norm" in self._gradient_report:
-            metrics["weight_norm"] = reductions.last(gradient_math.global_norm([w.read_value() for w in weights]))
-        if "update_norm" in self._gradient_report:
-            updates = [weight.read_value() - old for weight, old in zip(weights, before)]
-            metrics["update_norm"] = reductions.last(gradient_math.global_norm(updates))
         return metrics
 
 
@@ -425,9 +400,8 @@ def _losses_and_metrics(trainer: type[Trainer], returned: Any, inputs: Any) -> t
     if isinstance(losses, Reduction) and losses.kind == "mean":
         return losses, metrics
     if not isinstance(losses, tf.Tensor) or not losses.dtype.is_floating or losses.shape.rank == 0:
-        found = (
-            f"a {losses.dtype.name} tensor of shape {losses.shape}" if isinstance(losses, tf.Tensor) else repr(losses)
-        )
+        tensor = isinstance(losses, tf.Tensor)
+        found = f"a {losses.dtype.name} tensor of shape {losses.shape}" if tensor else repr(losses)
         raise UsageError(
             f"{who}.loss_fn returned {found}; expected one loss per example, a float tensor [batch], or "
             "looplib.mean(losses, weights): a mean that is taken already would be wrong for micro-batches and replicas"

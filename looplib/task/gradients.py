@@ -95,27 +95,9 @@ class DynamicLossScale(tf.Module):
 
     @tf.autograph.experimental.do_not_convert
     def adjust(self, finite: tf.Tensor) -> None:
-        """Adjusts the factor after a step; in replica context.
-
-        Args:
-          finite: boolean scalar, whether all gradients were finite; equal on all replicas.
-        """
+        """Adjusts the factor after a step by whether all gradients were finite on all replicas; in replica context."""
         steps = tf.where(finite, self._good_steps + 1, tf.zeros_like(self._good_steps))
         grows = steps >= _GROWS_AFTER
-        doubled = tf.minimum(2 * self.scale, tf.float32.max / 2)
-        halved = tf.maximum(self.scale / 2, 1.0)
+        doubled, halved = tf.minimum(2 * self.scale, tf.float32.max / 2), tf.maximum(self.scale / 2, 1.0)
         self.scale.assign(tf.where(grows, doubled, tf.where(finite, self.scale, halved)))
         self._good_steps.assign(tf.where(grows, tf.zeros_like(steps), steps))
-
-
-@tf.autograph.experimental.do_not_convert
-def read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    """Returns the values of variables, for `restore_unless`."""
-    return [variable.read_value() for variable in variables]
-
-
-@tf.autograph.experimental.do_not_convert
-def restore_unless(finite: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
-    """Gives variables their earlier values back unless a boolean scalar is true; in replica context."""
-    for variable, value in zip(variables, before):
-        variable.assign(tf.where(finite, variable.read_value(), value))

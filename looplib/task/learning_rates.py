@@ -34,9 +34,7 @@ class LearningRates:
     def after_restore(self, recorded: dict[str, float], step: int) -> None:
         """Sets the learning rates that this start was built with where they are new, and logs the result.
 
-        Args:
-          recorded: the `built` of the start that saved the restored checkpoint.
-          step: the global step that was restored.
+        `recorded` is the `built` of the start that saved the checkpoint of this step.
         """
         for path, rate in self.built.items():
             optimizer = self._optimizers[path]

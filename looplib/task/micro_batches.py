@@ -30,9 +30,6 @@ def summed(
       count: number of parts.
       jit_compile: whether XLA compiles the function, unless it runs eagerly.
 
-    Returns:
-      The sum of each tensor over the parts.
-
     Raises:
       UsageError: if a known batch size is no multiple of `count`, or the step is run eagerly with such a batch.
     """
@@ -78,17 +75,10 @@ def _call(compute: Callable[[Any], list[tf.Tensor]], part: Any, jit_compile: boo
 
 @tf.autograph.experimental.do_not_convert
 def fitting(compute: Callable[[Any, int], list[tf.Tensor]], inputs: Any) -> int:
-    """Returns the smallest number of parts of a batch whose gradients fit into memory.
+    """Returns the smallest number of parts of a batch whose gradients, by `compute(batch, parts)`, fit into memory.
 
     Each number is tried on a batch of zeros, outside of the graph that is being traced. What that changes, such as
     moving statistics, is restored.
-
-    Args:
-      compute: function of a batch and a number of parts, which returns the gradients.
-      inputs: the batch; its shapes are static.
-
-    Raises:
-      UsageError: if a shape is not static, or the memory does not suffice for one example.
     """
     leaves = tf.nest.flatten(inputs)
     if not all(isinstance(leaf, tf.Tensor) and leaf.shape.is_fully_defined() for leaf in leaves):
@@ -157,16 +147,7 @@ def _rows(leaf: tf.Tensor | tf.RaggedTensor, number: tf.Tensor, count: int) -> t
 
 @tf.autograph.experimental.do_not_convert
 def check_per_example(what: str, value: Any, inputs: Any) -> None:
-    """Checks that a value has the batch as its first dimension, as far as the shapes are known.
-
-    Args:
-      what: the value's name, for the message.
-      value: tensor.
-      inputs: the batch, or the part of it, that the value is computed from.
-
-    Raises:
-      UsageError: if not.
-    """
+    """Raises `UsageError` if the first dimension of a tensor, named `what`, is known not to be that of its batch."""
     shape = tf.convert_to_tensor(value).shape
     leaves = [leaf for leaf in tf.nest.flatten(inputs) if isinstance(leaf, (tf.Tensor, tf.RaggedTensor))]
     sizes = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
@@ -189,15 +170,7 @@ class MetricSums:
 
     @tf.autograph.experimental.do_not_convert
     def pack(self, metrics: dict[str, Any], inputs: Any) -> list[tf.Tensor]:
-        """Returns the tensors of a part's metrics, float64.
-
-        Args:
-          metrics: as a `step_fn` returns them.
-          inputs: the part of the batch, for the number of examples.
-
-        Raises:
-          UsageError: for a metric that does not sum.
-        """
+        """Returns the tensors of a part's metrics, float64; `UsageError` for a metric that does not sum."""
         self._slots, self._keras, parts = [], {}, []
         for name, value in metrics.items():
             if _keras.is_metric(value):
