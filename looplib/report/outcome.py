@@ -13,10 +13,10 @@ class Outcome:
       code: the exit code.
       status: the status in `run.json`.
       line: the last line; "" for none.
-      sentence: why the run ended before its time, for `run.json` and the other workers.
-      alone: whether the other workers do not know of it yet.
-      at_once: whether the process ends without Python's own end.
-      is_news: whether the line is for standard output, and not for standard error.
+      sentence: why the run ended early, for `run.json` and the other workers.
+      alone: whether the other workers have yet to be told.
+      at_once: whether to exit by `os._exit`, without Python's shutdown.
+      is_news: whether the line goes to standard output; otherwise to standard error.
     """
 
     code: int
@@ -29,37 +29,41 @@ class Outcome:
 
 
 def done(line: str) -> Outcome:
-    """Returns the outcome of a run that has done all that it was asked for."""
+    """Returns the outcome of a run that has finished."""
     return Outcome(EXIT_DONE, "done", line, is_news=True)
 
 
 def served(gone: CoordinatorGone, status: str) -> Outcome:
-    """Returns the outcome of a worker or parameter server, from the status that its run ended with."""
+    """Returns the outcome of a worker or parameter server, given the status of its run."""
     status = "killed" if status == "running" else status
     code = {"done": EXIT_DONE, "preempted": EXIT_PREEMPTED}.get(status, EXIT_FAILED)
     advice = "" if code == EXIT_DONE else "; restart all processes to resume"
     line = f"looplib: {gone}; status of the run: {status}{advice}"
-    return Outcome(code, status, line, at_once=True)  # a server never ends otherwise
+    return Outcome(code, status, line, at_once=True)  # nothing else ends a server
 
 
 def preempted(error: Preempted) -> Outcome:
-    """Returns the outcome of a run that a signal has ended."""
+    """Returns the outcome of a run that was ended by a signal or a time limit."""
     sentence = str(error)
-    # At once, because all is saved and closed, and Python's own end would wait for an input that stalls.
+    # At once: everything is saved and closed, and Python's shutdown would wait for a stalled input.
     return Outcome(EXIT_PREEMPTED, "preempted", f"looplib: {sentence}", sentence, error.alone, at_once=True)
 
 
 def failed(sentence: str) -> Outcome:
-    """Returns the outcome of a run that has failed, from the sentence that says why."""
+    """Returns the outcome of a failed run.
+
+    Args:
+      sentence: why it failed.
+    """
     return Outcome(EXIT_FAILED, "failed", f"looplib: error: {sentence}", sentence, alone=True)
 
 
 def broken(error: Exception, place: str, advice: str) -> Outcome:
-    """Returns the outcome of a run that an error of the program has ended.
+    """Returns the outcome of a run that was ended by an error in the program.
 
     Args:
-      error: any but a `UsageError`, whose sentence is enough for `failed`.
-      place: the user's line that it comes from; "" if it is not known.
+      error: not a `UsageError`; for those, `failed` suffices.
+      place: the line of the user's program that raised it; "" if unknown.
       advice: how to resume the run, as a clause.
     """
     if is_quit(error):
@@ -71,5 +75,5 @@ def broken(error: Exception, place: str, advice: str) -> Outcome:
 
 
 def is_quit(error: Exception) -> bool:
-    """Returns whether an error is how a debugger ends the program that it has stopped."""
+    """Returns whether an error means that the user quit a debugger."""
     return read(error).kind == "BdbQuit"
