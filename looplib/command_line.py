@@ -14,7 +14,7 @@ from looplib.checkpoint.policy import CheckpointPolicy, KeepBest, KeepEvery, Kee
 from looplib.errors import UsageError, duration, is_utf8
 from looplib.health.guards import Guards
 from looplib.run_config import RunConfig
-from looplib.settings import Flag, flags_of
+from looplib.settings import Flag, flags_of, from_flags
 from looplib.task.actions import Action
 
 MODES = ("train", "eval", "train_and_eval", "train_and_post_eval", "continuous_eval", "predict", "export")
@@ -59,15 +59,12 @@ FLAGS = (
     Flag("export", str, None, "Directory for --mode=export; none: export/step-<step> in model_dir."),
     Flag("export_averages", bool, True, "Exports averaged weights if the evaluator or trainer has any."),
     Flag("export_tflite", bool, False, "Exports a TFLite file too, if the converter takes the model."),
-    Flag("checkpoint_interval", int, 1000, "Steps between checkpoints; each evaluation saves one too.", least=1),
+    *flags_of(CheckpointPolicy),
     Flag("keep_last", int, 5, "Number of newest checkpoints to keep."),
     Flag("keep_best", str, None, "Also keeps the best checkpoint: max:eval/score, or eval/loss."),
     Flag("keep_every", int, None, "Also keeps the checkpoints at multiples of this number of steps."),
     Flag("checkpoint", str, "final", "For eval, predict and export: final, latest, best or a step."),
-    Flag("warm_start", str, None, "Run, RUN@best, RUN@STEP, checkpoint or SavedModel with first weights."),
-    Flag("continue_from", str, None, "Orbit or Model Garden checkpoint from which a new run continues."),
-    Flag("start_anew", bool, False, "Lets a run start over if all its checkpoints are damaged or missing."),
-    Flag("partial_restore", bool, False, "Restores only what the checkpoint and the model share."),
+    *flags_of(Start),
     *flags_of(Guards),
     Flag("deterministic", bool, False, "Deterministic ops, but slower; --loop=auto becomes graph."),
     Flag("mixed_precision", str, "float32", "The Keras precision policy.", runtime.PRECISIONS),
@@ -75,52 +72,22 @@ FLAGS = (
 
 
 def policy(values: dict[str, Any]) -> CheckpointPolicy:
-    """Returns the policy that the flags describe.
-
-    Args:
-      values: the value of each flag, by name.
-
-    Raises:
-      UsageError: for a value that has another form.
-    """
+    """Returns the policy that the flags describe; `UsageError` for a value that has another form."""
     keep = [KeepLast(values["keep_last"])]
     if values["keep_best"]:
         keep.append(KeepBest.parse(values["keep_best"]))
     if values["keep_every"] is not None:
         keep.append(KeepEvery(values["keep_every"]))
-    return CheckpointPolicy(
-        every_steps=values["checkpoint_interval"],
-        keep=tuple(keep),
-    )
+    return from_flags(CheckpointPolicy, values, keep=tuple(keep))
 
 
 def start(values: dict[str, Any]) -> Start:
-    """Returns where the run starts by the flags.
-
-    Args:
-      values: the value of each flag, by name.
-
-    Raises:
-      UsageError: for flags that exclude each other.
-    """
-    return Start(
-        warm_start=values["warm_start"] or "",
-        continue_from=values["continue_from"] or "",
-        partial=values["partial_restore"],
-        start_anew=values["start_anew"],
-        checkpoint=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]),
-    )
+    """Returns where the run starts by the flags; `UsageError` for flags that exclude each other."""
+    return from_flags(Start, values, checkpoint=_FROM_THE_NEWEST.get(values["mode"], values["checkpoint"]))
 
 
 def actions(values: dict[str, Any]) -> list[Action]:
-    """Returns the actions that the flags ask for.
-
-    Args:
-      values: the value of each flag, by name.
-
-    Raises:
-      UsageError: for a value that has another form.
-    """
+    """Returns the actions that the flags ask for; `UsageError` for a value that has another form."""
     if not values["profile"]:
         return []
     if not (found := re.fullmatch(r"(\d{1,18}):(\d{1,18})", values["profile"])) or not int(found[2]):
@@ -152,12 +119,7 @@ def parse(argv: Sequence[str]) -> list[str]:
 
 
 def check(values: dict[str, Any], argv: Sequence[str]) -> None:
-    """Raises `UsageError` for a value that no run can have, or an argument that is not a flag.
-
-    Args:
-      values: the value of each flag, by name.
-      argv: what the command line has besides flags, the program first.
-    """
+    """Raises `UsageError` for a value that no run can have, or for more in `argv` than the program and flags."""
     if len(argv) > 1:
         raise UsageError(f"unexpected argument {argv[1]!r}; every setting is a flag, --name=value (see --help)")
     if not values["model_dir"]:

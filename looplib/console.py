@@ -42,12 +42,7 @@ def swallowing(name: str = "the console") -> Iterator[None]:
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Prints a line; an error of printing is noted and not raised.
-
-    Args:
-      line: without its end.
-      stream: where; default standard error.
-    """
+    """Prints a line on a stream, standard error by default; an error of printing is noted and not raised."""
     stream = stream or sys.stderr
     if stream is None:  # it was closed before the process started
         return
@@ -78,13 +73,11 @@ def _try(action: Callable[[], Any]) -> None:
         action()
 
 
-def guard() -> contextlib.ExitStack:
+def guarded() -> contextlib.ExitStack:
     """Makes standard output and error streams that neither raise nor block, also for logging and the user's prints.
 
-    Streams that are not the process's own, such as a notebook's or a redirection, are unchanged.
-
-    Returns:
-      An `ExitStack` whose `close` puts the streams back.
+    Streams that are not the process's own, such as a notebook's or a redirection, are unchanged. Closing what this
+    returns, or leaving it as a `with` block, puts the streams back.
     """
     undo = contextlib.ExitStack()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -94,13 +87,6 @@ def guard() -> contextlib.ExitStack:
         elif _is_own(stream, descriptor):
             _use(name, _guarded(stream, descriptor, undo), undo)
     return undo
-
-
-@contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """Guards the streams, see `guard`, while a `with` block runs."""
-    with guard():
-        yield
 
 
 def _is_own(stream: object, descriptor: int) -> bool:

@@ -4,16 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import os
-import shlex
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
 from looplib import console, files, plugins, runtime
-from looplib.checkpoint import choice
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.directory import RunDirectory, resolve
 from looplib.checkpoint.policy import CheckpointPolicy, KeepRule, Start
@@ -22,7 +19,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
 from looplib.data.input_context import BadRecords
 from looplib.diagnosis import diagnosis
-from looplib.errors import DivergenceError, Preempted, UsageError, shown, whole_number
+from looplib.errors import UsageError, shown, whole_number
 from looplib.health.guards import Diverged, Guards
 from looplib.health.preemption import notice
 from looplib.health.watchdog import Watchdog
@@ -32,7 +29,6 @@ from looplib.loop.host_loop import as_shown
 from looplib.loop.loops import Loops
 from looplib.loop.schedule import Schedule
 from looplib.loop.window import Window
-from looplib.report import run_json
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
 from looplib.report.writers import Writer
@@ -44,8 +40,6 @@ from looplib.task.adapter import Adapter
 from looplib.task.evaluator import Evaluator
 from looplib.task.media import Media
 from looplib.task.trainer import Trainer
-
-_IDLE, _TRAINS, _CLOSED = "idle", "trains", "closed"
 
 
 class Controller:
@@ -86,7 +80,7 @@ class Controller:
         without a trainer). `controller.report()` writes `report.html` as it is now, and shows it in a notebook.
 
     Raises:
-      UsageError: for bad input, in a sentence.
+      UsageError: for bad input, in a sentence, as all methods do.
     """
 
     def __init__(
@@ -108,113 +102,75 @@ class Controller:
         if not isinstance(run_config, RunConfig):
             raise UsageError(f"run_config is {shown(run_config)}; expected a looplib.RunConfig, as the first argument")
         strategy = strategy or tf.distribute.get_strategy()
-        self.policy, self.guards = checkpoints or CheckpointPolicy(), guards or Guards()
-        self._start, actions = start or Start(), actions or ()
+        policy, actions = checkpoints or CheckpointPolicy(), actions or ()
+        self.guards, start = guards or Guards(), start or Start()
         checks.check_kinds(strategy, actions)
         evaluators = checks.check_tasks(trainer, evaluator)
         steps = run_config.steps_per_loop
         own_steps = trainer.own_steps_per_loop if isinstance(trainer, Adapter) and steps is None else lambda _: steps
         self._own_steps = functools.partial(own_steps, run_config.global_batch_size)
-        self._config = run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
+        run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
         self.model_dir = model_dir = resolve(model_dir) if model_dir else None
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
         self._actions = [*own, *actions]
-        rules = (*self.policy.keep, *(action for action in own if isinstance(action, KeepRule)))
-        self.policy = dataclasses.replace(self.policy, keep=rules)
+        rules = (*policy.keep, *(action for action in own if isinstance(action, KeepRule)))
+        self.policy = dataclasses.replace(policy, keep=rules)
         self._stops, self._stopped = stops_of(self._actions), False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
-        self._state = _IDLE
         self._trained = 0  # steps of this start
         log_once()
         self.clock = Clock()
         left_out = BadRecords(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
-        self._loops = Loops(run_config, strategy, self.clock, left_out)
+        self._loops = loops = Loops(run_config, strategy, self.clock, left_out)
         action_states = ActionStates(self._actions)
-        self._open(trainer, evaluators, writers, config)
-        self._build(trainer, evaluators, action_states)
-
-    # Building.
-
-    _directory: RunDirectory | None = None  # these are None if building has failed before
-    _reporter: Reporter | None = None
-    _checkpointer: Checkpointer | None = None
-
-    def _open(
-        self,
-        trainer: Trainer | None,
-        evaluators: Mapping[str, Evaluator],
-        writers: Sequence[Writer | str] | None,
-        config: Any,
-    ) -> None:
-        """Opens the run directory and what reports to it."""
         if trainer:
             self.policy.check(dict.fromkeys(evaluators))
-            if self.guards.may_roll_back and not self.model_dir:
+            if self.guards.may_roll_back and not model_dir:
                 raise UsageError(
                     "a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)"
                 )
-        strategy = self._loops.strategy
-        workers = Workers(strategy)
         self._directory = directory = RunDirectory(
-            self.model_dir, self.policy, self._start, trainer is not None, workers, self._give_up
+            model_dir, self.policy, start, trainer is not None, Workers(strategy), self.close
         )
-        saved_step = run_json.saved_step(self.model_dir, directory.trains) if workers.is_chief else None
-        directory.check_nothing_is_lost(saved_step)
         self._reporter = Reporter(
-            self.model_dir if directory.writable else None,
+            model_dir if directory.writable else None,
             writers=writers,
-            is_chief=workers.is_chief,
+            is_chief=self.is_chief,
             trains=directory.trains,
             check=directory.check_lock,
             clock=self.clock,
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,
             flags={
-                **as_flags(self._config),
+                **as_flags(run_config),
                 "checkpoint_interval": self.policy.every_steps,
                 "keep_best": str(self.policy.best) if self.policy.best else None,
                 "guards": dataclasses.asdict(self.guards),
             },
             config=config,
-            standing=self._standing,
+            standing=lambda: self._checkpointer.standing(),
         )
         self.report = self._reporter.report
-
-    def _build(self, trainer: Trainer | None, evaluators: Mapping[str, Evaluator], action_states: ActionStates) -> None:
-        """Traces the steps, and restores the newest checkpoint or starts from the beginning."""
-        loops, directory, guards = self._loops, self._directory, self.guards
-        loops.build(trainer, evaluators, *directory.peek(), guards.non_finite)
+        loops.build(trainer, evaluators, *directory.peek(), self.guards.non_finite)
         self._window = None
         if trainer:
             self.policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
-            self._window = Window(loops.training, self.clock, guards)
-        self._watchdog = Watchdog(self.clock, loops.progress, lambda: directory.latest, guards.stall_limit)
-        objects = checks.collect_state(trainer, evaluators)
-        if trainer:
+            self._window = Window(loops.training, self.clock, self.guards)
             self.report.model = diagnosis().model(trainer)
-            self.report.speed = diagnosis().speed(loops.training, self._loops.strategy)
+            self.report.speed = diagnosis().speed(loops.training, strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
+        self._watchdog = Watchdog(self.clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
+        objects = checks.collect_state(trainer, evaluators)
         parts = RecordedParts(trainer, objects, loops, self._window, action_states)
-        self._checkpointer = Checkpointer(directory, self._reporter, parts, guards, objects)
+        self._checkpointer = Checkpointer(directory, self._reporter, parts, self.guards, objects)
 
-    def _standing(self) -> run_json.Standing:
-        record, ended, step = self._checkpointer.record, self._reporter.ended_at, self.global_step
-        ended = step if ended is None else ended
-        trained = {"train": record.train} if self._loops.training and record.train else {}
-        latest = self.latest_checkpoint
-        return run_json.Standing(
-            step=ended,
-            final_step=step if step < ended else None,
-            end=self._reporter.end,
-            metrics={**trained, **self._reporter.last_evaluation},
-            rollbacks=record.rollbacks,
-            engines=self._loops.choices,
-            saved_step=int(latest.rsplit("-", 1)[1]) if latest else None,
-        )
+    _directory: RunDirectory | None = None  # these are None if building has failed before
+    _reporter: Reporter | None = None
+    _checkpointer: Checkpointer | None = None
 
-    # What a user calls.
+    # What a run is now.
 
     @property
     def is_chief(self) -> bool:
@@ -241,9 +197,6 @@ class Controller:
         """The path of the best committed checkpoint by the policy's first `KeepBest`, or None if none has a score.
 
         Without one, that of the training which `run.json` has.
-
-        Raises:
-          UsageError: if neither has one.
         """
         best = self._directory.best()
         return best.path if best else None
@@ -274,6 +227,8 @@ class Controller:
         """The steps in which the training data comes once; None where that is not known."""
         return self._loops.steps_per_epoch
 
+    # Training.
+
     def train(self, steps: int | None = None, *, epochs: float | None = None) -> Metrics:
         """Trains.
 
@@ -283,9 +238,6 @@ class Controller:
 
         Returns:
           dict, the last reported training metrics, of an earlier start of the run if there was nothing left to do.
-
-        Raises:
-          UsageError: for bad input.
         """
         return self._train(self._loops.steps_of(steps, epochs), None, -1)
 
@@ -303,9 +255,6 @@ class Controller:
 
         Returns:
           dict from evaluator name to metrics, of the last evaluation.
-
-        Raises:
-          UsageError: for bad input.
         """
         loops = self._loops
         end = loops.steps_of(steps, epochs)
@@ -314,229 +263,9 @@ class Controller:
         self._train(end, interval, eval_steps)
         return self._reporter.last_evaluation
 
-    def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
-        """Evaluates every evaluator at the current step.
-
-        Args:
-          steps: how many steps of each data set; -1 for all of it.
-
-        Returns:
-          dict from evaluator name to a dict of metrics, the number of `examples` among them.
-
-        Raises:
-          UsageError: for bad input.
-        """
-        loops, reporter = self._loops, self._reporter
-        steps = task_loop.check_evaluation(loops.evaluations, steps)
-        self._refuse_without_state()
-        with contextlib.nullcontext() if loops.training else self.report.of_a_start(self.restored_from):
-            results, step = {}, self.global_step
-            with console.guarded(), notice.listening(), self._watchdog.watching():
-                for name in loops.evaluations:
-                    metrics = loops.evaluate(name, steps)
-                    if metrics is None:
-                        self._leave(step)
-                    results[name] = metrics
-                    self._publish(name, step, metrics)
-                    reporter.show(name, step, loops.evaluations[name].shown())
-            reporter.writers.flush()
-            if self._state != _CLOSED:
-                with self.clock.phase("save"):
-                    self._checkpointer.add_scores(step, results)
-            reporter.last_evaluation = results
-            return results
-
-    def evaluate_continuously(
-        self, steps: int = -1, until_step: int | None = None, timeout: float | None = None
-    ) -> dict[str, Metrics]:
-        """Evaluates each new checkpoint in `model_dir`, as another job writes them.
-
-        Args:
-          steps: steps of each evaluation; -1 for all data.
-          until_step: ends after the evaluation of a checkpoint at or past this step; None waits on.
-          timeout: ends after this many seconds without a new checkpoint; None waits forever.
-
-        Returns:
-          dict from evaluator name to metrics, of the last evaluation.
-
-        Raises:
-          UsageError: for bad input, or if no checkpoint came in time.
-        """
-        steps = task_loop.check_evaluation(self._loops.evaluations, steps)
-        if until_step is not None:
-            until_step = whole_number("until_step", until_step, least=0)
-        results = None
-        self._directory.need("evaluate_continuously")
-        self._refuse_while_training("evaluate_continuously")
-        with console.guarded(), notice.listening():
-            for _ in self._checkpointer.each_new(timeout):
-                results = self.evaluate(steps)
-                if until_step is not None and self.global_step >= until_step:
-                    break
-        if results is None:
-            raise UsageError(
-                f"no checkpoint came in {self._directory.checkpoints} within {timeout} s; check that the training "
-                "writes there"
-            )
-        return results
-
-    def predict(
-        self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
-    ) -> dict[str, str]:
-        """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
-
-        A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
-        that differ from those of the finished pieces are refused.
-
-        Args:
-          directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
-          format: "jsonl", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
-          piece: records of a file.
-
-        Returns:
-          dict from evaluator name to its folder.
-
-        Raises:
-          UsageError: for bad input, or if no evaluator predicts.
-        """
-        predict = plugins.load("looplib.parts", "predict")
-        directory = files.resolve(directory, "the directory of the predictions") if directory is not None else None
-        self._refuse_without_state()
-        self._refuse_while_training("predict")
-        if directory is None:
-            self._directory.need("predict without a directory")
-        with console.guarded(), notice.listening(), self._watchdog.watching():
-            return predict(self._loops, self._directory, self._reporter, self._leave, directory, format, piece)
-
-    def export(
-        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
-    ) -> str:
-        """Writes the model at the current step for programs without looplib, into a directory that appears whole.
-
-        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, and
-        `export.json`. What is exported is the `export` of the first evaluator, or else of the trainer. An action may
-        call it.
-
-        Args:
-          directory: default `export/step-<step>` in `model_dir`; an earlier export there is replaced.
-          averages: whether averaged weights are exported, if there are any.
-          tflite: whether to write `model.tflite` too, if TensorFlow's converter takes the model.
-
-        Returns:
-          The directory.
-
-        Raises:
-          UsageError: for bad input, or a model that cannot be exported.
-        """
-        export = plugins.load("looplib.parts", "export")
-        directory = files.resolve(directory, "the directory of the export") if directory is not None else None
-        self._refuse_if_closed_or_torn("export")
-        self._refuse_without_state()
-        if directory is None:
-            self._directory.need("export without a directory")
-        return export(self._loops, self._checkpointer, self._reporter, directory, averages, tflite)
-
-    def save_checkpoint(self) -> str:
-        """Saves the complete state now, and waits until it is committed.
-
-        Nothing is written if a checkpoint of this step holds these values already. If it holds others, because weights
-        were assigned since then, it is moved into `checkpoints/set_aside`, and so are checkpoints of later steps.
-
-        Returns:
-          str, the path of the checkpoint.
-
-        Raises:
-          UsageError: without a `model_dir`, or if it cannot be written.
-          DivergenceError: if a variable is not finite; nothing is saved then.
-        """
-        self._refuse_if_closed_or_torn("save_checkpoint")
-        self._directory.need("save_checkpoint")
-        if self._loops.training is None:
-            raise UsageError(
-                "save_checkpoint needs a trainer, but this controller has none; evaluation jobs are read-only"
-            )
-        try:
-            self._checkpointer.save_changed()
-        except Diverged as fault:
-            raise DivergenceError(f"{fault.what}; it is not saved") from None
-        self._announce_saves()
-        return self._directory.path_of(self.global_step)
-
-    def restore_checkpoint(self, checkpoint: str | int | os.PathLike[str] = "latest") -> str | None:
-        """Restores the complete state, including the position in the data; changes nothing in the run directory.
-
-        Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
-        and later records into `metrics.voided.jsonl`, with a line for each.
-
-        Args:
-          checkpoint: "latest"; "best", the `best_checkpoint`; "final", the one that the training ended with; a step;
-            or a path, such as `<model_dir>/checkpoints/ckpt-1000`.
-
-        Returns:
-          The path, or None if there is no checkpoint yet.
-
-        Raises:
-          UsageError: if the checkpoint is not there, cannot be read or belongs to another model.
-        """
-        self._directory.need("restore_checkpoint")
-        self._refuse_while_training("restore_checkpoint")
-        if checkpoint == choice.LATEST:
-            return self._checkpointer.restore(None)
-        is_path = isinstance(checkpoint, (str, os.PathLike)) and checkpoint not in (choice.BEST, choice.FINAL)
-        return self._checkpointer.restore(checkpoint) if is_path else self._checkpointer.restore_chosen(checkpoint)
-
-    def show(self, media: Mapping[str, Media], split: str = "train") -> None:
-        """Shows images, texts and histograms at the current step; for actions.
-
-        Args:
-          media: dict from name to `looplib.image`, `looplib.text` or `looplib.histogram`. What another call has shown
-            under the same name at this step is replaced.
-          split: "train", or an evaluator's name.
-        """
-        self._reporter.show(split, self.global_step, as_shown(media))
-
-    def stop(self) -> None:
-        """Ends the training at the next boundary, with the final save and evaluation; for actions."""
-        self._stopped = True
-
-    def close(self) -> None:
-        """Waits for a save under way, closes the writers, and releases the data and the run directory.
-
-        A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again does
-        nothing.
-
-        Raises:
-          UsageError: if that save failed.
-        """
-        self._refuse_while_training("close")
-        if self._state == _CLOSED:
-            return
-        self._state = _CLOSED
-        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
-            if self._directory is not None:
-                stack.callback(self._directory.release)
-            if self._reporter is not None:
-                stack.callback(self._reporter.close)
-            stack.callback(self._loops.close)
-            if self._checkpointer is not None:
-                stack.callback(self._checkpointer.wait)  # a save needs the writers: what it calls reported is synced
-
-    def __enter__(self) -> "Controller":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # The outer loop.
-
     def _train(self, end: int, eval_interval: int | None, eval_steps: int) -> Metrics:
-        self._refuse_if_closed_or_torn("train")
-        if self._start.checkpoint is not None:
-            raise UsageError(
-                f"Start(checkpoint={self._start.checkpoint!r}) is for evaluations, predictions and exports, and each "
-                "start of a training would go back there; leave it out, and call controller.restore_checkpoint"
-            )
-        self._refuse_while_training("train")
+        self._loops.refuse_if_unfit("train", self.latest_checkpoint)
+        self._directory.check_may_train()
         reporter, checkpointer = self._reporter, self._checkpointer
         end = self._loops.check_end(end)
         schedule = Schedule(self.steps_per_loop, self.policy.every_steps, eval_interval, end, tuple(self._stops))
@@ -547,7 +276,8 @@ class Controller:
                     self._train_on(schedule, eval_steps)
                     break
                 except Diverged as fault:
-                    self._roll_back(fault)
+                    checkpointer.roll_back(fault)
+                    self._stopped = False
         reporter.note_end(self.global_step)
         return checkpointer.record.train
 
@@ -563,7 +293,7 @@ class Controller:
             result = loops.train(step, due, schedule.horizon(due))
             step += result.done
             self._trained += result.done
-            self._check(result.finite)
+            checkpointer.check(result.finite)
             for action in self._stops.get(step, ()):
                 action.on_reaching(step, self)
             reached = step == due.step
@@ -576,10 +306,10 @@ class Controller:
             if reached and due.save and checkpointer:
                 checkpointer.save(wait=False)
             if result.stopped:
-                self._leave(step)
+                checkpointer.leave(step)
             if reached and due.evaluate:
-                self._evaluate_saved(schedule, eval_steps)
-            self._announce_saves()
+                self._evaluate(schedule, eval_steps)
+            announce_saves(self._actions, checkpointer.take_committed(), self)
             if not reached:  # the data has ended
                 loops.training.note_end(step, -1 if schedule.end is None else schedule.end)
                 break
@@ -598,21 +328,11 @@ class Controller:
         reporter.last_evaluation = {}
         reporter.pace.measure_from(step)
         reporter.show_progress(step, schedule.next_evaluation(step))
-        if schedule.evaluates_at(step) and self._lacks_evaluation():
-            self._evaluate_now(schedule, eval_steps)  # the run stopped between the save and the evaluation
+        if schedule.evaluates_at(step) and checkpointer.lacks_evaluation():
+            self._evaluate(schedule, eval_steps, saves=False)  # the run stopped between the save and the evaluation
         self._loops.training.resume(step + checkpointer.record.input_offset)
         self._window.measure_from(step)
         return step
-
-    def _check(self, finite: bool) -> None:
-        """Raises `Diverged` if a value of a step was not finite, and `UsageError` for a background save that failed."""
-        checkpointer = self._checkpointer
-        if not finite:
-            after, names = self._loops.training.reducer.first_bad()
-            raise checkpointer.diverged_in_step(self._window.start + after, names)
-        checkpointer.raise_failure()
-        if checkpointer.saved_step and not checkpointer.saving:
-            self._reporter.note_first_save()
 
     def _finish(self, schedule: Schedule, eval_steps: int) -> None:
         """Saves, reports and evaluates at the end."""
@@ -623,32 +343,21 @@ class Controller:
         checkpointer.check_finite(step)
         if step > checkpointer.record.reported.get("train", 0):
             self._report(step)
-        if schedule.evaluate_every and self._lacks_evaluation():
-            self._evaluate_saved(schedule, eval_steps)
+        if schedule.evaluate_every and checkpointer.lacks_evaluation():
+            self._evaluate(schedule, eval_steps)
         self._reporter.writers.flush()
-        self._note_speed()
-
-    def _roll_back(self, fault: Diverged) -> None:
-        """Restores the checkpoint before a fault, with the data after it, if the guards allow it."""
-        step, checkpointer, reporter = fault.resume_after, self._checkpointer, self._reporter
-        program = self.report.program
-        can_replay = program and program.arguments and self._directory.workers.count == 1
-        command = f"python -m looplib replay {shlex.quote(self.model_dir or '')} --step={step}"
-        reporter.ended_at = step  # unless there is a rollback
-        checkpointer.roll_back(fault, f"{command} shows that step" if can_replay else "")
-        reporter.note_rollback(step, self.global_step, fault.what)
-        self._stopped = False
+        self._reporter.note_speed(self._loops.strategy, self._trained)
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:
         """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
         clock, checkpointer, reporter = self.clock, self._checkpointer, self._reporter
-        self._state, limit = _TRAINS, self._config.max_time
+        self._directory.is_training, limit = True, self._loops.config.max_time
         self._loops.own(self._loops.training.task)
         try:
             with (
                 console.guarded(),
-                reporter.training(self.restored_from, as_flags(self._config), lambda: self.global_step),
+                reporter.training(self.restored_from, as_flags(self._loops.config), lambda: self.global_step),
                 notice.listening(),
                 notice.deferred(lambda: clock.current[0] == "save" or checkpointer.saving),
                 notice.limited(clock.left_of(limit), f"max_time of {limit or 0:g} s"),
@@ -666,38 +375,94 @@ class Controller:
                 raise lost from error
             raise
         finally:
-            self._state = _IDLE
-
-    def _leave(self, step: int) -> NoReturn:
-        """Ends the run for a signal or a time limit: saves, flushes, raises `Preempted`."""
-        # IPython prints this advice after each SystemExit; it would end the kernel of a notebook.
-        warnings.filterwarnings("ignore", "To exit: use", UserWarning)
-        signal = notice.requested or "a signal or time limit of another worker"
-        if self._state != _TRAINS:
-            raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
-        if self._checkpointer:
-            self._checkpointer.save(wait=True)
-        self._reporter.writers.flush()
-        kept = self._directory.agreed_latest()
-        saved = f"saved in {kept}; run the same command to resume from it" if kept else "without a model_dir to save to"
-        raise Preempted(f"ended by {signal} at step {step}, {saved}")
+            self._directory.is_training = False
 
     # Evaluations and reports.
 
-    def _lacks_evaluation(self) -> bool:
-        """Returns whether an evaluator has not reported at the current step."""
-        reported, step = self._checkpointer.record.reported, self.global_step
-        return any(reported.get(name) != step for name in self._loops.evaluations)
+    def evaluate(self, steps: int = -1) -> dict[str, Metrics]:
+        """Evaluates every evaluator at the current step.
 
-    def _evaluate_saved(self, schedule: Schedule, eval_steps: int) -> None:
-        with self._checkpointer.saved():
-            self._evaluate_now(schedule, eval_steps)
+        Args:
+          steps: how many steps of each data set; -1 for all of it.
 
-    def _evaluate_now(self, schedule: Schedule, eval_steps: int) -> None:
+        Returns:
+          dict from evaluator name to a dict of metrics, the number of `examples` among them.
+        """
+        loops, reporter = self._loops, self._reporter
+        steps = task_loop.check_evaluation(loops.evaluations, steps)
+        self._checkpointer.need_state()
+        with contextlib.nullcontext() if loops.training else self.report.of_a_start(self.restored_from):
+            results, step = {}, self.global_step
+            with console.guarded(), notice.listening(), self._watchdog.watching():
+                for name in loops.evaluations:
+                    metrics = loops.evaluate(name, steps)
+                    if metrics is None:
+                        self._checkpointer.leave(step)
+                    results[name] = metrics
+                    self._publish(name, step, metrics)
+                    reporter.show(name, step, loops.evaluations[name].shown())
+            reporter.writers.flush()
+            if not loops.closed:
+                with self.clock.phase("save"):
+                    self._checkpointer.add_scores(step, results)
+            reporter.last_evaluation = results
+            return results
+
+    def evaluate_continuously(
+        self, steps: int = -1, until_step: int | None = None, timeout: float | None = None
+    ) -> dict[str, Metrics]:
+        """Evaluates each new checkpoint in `model_dir`, as another job writes them.
+
+        Args:
+          steps: steps of each evaluation; -1 for all data.
+          until_step: ends after the evaluation of a checkpoint at or past this step; None waits on.
+          timeout: ends after this many seconds without a new checkpoint; None waits forever.
+
+        Returns:
+          dict from evaluator name to metrics, of the last evaluation.
+        """
+        steps = task_loop.check_evaluation(self._loops.evaluations, steps)
+        if until_step is not None:
+            until_step = whole_number("until_step", until_step, least=0)
+        results: dict[str, Metrics] = {}
+        self._directory.need("evaluate_continuously")
+        self._directory.refuse_while_training("evaluate_continuously")
+        with console.guarded(), notice.listening():
+            for _ in self._checkpointer.each_new(timeout):
+                results = self.evaluate(steps)
+                if until_step is not None and self.global_step >= until_step:
+                    break
+        return results
+
+    def predict(
+        self, directory: str | os.PathLike[str] | None = None, *, format: str = "jsonl", piece: int = 10_000
+    ) -> dict[str, str]:
+        """Writes what each evaluator that has a `predict_fn` predicts: one record for each example, in their order.
+
+        A call that was killed is repeated to continue after the pieces that are finished. Weights, data or settings
+        that differ from those of the finished pieces are refused.
+
+        Args:
+          directory: default `predictions` in `model_dir`; the records of an evaluator are in a folder of its name.
+          format: "jsonl", "tfrecord" (of `tf.train.Example`) or "parquet" (with pyarrow).
+          piece: records of a file.
+
+        Returns:
+          dict from evaluator name to its folder.
+        """
+        predict = plugins.load("looplib.parts", "predict")
+        self._checkpointer.need_state()
+        self._directory.refuse_while_training("predict")
+        with console.guarded(), notice.listening(), self._watchdog.watching():
+            return predict(self._loops, self._checkpointer, self._reporter, directory, format, piece)
+
+    def _evaluate(self, schedule: Schedule, eval_steps: int, saves: bool = True) -> None:
+        """Evaluates in a training, and saves before, so that an evaluation that fails loses nothing."""
         step = self.global_step
-        self._reporter.show_progress(step, schedule.next_evaluation(step), evaluating=True)
-        self.evaluate(eval_steps)
-        self._reporter.show_progress(step, schedule.next_evaluation(step))
+        with self._checkpointer.saved() if saves else contextlib.nullcontext():
+            self._reporter.show_progress(step, schedule.next_evaluation(step), evaluating=True)
+            self.evaluate(eval_steps)
+            self._reporter.show_progress(step, schedule.next_evaluation(step))
 
     def _report(self, step: int) -> None:
         self._publish("train", step, self._window.read(step, self._checkpointer.record.losses, self.steps_per_loop))
@@ -713,49 +478,100 @@ class Controller:
             for action in self._actions:
                 action(Event(step, split, dict(metrics), self, evaluation_due=evaluates, ending=ends))
 
-    def _announce_saves(self) -> None:
+    # What else users and actions call.
+
+    def show(self, media: Mapping[str, Media], split: str = "train") -> None:
+        """Shows images, texts and histograms at the current step; for actions.
+
+        Args:
+          media: dict from name to `looplib.image`, `looplib.text` or `looplib.histogram`. What another call has shown
+            under the same name at this step is replaced.
+          split: "train", or an evaluator's name.
+        """
+        self._reporter.show(split, self.global_step, as_shown(media))
+
+    def stop(self) -> None:
+        """Ends the training at the next boundary, with the final save and evaluation; for actions."""
+        self._stopped = True
+
+    def export(
+        self, directory: str | os.PathLike[str] | None = None, *, averages: bool = True, tflite: bool = False
+    ) -> str:
+        """Writes the model at the current step for programs without looplib, into a directory that appears whole.
+
+        It holds `saved_model`, with a signature for serving, `model.keras` where Keras can write the model, and
+        `export.json`. What is exported is the `export` of the first evaluator, or else of the trainer. An action may
+        call it.
+
+        Args:
+          directory: default `export/step-<step>` in `model_dir`; an earlier export there is replaced.
+          averages: whether averaged weights are exported, if there are any.
+          tflite: whether to write `model.tflite` too, if TensorFlow's converter takes the model.
+
+        Returns:
+          The directory.
+        """
+        export = plugins.load("looplib.parts", "export")
+        self._loops.refuse_if_unfit("export", self.latest_checkpoint)
+        self._checkpointer.need_state()
+        return export(self._loops, self._checkpointer, self._reporter, directory, averages, tflite)
+
+    def save_checkpoint(self) -> str:
+        """Saves the complete state now, and waits until it is committed.
+
+        Nothing is written if a checkpoint of this step holds these values already. If it holds others, because weights
+        were assigned since then, it is moved into `checkpoints/set_aside`, and so are checkpoints of later steps.
+
+        Returns:
+          str, the path of the checkpoint.
+
+        Raises:
+          DivergenceError: if a variable is not finite; nothing is saved then.
+        """
+        self._loops.refuse_if_unfit("save_checkpoint", self.latest_checkpoint)
+        path = self._checkpointer.save_changed()
         announce_saves(self._actions, self._checkpointer.take_committed(), self)
+        return path
 
-    def _note_speed(self) -> None:
-        """Notes the share of the devices' peak that the training has reached, once one has ended that was not short."""
-        seconds = self.clock.of("train") + self.clock.of("input")
-        if self.report.speed and self.is_chief and self._trained:
-            with self.clock.phase("report"):
-                strategy = self._loops.strategy
-                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, self._trained, seconds)
+    def restore_checkpoint(self, checkpoint: str | int | os.PathLike[str] = "latest") -> str | None:
+        """Restores the complete state, including the position in the data; changes nothing in the run directory.
 
-    # What is refused.
+        Only a training that continues from there changes it: it moves later checkpoints into `checkpoints/set_aside`
+        and later records into `metrics.voided.jsonl`, with a line for each.
 
-    def _give_up(self) -> None:
-        """Closes this controller, because another one of the process is being built for its directory."""
-        if self._state == _TRAINS:
-            raise UsageError(
-                f"another controller of this process is training in {self.model_dir}; wait until it ends, or use "
-                "a separate model_dir"
-            )
-        logging.warning("the earlier controller for %s is closed, because another one is built for it", self.model_dir)
-        try:
-            self.close()
-        except UsageError as error:  # a failed save of that run, and not of the new one
-            logging.error("%s", error)
+        Args:
+          checkpoint: "latest"; "best", the `best_checkpoint`; "final", the one that the training ended with; a step;
+            or a path, such as `<model_dir>/checkpoints/ckpt-1000`.
 
-    def _refuse_without_state(self) -> None:
-        """Raises `UsageError` if a controller that only evaluates has no checkpoint to evaluate."""
-        if self.model_dir and not self._loops.training and not self.restored_from:
-            raise UsageError(
-                f"there is no checkpoint in {self.model_dir} to evaluate; train first, or name the directory of a "
-                "training"
-            )
+        Returns:
+          The path, or None if there is no checkpoint yet.
+        """
+        self._directory.need("restore_checkpoint")
+        self._directory.refuse_while_training("restore_checkpoint")
+        return self._checkpointer.restore_chosen(checkpoint)
 
-    def _refuse_if_closed_or_torn(self, what: str) -> None:
-        """Raises `UsageError` if this run is closed, or a failed step may have updated only a part of the variables."""
-        if self._state == _CLOSED:
-            raise UsageError(
-                f"{what} was called on a closed controller; another one may own its run directory; build a new one"
-            )
-        self._loops.refuse_if_torn(what, self.latest_checkpoint)
+    def close(self) -> None:
+        """Waits for a save under way, closes the writers, and releases the data and the run directory.
 
-    def _refuse_while_training(self, what: str) -> None:
-        """Raises `UsageError` if a training is under way, so that an action calls."""
-        if self._state == _TRAINS:
-            raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
+        A closed controller refuses to train and to save, and its evaluations are not reported. Closing it again does
+        nothing.
+        """
+        if self._directory is not None:
+            self._directory.refuse_while_training("close")
+        if self._loops.closed:
+            return
+        self._loops.closed = True
+        with contextlib.ExitStack() as stack:  # each is done, whatever the others raise; in the reverse order of these
+            if self._directory is not None:
+                stack.callback(self._directory.release)
+            if self._reporter is not None:
+                stack.callback(self._reporter.close)
+            stack.callback(self._loops.close)
+            if self._checkpointer is not None:
+                stack.callback(self._checkpointer.wait)  # a save needs the writers: what it calls reported is synced
+
+    def __enter__(self) -> "Controller":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -114,17 +114,14 @@ def shown(value: object) -> str:
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int | None = None, or_all: bool = False) -> int:
-    """Checks a whole number and returns it as a Python int, which JSON can hold.
+    """Checks a whole number and returns it as a Python int, which JSON can hold; a bool is refused by `UsageError`.
 
     Args:
       name: what it is, for the message.
-      value: anything that `operator.index` takes, such as an int or a numpy integer; a bool is refused.
-      least: the smallest value that is allowed; default 1.
+      value: anything that `operator.index` takes.
+      least: the smallest value that is allowed.
       most: the largest value that is allowed; None for that of 64 bits.
       or_all: whether -1, which stands for all, is allowed too.
-
-    Raises:
-      UsageError: for anything else.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -140,14 +137,11 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
 
 
 def duration(name: str, value: Any) -> float | None:
-    """Checks a duration and returns its seconds.
+    """Checks a duration and returns its seconds; anything else, and less than nothing, is a `UsageError`.
 
     Args:
       name: what it is, for the message.
       value: seconds, a `datetime.timedelta`, or text such as "90", "45m", "1h30m" or "2d12h"; None for no limit.
-
-    Raises:
-      UsageError: for anything else, and for less than nothing.
     """
     if value is None:
         return None
@@ -219,9 +213,7 @@ def cure_of(error: BaseException) -> str:
 def with_cure(error: BaseException, otherwise: str = "") -> str:
     """Returns an error of reading or writing as the end of a sentence: its message, and what to do.
 
-    Args:
-      error: the error.
-      otherwise: what to do about an error that is not of the file system; "" for nothing.
+    What to do about an error that is not of the file system is `otherwise`.
     """
     return "; ".join(filter(None, (gist(error), cure_of(error) or otherwise)))
 

@@ -59,12 +59,8 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def resolve(path: str | os.PathLike[str], what: str) -> str:
     """Returns the one name of a path that a user gives: absolute, so that a later `chdir` does not lead elsewhere.
 
-    Args:
-      path: the path, which may begin with "~" or "file:///"; it need not exist.
-      what: what it is, for the message, such as "model_dir".
-
-    Raises:
-      UsageError: if there cannot be such a file or directory, or this user may not read the directory.
+    The path may begin with "~" or "file:///" and need not exist; `what` names it in the `UsageError` of a path that
+    cannot be, or of a directory that this user may not read.
     """
     try:
         return _resolved(os.fspath(path))
@@ -129,12 +125,6 @@ def failures(path: str) -> tuple[type[Exception], ...]:
 def open_regular(path: str) -> BinaryIO:
     """Opens a file to read bytes, without following a link and without waiting.
 
-    Args:
-      path: the file.
-
-    Returns:
-      A binary file object.
-
     Raises:
       NotRegularError: if it is not a regular file.
       OSError, tf.errors.OpError: if it cannot be opened.
@@ -155,11 +145,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_text(path: str, most: int = _MOST_BYTES) -> str:
-    """Returns the text of a small file.
-
-    Args:
-      path: the file, UTF-8.
-      most: the most bytes it may have.
+    """Returns the text of a small file in UTF-8, of at most so many bytes.
 
     Raises:
       ValueError: if it is not a regular file, too large, or not UTF-8.
@@ -173,11 +159,7 @@ def read_text(path: str, most: int = _MOST_BYTES) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-      ValueError: if it is not JSON, has a number of more than 4300 digits, or more than 100 levels.
-    """
+    """Returns the value of a JSON text; a `ValueError` says that it is none, or nested deeper than 100 levels."""
     text = text.decode() if isinstance(text, bytes) else text
     with contextlib.suppress(RecursionError):
         level = [value := json.loads(text)]
@@ -224,18 +206,14 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
     """Writes a small file so that a reader, or the next start after a crash, sees all of it or the old one.
 
     A symbolic link of that name is replaced, not followed. Several processes may write it, and one of them is the last.
-
-    Args:
-      path: the file.
-      content: all of it.
-      durable: whether it is on the disk before this returns; if not, `make_durable` is to be called for it.
+    It is on the disk when this returns; if not `durable`, call `make_durable`.
     """
     content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     new = new_name(path)
     if is_remote(path):
         with gfile().GFile(new, "wb") as file:
             file.write(content)
-        replace(new, path)
+        gfile().rename(new, path, overwrite=True)
         return
     with _naming(path, new):
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -245,7 +223,7 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
                 file.flush()
                 if durable:
                     os.fsync(descriptor)
-            replace(new, path)
+            os.rename(new, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(new)
@@ -257,12 +235,7 @@ def write_whole(path: str, content: str | bytes, durable: bool = True) -> None:
 def write_named(path: str, content: str | bytes) -> bool:
     """Writes an output that a user names: through a link, and into a device, a FIFO or a file that is open here.
 
-    Args:
-      path: the file.
-      content: all of it.
-
-    Returns:
-      Whether it is now a file with this content alone, and so not, for example, standard output.
+    Returns whether it is now a file with this content alone, and so not, for example, standard output.
     """
     is_local, target = not is_remote(path), path if is_remote(path) else os.path.realpath(path)
     if is_local and os.path.exists(path) and (not os.path.isfile(path) or is_open_here(path)):
@@ -273,19 +246,9 @@ def write_named(path: str, content: str | bytes) -> bool:
     return True
 
 
-def replace(new: str, path: str) -> None:
-    """Gives a complete file, which a process has written under a `new_name`, its own name, in one move."""
-    gfile().rename(new, path, overwrite=True) if is_remote(path) else os.rename(new, path)
-
-
 @contextlib.contextmanager
 def _naming(path: str, new: str | None = None) -> Iterator[None]:
-    """Has an `OSError` of a `with` block name a file, which the system does not say of an open one.
-
-    Args:
-      path: the file.
-      new: a temporary name, which a user does not know.
-    """
+    """Has an `OSError` of a `with` block name a file, and not its temporary name `new`, which a user does not know."""
     try:
         yield
     except OSError as error:
@@ -301,27 +264,18 @@ def new_name(path: str) -> str:
 
 
 def is_new_name(name: str, of: str | None = None) -> bool:
-    """Returns whether a name is one that only looplib gives to what is not complete.
-
-    Args:
-      name: without its directory.
-      of: the name that it is to get; None for any.
-    """
+    """Returns whether a name without directory is one that only looplib gives, to what is to be named `of`."""
     match = re.fullmatch(r"(.*)\.[0-9a-f]{16}\.new", name, re.DOTALL)
     return match is not None and (of is None or of[:50] == match[1])
 
 
 @contextlib.contextmanager
 def appending(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
-    """Opens a file to append bytes, while other processes that append, or use `rewriting`, wait.
-
-    Args:
-      path: the file, made if missing.
-      wait: seconds for another process that has it.
+    """Opens a file to append bytes, made if missing, while other processes that append, or use `rewriting`, wait.
 
     Raises:
       UsageError: if it is not a regular file.
-      TimeoutError: if another process has it for longer.
+      TimeoutError: if another process has it for longer than `wait` seconds.
       OSError, tf.errors.OpError: if it cannot be written.
     """
     if is_remote(path):
@@ -362,12 +316,7 @@ def _alone(path: str, wait: float = math.inf) -> Iterator[BinaryIO]:
 
 
 def open_to_append(path: str) -> BinaryIO:
-    """Opens a local file to append bytes, made if missing, without following a link and without waiting.
-
-    Raises:
-      UsageError: if it is not a regular file.
-      OSError: if it cannot be opened.
-    """
+    """Opens a local file to append bytes, made if missing; `UsageError` for a link or what is no regular file."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -415,11 +364,7 @@ def make_durable(path: str) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Makes a directory, and checks now that the first save will be able to write to it.
-
-    Raises:
-      UsageError: if it cannot be written to; names the reason.
-    """
+    """Makes a directory, and raises `UsageError` with the reason if the first save could not write to it."""
     try:
         if is_remote(directory):
             gfile().makedirs(directory)
@@ -436,11 +381,7 @@ def check_writable(directory: str) -> None:
 
 
 def check_temporary() -> None:
-    """Checks that there is space for temporary files, without which TensorFlow cannot convert a step, and says little.
-
-    Raises:
-      UsageError: if there is none.
-    """
+    """Raises `UsageError` if there is no space for temporary files, without which TensorFlow converts no step."""
     try:
         with tempfile.TemporaryFile() as file:
             file.write(bytes(1 << 20))
@@ -454,18 +395,6 @@ def check_temporary() -> None:
 def safe_name(name: str) -> str:
     """Returns up to 80 characters with which a file can be named, from the name of a metric or an evaluator."""
     return re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:80]
-
-
-def cache_directory() -> str:
-    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's.
-
-    Without one it is `os.devnull`, in which no file can be made.
-    """
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    try:
-        return resolve(os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib"), "the cache directory")
-    except UsageError:  # such as without a home directory
-        return os.devnull
 
 
 def free_name(path: str) -> str:
@@ -497,15 +426,9 @@ def measure(path: str) -> tuple[int, str]:
 
 
 def difference(path: str, size: int, sha256: str | None) -> str:
-    """Compares a file with what was written.
+    """Returns what is proven to differ between a file and what was written, as the end of a sentence; "" for nothing.
 
-    Args:
-      path: the file.
-      size: its bytes.
-      sha256: their SHA-256; None compares the size alone.
-
-    Returns:
-      "" if there is no difference, else what is proven to be wrong, as the end of a sentence.
+    A `sha256` of None compares the size alone.
 
     Raises:
       CannotReadError: if it cannot be read now, for a reason that proves no damage.

@@ -14,33 +14,29 @@ A binary describes its experiment in one function and hands it over:
         launch.run(build, Config(), train_steps=1000)
 """
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import os
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
 from absl import app, flags, logging
 
-from looplib import command_line, console, files, folders, plugins, runtime
+from looplib import command_line, console, files, plugins, runtime
 from looplib.checkpoint.directory import resolve
-from looplib.cluster import peers, remote
-from looplib.cluster.collectives import OF_OTHERS, Workers
+from looplib.cluster.collectives import Workers
 from looplib.command_line import CONFIG_FILE, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
-from looplib.diagnosis import diagnosis
-from looplib.errors import EXIT_DONE, EXIT_FAILED, CoordinatorGone, DataError, Preempted, UsageError, cure_of, shown
+from looplib.errors import EXIT_DONE, UsageError, shown
 from looplib.health.guards import Guards
 from looplib.health.preemption import notice
-from looplib.masks import masked, masked_text
-from looplib.report import outcome, run_json
-from looplib.report.outcome import Outcome
+from looplib.masks import masked
+from looplib.outcome import Session, failed
+from looplib.report import run_json
 from looplib.report.program import this_program
 from looplib.report.writers import DEFAULT_WRITERS, Writer, named_writers
 from looplib.run_config import RunConfig
@@ -56,7 +52,6 @@ Started = Callable[[Any, Controller], object]
 Act = Callable[[Event], object]
 Mode = Callable[[Any, Controller], object]
 
-_THEIRS_SECONDS, _OURS_SECONDS = 30.0, 3.0  # for the news of another worker, after an op failed for its lack or not
 _MOST_NAMED = 8  # settings
 
 
@@ -112,7 +107,7 @@ def run(
         read = functools.partial(_read_others, settings)
     for flag in (*FLAGS, *own):  # so that --help shows them
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
-    console.guard()  # to the end of the process
+    console.guarded()  # to the end of the process
     gc.freeze()  # imported modules stay, so the collector need not go through them, least of all at the process's end
     binary = _Binary(build, config, read, started, actions or (), modes or {})
     app.run(lambda argv: _main(binary, argv), argv=argv, flags_parser=_parse)
@@ -135,7 +130,7 @@ def _define_config(config: Any, experiments: Mapping[str, Any], argv: Sequence[s
     try:
         return _configuration().define(config, experiments, sys.argv if argv is None else argv)
     except UsageError as error:
-        _end(_Session(), outcome.failed(str(error)))
+        Session().end(failed(str(error)))
     except flags.Error:
         app.parse_flags_with_usage(sys.argv if argv is None else argv)  # prints it, and ends
         raise
@@ -154,7 +149,7 @@ def _parse(argv: Sequence[str]) -> list[str]:
     try:
         return command_line.parse(argv)
     except UsageError as error:
-        _end(_Session(), outcome.failed(str(error)))
+        Session().end(failed(str(error)))
 
 
 def _main(binary: _Binary, argv: Sequence[str]) -> None:
@@ -162,75 +157,12 @@ def _main(binary: _Binary, argv: Sequence[str]) -> None:
         logging.set_verbosity(logging.INFO)
         _tf.log_warnings_only()
     _tf.log_once()
-    session = _Session({name: flags.FLAGS[name].value for name, *_ in FLAGS})
+    session = Session({name: flags.FLAGS[name].value for name, *_ in FLAGS})
     with notice.listening(to_the_end=True), session:
         _run_experiment(session, binary, argv)
 
 
-@dataclasses.dataclass
-class _Session:
-    """A run of a binary, as a `with` block whose end is the end of the process, by the outcome that `_OUTCOMES` names.
-
-    Attributes:
-      values: the value of each flag, by name.
-      strategy: None until it is made.
-      controller: None until it is built.
-      earlier: `run.json` as it was before this process.
-      temporary: the run directory of a dry run, which is removed at the end.
-      tried: the last line of a dry run that went well.
-    """
-
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    strategy: tf.distribute.Strategy | None = None
-    controller: Controller | None = None
-    earlier: run_json.Report = dataclasses.field(default_factory=dict)
-    temporary: str = ""
-    tried: str = ""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for kinds, outcome_of in _OUTCOMES:
-            if isinstance(error, kinds):
-                _end(self, outcome_of(self, error))
-
-    @property
-    def report_path(self) -> str:
-        """The path of the run's report."""
-        return run_json.path_of(self.values["model_dir"], self.values["mode"] in TRAINING_MODES)
-
-    @property
-    def advice(self) -> str:
-        """How to resume the run, as the end of a sentence."""
-        kept = self.controller and self.controller.latest_checkpoint
-        if kept:
-            return f"run the same command to resume from {kept}"
-        return "no checkpoint was saved" if self.controller else "then run the same command again"
-
-    @property
-    def page(self) -> str:
-        """The path of the page that the run has written; "" if there is none."""
-        return self.controller.report.page.path if self.controller else ""
-
-    def place_of(self, error: Exception) -> str:
-        """Returns the user's line that an error comes from, "" if it is not known."""
-        loops = self.controller.loops.values() if self.controller else ()
-        places = (diagnosis().place_of(error), *(loop.place_of(error) for loop in loops))
-        return next(filter(None, places), "")
-
-    def close(self, status: str, sentence: str = "") -> None:
-        """Closes the controller and writes the report; an error is only logged."""
-        if self.controller is None:
-            return
-        write = functools.partial(self.controller.report.write, status, sentence)
-        for action in (write, self.controller.close, write):  # before too, because trackers read there how it ended
-            try:
-                action()
-            except Exception as error:  # the disk may be full, and the last line must come out all the same
-                logging.error("%s", error)
-
-
-def _run_experiment(session: _Session, binary: _Binary, argv: Sequence[str]) -> None:
+def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> None:
     dry_run, preflight, replayer = (
         plugins.find("looplib.parts", name) for name in ("dry_run", "preflight", "replayer")
     )
@@ -334,100 +266,6 @@ def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
             ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),
             f". --config_file={kept} takes those of the training" if tf.io.gfile.exists(kept) else "",
         )
-
-
-def _done(session: _Session, _: None) -> Outcome:
-    if session.tried:
-        return outcome.done(session.tried)
-    line = f"done at step {_where(session.controller)}; the run directory is {session.values['model_dir']}"
-    line += f", and its page {session.page}" * bool(session.page)
-    return outcome.done(line if session.controller.is_chief else "")
-
-
-def _where(controller: Controller) -> str:
-    """Returns the step at which a run has ended, and which of its checkpoints other jobs take."""
-    standing = controller.report.standing()
-    rule = controller.policy.best if "train" in controller.loops else None
-    path = controller.best_checkpoint if rule and standing.saved_step is not None else None
-    best = int(path.rsplit("-", 1)[1]) if path else None
-    if (final := standing.final_step) is not None:
-        named = f", the best by {rule.metric}," if final == best else ","
-        return (
-            f"{standing.step}, and back at step {final}{named} which eval, predict, export and --warm_start take; a "
-            f"longer training continues from step {standing.saved_step} (--checkpoint=latest)"
-        )
-    if best is None or best == standing.step:
-        return f"{standing.step}"
-    return f"{standing.step}; the best by {rule.metric} is step {best} (--checkpoint=best)"
-
-
-def _served(session: _Session, gone: CoordinatorGone) -> Outcome:
-    report = run_json.read(session.report_path)
-    return outcome.served(gone, "not known" if report == session.earlier else report.get("status"))
-
-
-def _refused(session: _Session, error: UsageError) -> Outcome:
-    logging.debug("where it was raised:", exc_info=error)
-    kept = isinstance(error, DataError) and session.controller and session.controller.latest_checkpoint
-    return outcome.failed(f"{error}{f'; after that, the same command resumes from {kept}' if kept else ''}")
-
-
-def _broken(session: _Session, error: Exception) -> Outcome:
-    # Ends the process in here if the error is one that another worker's end has led to.
-    peers.current.first_cause(_THEIRS_SECONDS if isinstance(error, OF_OTHERS) else _OURS_SECONDS)
-    place = session.place_of(error)
-    if cure_of(error) and not place:  # of a file that looplib reads or writes
-        logging.debug("where it was raised:", exc_info=error)
-    elif not outcome.is_quit(error):
-        print(masked_text("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    on_tpu = isinstance(session.strategy, tf.distribute.TPUStrategy)
-    if on_tpu and (tpu := plugins.load("looplib.parts", "tpu")).is_lost(session.strategy, error):
-        kept = session.controller and session.controller.latest_checkpoint
-        session.close("restarted")  # what is on the TPU cannot be saved any more
-        try:
-            tpu.start_again(int(kept.rsplit("-", 1)[1]) if kept else 0)
-        except UsageError as refusal:
-            return outcome.failed(str(refusal))
-    return outcome.broken(error, place, session.advice)
-
-
-# What ended a run -> how to find the outcome. Other ends, such as a `SystemExit` of the program's own, pass through.
-_OUTCOMES = (
-    (type(None), _done),
-    (CoordinatorGone, _served),
-    (Preempted, lambda session, error: outcome.preempted(error)),
-    (UsageError, _refused),
-    (Exception, _broken),
-)
-
-
-def _end(session: _Session, how: Outcome) -> NoReturn:
-    """Closes and reports what is open, tells the other workers, prints the last line, and ends the process."""
-    failed, controller = how.code == EXIT_FAILED, session.controller
-    how = dataclasses.replace(how, line=masked_text(how.line), sentence=masked_text(how.sentence))
-    if how.code != EXIT_DONE:
-        session.close(how.status, how.sentence if failed else "")
-    if session.temporary:
-        with contextlib.suppress(OSError):
-            folders.remove(*os.path.split(session.temporary))
-    if controller and controller.is_chief and not failed:
-        print(*controller.clock.summary(), *filter(None, [controller.report.speed]), sep="\n")
-    sys.stdout.flush()
-    if failed:
-        _tf.log_errors_only()  # warnings as objects are deleted would come after the last line
-        peers.current.last_words(how.code, how.sentence)  # ends here if another worker failed first
-        if session.page:
-            print(f"looplib: the page of the run is {session.page}", file=sys.stderr)
-    if how.line:
-        print(how.line, file=sys.stdout if how.is_news else sys.stderr, flush=True)
-    if how.alone:
-        peers.current.last_words(how.code, how.sentence)  # has no effect the second time
-    peers.current.leave()  # has no effect after last words
-    # TensorFlow would wait for other processes, or complain of those that have ended.
-    if how.at_once or remote.connected() or peers.current.joined:
-        sys.stdout.flush()
-        os._exit(how.code)
-    sys.exit(how.code)
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:

@@ -27,12 +27,7 @@ _known: set[str] = set()  # secrets that this process has masked
 
 
 def masked(value: Any, secret: bool = False) -> Any:
-    """Masks the secrets in a tree of dicts, lists and values.
-
-    Args:
-      value: settings, or the arguments of a command line.
-      secret: whether all text in `value` is secret.
-    """
+    """Masks the secrets in a tree of dicts, lists and values; with `secret`, all text in it is secret."""
     if isinstance(value, dict):
         return {name: masked(item, secret or is_secret(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -59,6 +59,7 @@ class _Declared:
     check: Callable[[str, Any], Any] | None
     flag_default: Any
     read: Callable[[str], Any] | None
+    flag: str
 
 
 def setting(
@@ -70,8 +71,9 @@ def setting(
     check: Callable[[str, Any], Any] | None = None,
     flag_default: Any = _AS_THE_FIELD,
     read: Callable[[str], Any] | None = None,
+    flag: str = "",
 ) -> Any:
-    """Declares a field of a dataclass as a setting. Its flag has the name of the field.
+    """Declares a field of a dataclass as a setting. It has a flag.
 
     Args:
       default: the default value. If it is None, None is allowed and not checked.
@@ -81,10 +83,10 @@ def setting(
       check: function of the name and a value; returns the value to keep, or raises `UsageError`.
       flag_default: the default of the flag, if it differs from that of the field.
       read: converts the text of the flag to the value of the field, if the two have different types.
+      flag: the name of the flag; "" for that of the field.
     """
-    return dataclasses.field(
-        default=default, metadata={"setting": _Declared(help, choices, least, check, flag_default, read)}
-    )
+    declared = _Declared(help, choices, least, check, flag_default, read, flag)
+    return dataclasses.field(default=default, metadata={"setting": declared})
 
 
 def check(settings: Any) -> None:
@@ -112,32 +114,28 @@ def flags_of(kind: type) -> list[Flag]:
     for field, declared in _declared(kind):
         default = field.default if declared.flag_default is _AS_THE_FIELD else declared.flag_default
         kind, least = (str, None) if declared.read else (_type(field), declared.least)
-        found.append(Flag(field.name, kind, default, declared.help, declared.choices, least))
+        found.append(Flag(declared.flag or field.name, kind, default, declared.help, declared.choices, least))
     return found
 
 
-def from_flags(kind: type[_Settings], values: Mapping[str, Any]) -> _Settings:
-    """Makes the settings from the values of flags.
+def from_flags(kind: type[_Settings], values: Mapping[str, Any], **others: Any) -> _Settings:
+    """Returns the settings that flags describe, and other fields; `UsageError` for a value that is not allowed.
 
     Args:
       kind: the dataclass.
       values: the value of each flag, by name.
-
-    Raises:
-      UsageError: for a value that is not allowed.
+      **others: fields that are no settings.
     """
-    return kind(
-        **{
-            field.name: declared.read(values[field.name]) if declared.read else values[field.name]
-            for field, declared in _declared(kind)
-        }
-    )
+    given = {field.name: (values[declared.flag or field.name], declared.read) for field, declared in _declared(kind)}
+    return kind(**others, **{name: read(value) if read else value for name, (value, read) in given.items()})
 
 
 def as_flags(settings: Any) -> dict[str, Any]:
     """Returns the settings by name, without those whose flag has another type."""
     return {
-        field.name: getattr(settings, field.name) for field, declared in _declared(type(settings)) if not declared.read
+        declared.flag or field.name: getattr(settings, field.name)
+        for field, declared in _declared(type(settings))
+        if not declared.read
     }
 
 

@@ -285,4 +285,4 @@ def test_other_tables_and_boundaries_are_refused_by_name(name, tmp_path):
 def test_a_checkpoint_without_contents_continues(tmp_path):
     """As an earlier version has written it."""
     record = looplib.task.record.RunRecord.from_json(json.dumps({"reported": {"train": 3}}))
-    looplib.checkpoint.contents.check({"words": lookups(keras3, "given", WORDS)}, record, "ckpt-3")
+    looplib.checkpoint.restoring.check_contents({"words": lookups(keras3, "given", WORDS)}, record, "ckpt-3")

@@ -389,6 +389,16 @@ def test_bad_settings_are_sentences(settings, message):
         flat_config.controller(**settings)
 
 
+@pytest.mark.parametrize("name", ["rates", "own_actions", "own_steps_per_loop"])
+@pytest.mark.parametrize("base", [toy.Regression, toy.RegressionEvaluator])
+def test_what_only_an_adapter_has_is_refused_without_one(base, name):
+    wrong = type("Wrong", (base,), {name: property(lambda self: {})})
+    trainer = wrong() if base is toy.Regression else toy.Regression()
+    evaluator = (wrong if base is toy.RegressionEvaluator else toy.RegressionEvaluator)(trainer.model)
+    with pytest.raises(looplib.UsageError, match=f"Wrong defines {name}, .* looplib.Adapter its first base class"):
+        toy.controller(DEFAULT, trainer, evaluator)
+
+
 @pytest.mark.parametrize("interval", [0, -5, 2.5])
 def test_bad_intervals_are_sentences(interval):
     with pytest.raises(looplib.UsageError, match="every_steps is .*; expected a whole number of at least 1"):

@@ -4,8 +4,8 @@ import bdb
 
 import pytest
 
+from looplib import outcome
 from looplib.errors import CoordinatorGone, Preempted
-from looplib.report import outcome
 
 
 @pytest.mark.parametrize("alone", (False, True))

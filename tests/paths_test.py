@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
-CHECKED = {"looplib/files.py", "looplib/folders.py"}
+CHECKED = {"looplib/files.py", "looplib/folders.py", "looplib/extras/outputs/new_folder.py"}
 # Functions that change what is on a disk, by the end of their name in the source.
 CHANGES = {
     *(f"os.{name}" for name in ("remove", "unlink", "rename", "replace", "mkdir", "makedirs", "rmdir", "removedirs",

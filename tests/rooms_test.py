@@ -30,6 +30,7 @@ LEVELS = [
     {"checkpoint"},
     {"command_line"},
     {"controller"},
+    {"outcome"},
     {"launch"},
 ]
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 import toy
 
 import looplib
-from looplib import launch
+from looplib import outcome
 from looplib.extras.writers import registered
 from looplib.health.preemption import Preempted
 from looplib.report.records import read_jsonl
@@ -97,7 +97,7 @@ def failed_after_training(directory):
     """A run whose training was done when its binary failed, as in an export."""
     trainer, _ = toy.build(tf.distribute.get_strategy())
     writers = [*looplib.DEFAULT_WRITERS, looplib.MlflowWriter(str(directory))]
-    session = launch._Session(controller=toy.controller(None, trainer, model_dir=directory, writers=writers))
+    session = outcome.Session(controller=toy.controller(None, trainer, model_dir=directory, writers=writers))
     session.controller.train(2)
     assert json.loads((directory / "run.json").read_text())["status"] == "done"
     session.close("failed", "the model cannot be exported")

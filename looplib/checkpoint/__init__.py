@@ -2,15 +2,14 @@
 
 Names that other rooms may use, by file:
     checkpointer: Checkpointer, NUDGE
-    choice: BEST, best, check, choose, divided, FINAL, final, LATEST
+    choice: best, check, choose, divided, FINAL, final, LATEST
     commits: begin, checkpoints, Commit, commit, committed, latest_checkpoint, listing, newest, path_of, place_of,
         SET_ASIDE, verify
-    contents: check
     directory: resolve, RunDirectory
     lock: acquire, Holder, holder, Kind, RunLock
     names: groups, in_order, Leaf, Live, Normal, Saved
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     recorded: RecordedParts
-    restoring: describe_differences, objects_of, peek
+    restoring: check_contents, describe_differences, objects_of, peek
     saving: none
 """

@@ -2,22 +2,27 @@
 
 import contextlib
 import os
+import shlex
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from absl import logging
 
 from looplib import plugins
+from looplib.checkpoint import choice, commits
 from looplib.checkpoint.directory import RunDirectory
 from looplib.checkpoint.names import stable_names
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.checkpoint.restoring import RestoreMode, peek, read_position
 from looplib.checkpoint.saving import Checkpoints
-from looplib.errors import DivergenceError, UsageError, join_names
+from looplib.errors import DivergenceError, Preempted, UsageError, join_names
 from looplib.health.guards import Diverged, Guards
 from looplib.health.non_finite import StateCheck
+from looplib.health.preemption import notice
+from looplib.report import run_json
 from looplib.report.reporter import Reporter
 from looplib.task.record import RunRecord, RunState
 from looplib.task.state import InputState, ReplicaState, differing_variables, variables_of
@@ -106,6 +111,35 @@ class Checkpointer:
         """The global step."""
         return int(self._parts.loops.global_step)
 
+    def need_state(self) -> None:
+        """Raises `UsageError` if a controller that only evaluates has no checkpoint to evaluate."""
+        directory = self.directory
+        if directory.model_dir and not directory.trains and not self.restored_from:
+            raise UsageError(
+                f"there is no checkpoint in {directory.model_dir} to evaluate; train first, or name the directory of a "
+                "training"
+            )
+
+    def lacks_evaluation(self) -> bool:
+        """Returns whether an evaluator has not reported at the current step."""
+        step = self.step
+        return any(self.record.reported.get(name) != step for name in self._parts.loops.evaluations)
+
+    def standing(self) -> run_json.Standing:
+        """Returns where the run stands, for `run.json`."""
+        record, loops, reporter, latest = self.record, self._parts.loops, self._reporter, self.directory.latest
+        ended = self.step if reporter.ended_at is None else reporter.ended_at
+        trained = {"train": record.train} if loops.training and record.train else {}
+        return run_json.Standing(
+            step=ended,
+            final_step=self.step if self.step < ended else None,
+            end=reporter.end,
+            metrics={**trained, **reporter.last_evaluation},
+            rollbacks=record.rollbacks,
+            engines=loops.choices,
+            saved_step=int(latest.rsplit("-", 1)[1]) if latest else None,
+        )
+
     # The start of a run.
 
     def _begin(self, objects: dict[str, Any], strategy: tf.distribute.Strategy) -> None:
@@ -170,12 +204,41 @@ class Checkpointer:
             elif wait:
                 self._saver.wait()
 
-    def save_changed(self) -> None:
-        """Saves, and waits, also where this step is saved with other values; workers wait for each other."""
-        step = self.step
-        if self.saved_step == step and self.directory.workers.any_of(self._saver.differs(step)):
+    def save_changed(self) -> str:
+        """Saves, and waits, also where this step is saved with other values; returns the path of the checkpoint.
+
+        Workers wait for each other.
+
+        Raises:
+          UsageError: without a run directory or a trainer, or if it cannot be written.
+          DivergenceError: if a variable is not finite; nothing is saved then.
+        """
+        self.directory.need("save_checkpoint")
+        if not self.directory.trains:
+            raise UsageError(
+                "save_checkpoint needs a trainer, but this controller has none; evaluation jobs are read-only"
+            )
+        if self.saved_step == self.step and self.directory.workers.any_of(self._saver.differs(self.step)):
             self.saved_step = None
-        self.save(wait=True)
+        try:
+            self.save(wait=True)
+        except Diverged as fault:
+            raise DivergenceError(f"{fault.what}; it is not saved") from None
+        return commits.path_of(self.directory.checkpoints, self.step)
+
+    def leave(self, step: int) -> NoReturn:
+        """Ends the run for a signal or a time limit: in a training saves, flushes; raises `Preempted`."""
+        # IPython prints this advice after each SystemExit; it would end the kernel of a notebook.
+        warnings.filterwarnings("ignore", "To exit: use", UserWarning)
+        signal = notice.requested or "a signal or time limit of another worker"
+        if not self.directory.is_training:
+            raise Preempted(f"ended by {signal} in the evaluation of step {step}; run the same command again")
+        if self:
+            self.save(wait=True)
+        self._reporter.writers.flush()
+        kept = self.directory.agreed_latest()
+        saved = f"saved in {kept}; run the same command to resume from it" if kept else "without a model_dir to save to"
+        raise Preempted(f"ended by {signal} at step {step}, {saved}")
 
     @contextlib.contextmanager
     def saved(self) -> Iterator[None]:
@@ -201,23 +264,13 @@ class Checkpointer:
         if self._saver:
             self._saver.wait()
 
-    def raise_failure(self) -> None:
-        """Raises the `UsageError` of a background save that has failed meanwhile; does not wait."""
-        if self._saver:
-            self._saver.check()
-
     def take_committed(self) -> list[str]:
         """Returns the paths of the checkpoints that this process has committed since the last call."""
         committed = self._saver.committed if self._saver else []
         return [committed.pop(0) for _ in range(len(committed))]
 
     def add_scores(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Keeps the metrics of an evaluation with the checkpoint of its step, if there is one.
-
-        Args:
-          step: the global step.
-          results: dict from evaluator name to metrics.
-        """
+        """Keeps the metrics of an evaluation, by evaluator, with the checkpoint of its step, if there is one."""
         directory = self.directory
         if directory.trains and self._saver and self.saved_step == step and directory.workers.is_chief:
             scores = {f"{name}/{metric}": value for name, each in results.items() for metric, value in each.items()}
@@ -269,28 +322,24 @@ class Checkpointer:
             self._continued_from = step, self.record.reported.get("train", 0)
         return path
 
-    def restore_chosen(self, which: str | int) -> str | None:
-        """Restores the checkpoint that a word or a step names, with its scores as the last evaluation.
-
-        Returns:
-          Its path, or None if there is no checkpoint at all.
-        """
+    def restore_chosen(self, which: str | int | os.PathLike[str]) -> str | None:
+        """Restores the checkpoint that a word, a step or a path names; returns its path, or None if there is none."""
+        if which == choice.LATEST:
+            return self.restore(None)
+        if isinstance(which, (str, os.PathLike)) and which not in (choice.BEST, choice.FINAL):
+            return self.restore(which)
         found = self.directory.chosen(which)
         if found is None:
             return None
         self.restore(found.path)
-        self._reporter.last_evaluation = {}
+        self._reporter.last_evaluation = {}  # its scores are the last evaluation
         for name, value in found.scores.items():
             split, _, metric = name.partition("/")
             self._reporter.last_evaluation.setdefault(split, {})[metric] = value
         return found.path
 
     def each_new(self, timeout: float | None) -> Iterator[None]:
-        """Restores each new checkpoint of another job.
-
-        Args:
-          timeout: seconds to wait for each; None waits forever.
-        """
+        """Restores each new checkpoint of another job; waits up to some seconds for each, or forever for None."""
         known = None
         while path := self.directory.wait_for_newer(known, timeout):
             try:
@@ -301,6 +350,11 @@ class Checkpointer:
                 continue  # the training has meanwhile deleted it, and has newer ones
             yield
             known = self.restored_from
+        if known is None:
+            raise UsageError(
+                f"no checkpoint came in {self.directory.checkpoints} within {timeout} s; check that the training "
+                "writes there"
+            )
 
     def drop_later(self, evaluate_every: int | None) -> None:
         """Moves later checkpoints and records of the run aside, once a training continues from an earlier step.
@@ -375,27 +429,32 @@ class Checkpointer:
             return False
         return True
 
-    def diverged_in_step(self, step: int, names: list[str]) -> Diverged:
-        """Returns the `Diverged` of losses and gradients that were not finite in a step; it names variables too."""
-        others = self._not_finite()
-        what = f"at step {step}, {_say(names)}" + (f", and now {_say(others)}" if others else "")
-        return Diverged(what, self._guards.non_finite, good_before=step - 1, resume_after=step)
+    def check(self, finite: bool) -> None:
+        """Raises `Diverged` if a value of a step was not finite, and `UsageError` for a background save that failed."""
+        if not finite:
+            after, names = self._parts.loops.training.reducer.first_bad()
+            step, others = self._parts.window.start + after, self._not_finite()
+            what = f"at step {step}, {_say(names)}" + (f", and now {_say(others)}" if others else "")
+            raise Diverged(what, self._guards.non_finite, good_before=step - 1, resume_after=step)
+        if self._saver:
+            self._saver.check()
+        if self.saved_step and not self.saving:
+            self._reporter.note_first_save()
 
-    def roll_back(self, fault: Diverged, hint: str) -> None:
+    def roll_back(self, fault: Diverged) -> None:
         """Restores the newest good checkpoint, with the data after the bad steps, and sets newer checkpoints aside.
 
         Workers wait for each other.
 
-        Args:
-          fault: what a guard has found.
-          hint: what shows its cause, as the end of the sentence of an error; "" for nothing.
-
         Raises:
           DivergenceError: if the policy is to halt, or the run may not or cannot go back.
         """
-        kept, done = self.directory.latest, self.record.rollbacks
+        kept, done, program = self.directory.latest, self.record.rollbacks, self._reporter.report.program
+        self._reporter.ended_at = fault.resume_after  # unless there is a rollback
         advice = f"the newest checkpoint, {kept}, is good" if kept else "no checkpoint was saved"
-        advice += f"; {hint}" if hint else ""
+        if program and program.arguments and self.directory.workers.count == 1:
+            folder = shlex.quote(self.directory.model_dir or "")
+            advice += f"; python -m looplib replay {folder} --step={fault.resume_after} shows that step"
         if fault.policy == "halt":
             raise DivergenceError(
                 f"{fault.what}; {advice}; check the data and the learning rate, or use the policy skip or rollback "
@@ -415,6 +474,7 @@ class Checkpointer:
         )  # fmt: skip
         offset = fault.resume_after + self.record.input_offset - target.step
         self.restore(target.path, {"rollbacks": done + 1, "input_offset": offset})
+        self._reporter.note_rollback(fault.resume_after, self.step, fault.what)
 
     def _not_finite(self) -> list[str]:
         """Returns the names of the variables that are not finite here, or else on another worker."""

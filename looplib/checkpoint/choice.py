@@ -18,15 +18,7 @@ _STEP = re.compile(r"\d{1,15}")
 
 
 def check(which: str | int, what: str) -> str | int:
-    """Returns a word or a step.
-
-    Args:
-      which: "final", "latest", "best" or a step, which may be text.
-      what: what it was given for, for the message.
-
-    Raises:
-      UsageError: for something else.
-    """
+    """Returns a word or a step, which may be text; raises `UsageError`, naming `what` it is for, for others."""
     if which in _WORDS:
         return which
     if isinstance(which, bool) or not _STEP.fullmatch(f"{which}"):

@@ -91,25 +91,13 @@ def position_path(path: str, index: int, count: int) -> str:
 
 
 def write_marker(done: Commit) -> None:
-    """Writes the marker of a new checkpoint.
-
-    Raises:
-      OSError, tf.errors.OpError: if it cannot be written.
-    """
+    """Writes the marker of a new checkpoint; raises `OSError` or `tf.errors.OpError` if it cannot."""
     fields = {key: value for key, value in dataclasses.asdict(done).items() if key != "path"}
     _write(done.path, {"format": _format(done), **fields})
 
 
 def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
-    """Adds the metrics of an evaluation to a marker.
-
-    Args:
-      done: the `Commit`.
-      scores: dict from metric to number. One that is not finite is kept as None, because JSON has no word for it.
-
-    Returns:
-      The new `Commit`.
-    """
+    """Adds the metrics of an evaluation to a marker, those that are not finite as None; returns the new `Commit`."""
     from looplib.task.plain import as_number  # imports TensorFlow, which tools that list checkpoints do without
 
     fields = _load(done.path)
@@ -120,10 +108,7 @@ def add_scores(done: Commit, scores: dict[str, float]) -> Commit:
 
 
 def read_marker(path: str) -> Commit:
-    """Reads the marker of a checkpoint.
-
-    Args:
-      path: the checkpoint's path, without ".commit".
+    """Reads the marker of the checkpoint at a path.
 
     Raises:
       ValueError, KeyError, TypeError: if it is damaged, or not the marker of this checkpoint.
@@ -226,9 +211,6 @@ def commit(path: str, step: int, positions: Mapping[str, Measured] = {}) -> Comm
       step: its global step.
       positions: what `saving.write_position` returned. A file that does not read as it was written is left out.
 
-    Returns:
-      A `Commit`.
-
     Raises:
       OSError, tf.errors.OpError: if files are missing or cannot be read or written.
     """
@@ -267,11 +249,7 @@ def _is_there(path: str, expected: Measured) -> bool:
 
 
 def begin(path: str) -> None:
-    """Notes that the files of a checkpoint are about to be written or moved; `commit` ends it.
-
-    Raises:
-      OSError, tf.errors.OpError: if it cannot be written.
-    """
+    """Notes that the files of a checkpoint are about to be written or moved; `commit` ends it."""
     files.write_whole(path + UNFINISHED, "looplib was writing, moving or deleting the files of this checkpoint\n")
 
 
@@ -297,11 +275,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[Commit]:
 
 
 def place_of(directory: str | os.PathLike[str]) -> str:
-    """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself.
-
-    Raises:
-      UsageError: if there is no such directory.
-    """
+    """Returns the directory that holds the checkpoints of a run directory, which may be that directory itself."""
     directory = files.resolve(directory, "the run directory")
     if not files.is_directory(directory):
         raise UsageError(f"{directory} is not a directory; name a run directory, as --model_dir does")
@@ -310,14 +284,7 @@ def place_of(directory: str | os.PathLike[str]) -> str:
 
 
 def listing(directory: str) -> list[Found]:
-    """Lists looplib's checkpoints in a directory, newest first, including invalid ones.
-
-    Args:
-      directory: where they are; it need not exist.
-
-    Raises:
-      UsageError: if a newer looplib wrote a checkpoint in a format that this one cannot read.
-    """
+    """Lists looplib's checkpoints in a directory, which need not exist, newest first, including invalid ones."""
     found = _by_step(directory)
     return [_look_at(directory, step, found[step]) for step in sorted(found, reverse=True) if _is_own(found[step])]
 
@@ -414,15 +381,11 @@ def _compare(path: str, expected: Measured, thorough: bool) -> str:
 
 
 def newest_intact(directory: str, tidy: bool) -> Commit | None:
-    """Finds the newest checkpoint that is committed and reads as it was written.
+    """Returns the newest checkpoint that is committed and reads as it was written, or None.
 
     Args:
       directory: where the checkpoints are.
-      tidy: moves invalid checkpoints into `set_aside`, one warning each. Only the process that holds the directory's
-        lock may.
-
-    Returns:
-      A `Commit`, or None.
+      tidy: moves invalid checkpoints into `set_aside`, one warning each; for the holder of the directory's lock.
 
     Raises:
       files.CannotReadError: if a newer one than that cannot be read now. Nothing is moved then.

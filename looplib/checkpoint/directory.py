@@ -16,6 +16,7 @@ from looplib.checkpoint.policy import CheckpointPolicy, Start
 from looplib.checkpoint.restoring import peek
 from looplib.cluster.collectives import Workers
 from looplib.errors import UsageError, gist
+from looplib.report import run_json
 from looplib.task.record import RunRecord
 
 _WAIT_NOTES = 300.0  # seconds from one line about waiting for a checkpoint to the next
@@ -31,14 +32,7 @@ _FILES = (
 
 
 def resolve(model_dir: str | os.PathLike[str]) -> str:
-    """Returns the one name of a run directory, see `files.resolve`.
-
-    Args:
-      model_dir: the directory.
-
-    Raises:
-      UsageError: for a name that cannot be used, or that TensorFlow would interpret as a pattern.
-    """
+    """Returns the one name of a run directory, see `files.resolve`; refuses one that TensorFlow takes for a pattern."""
     path = files.resolve(model_dir, "model_dir")
     files.refuse_patterns("model_dir", path)
     return path
@@ -79,7 +73,7 @@ class RunDirectory:
       start: `Start`.
       trains: whether the controller trains.
       workers: `Workers`.
-      give_up: closes the controller, see `lock.RunLock`.
+      close: closes the controller, for another one of this process that is built for the directory.
 
     Attributes:
       model_dir: the run directory, or None.
@@ -88,6 +82,7 @@ class RunDirectory:
       trains: whether the controller trains.
       workers: the `Workers`.
       checkpoints: the path of the folder of the checkpoints; None without a `model_dir`.
+      is_training: whether a training is under way.
       writable: whether metrics can be written to the directory.
       starts_from: the `Commit` that the run starts from, or None.
 
@@ -102,9 +97,10 @@ class RunDirectory:
         start: Start,
         trains: bool,
         workers: Workers,
-        give_up: Callable[[], None],
+        close: Callable[[], None],
     ) -> None:
         self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
+        self._close, self.is_training = close, False
         self._lock: RunLock | None = None
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
@@ -124,8 +120,36 @@ class RunDirectory:
         if workers.is_chief:
             check_inside(model_dir, trains)
             if trains:
-                self._lock = acquire(model_dir, give_up)
+                self._lock = acquire(model_dir, self._give_up)
         self.starts_from = self._chosen_start()
+        self._check_nothing_is_lost()
+
+    def _give_up(self) -> None:
+        """Closes the controller, because another one of the process is being built for its directory."""
+        if self.is_training:
+            raise UsageError(
+                f"another controller of this process is training in {self.model_dir}; wait until it ends, or use "
+                "a separate model_dir"
+            )
+        logging.warning("the earlier controller for %s is closed, because another one is built for it", self.model_dir)
+        try:
+            self._close()
+        except UsageError as error:  # a failed save of that run, and not of the new one
+            logging.error("%s", error)
+
+    def refuse_while_training(self, what: str) -> None:
+        """Raises `UsageError` if a training is under way, so that an action calls."""
+        if self.is_training:
+            raise UsageError(f"{what} was called by an action inside a training; an action may save, evaluate or stop")
+
+    def check_may_train(self) -> None:
+        """Raises `UsageError` if a training may not begin: from a chosen checkpoint, or inside of another training."""
+        if self.start.checkpoint is not None:
+            raise UsageError(
+                f"Start(checkpoint={self.start.checkpoint!r}) is for evaluations, predictions and exports, and each "
+                "start of a training would go back there; leave it out, and call controller.restore_checkpoint"
+            )
+        self.refuse_while_training("train")
 
     def need(self, what: str) -> None:
         """Raises `UsageError`, saying that `what` needs a `model_dir`, where there is none."""
@@ -142,17 +166,11 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.release()
 
-    def check_nothing_is_lost(self, saved_step: int | None) -> None:
-        """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it.
-
-        Args:
-          saved_step: the newest step that the run is known to have saved, or None.
-
-        Raises:
-          UsageError: if there was one, and none is intact.
-        """
-        if self.starts_from or not self.trains or not self.checkpoints or self.start.start_anew:
+    def _check_nothing_is_lost(self) -> None:
+        """Refuses to start from the beginning where the run had a checkpoint, unless the policy allows it."""
+        if self.starts_from or not self.trains or self.start.start_anew:
             return
+        saved_step = run_json.saved_step(self.model_dir, self.trains) if self.workers.is_chief else None
         aside = commits.set_aside_before(self.checkpoints)
         if not (aside or saved_step):
             return
@@ -187,10 +205,6 @@ class RunDirectory:
         step, record = peek(self.starts_from.path)
         return step + record.input_offset, record
 
-    def path_of(self, step: int) -> str:
-        """Returns the path of a step's checkpoint."""
-        return commits.path_of(self.checkpoints, step)
-
     @property
     def latest(self) -> str | None:
         """The path of the newest committed checkpoint, or None."""
@@ -218,11 +232,7 @@ class RunDirectory:
         return choice.best(self.checkpoints, self.policy.best) if self.checkpoints else None
 
     def check_intact(self, path: str) -> None:
-        """Reads all of a checkpoint before TensorFlow does, because TensorFlow may crash on a damaged one.
-
-        Raises:
-          UsageError: if it is damaged, or has no intact marker.
-        """
+        """Raises `UsageError` for a damaged checkpoint, on which TensorFlow may crash; reads all of it."""
         if path == self._verified or not self.workers.is_chief:
             self._verified = None  # once, because it may change later
             return
@@ -241,14 +251,11 @@ class RunDirectory:
             )
 
     def wait_for_newer(self, than: str | None, timeout: float | None) -> str | None:
-        """Waits until the newest checkpoint is another one.
+        """Returns the path of the newest checkpoint, once it is another one, or None if none came in time.
 
         Args:
           than: the path that is known; None for any.
           timeout: seconds to wait; None waits forever.
-
-        Returns:
-          The path, or None if none came in time.
         """
         done = self._verified_by_the_chief(lambda: self._wait_for_newer(than, timeout))
         return done.path if done else None
@@ -293,9 +300,8 @@ class RunDirectory:
         step = self.workers.agree(done.step if done else -1)
         if step < 0:
             return None
-        return done if self.workers.is_chief else self._seen_by_the_chief(step)
-
-    def _seen_by_the_chief(self, step: int) -> Commit:
+        if self.workers.is_chief:
+            return done
         for done in commits.committed(self.checkpoints):
             if done.step == step:
                 return done

@@ -90,11 +90,7 @@ class RunLock:
             os.pwrite(descriptor, json.dumps(note).encode(), 0)
 
     def check(self) -> None:
-        """Checks that the directory is still this process's, before something is written there.
-
-        Raises:
-          UsageError: if the directory or its lock file was moved, removed or replaced.
-        """
+        """Raises `UsageError` if the directory or its lock file was moved, removed or replaced."""
         if self._file is None or self._file.closed or files.is_at(self._file.fileno(), self._path):
             return
         if not os.path.isdir(self._directory):
@@ -139,15 +135,7 @@ def acquire(directory: str, give_up: Callable[[], None], kind: Kind = Kind()) ->
     """Returns the `RunLock` of a directory, which is held until its `release`, or while it is referenced.
 
     A controller of this process that holds the lock is closed first: in a notebook, a cell that builds a controller may
-    run twice.
-
-    Args:
-      directory: the directory, which must exist.
-      give_up: see `RunLock`.
-      kind: what the directory is.
-
-    Raises:
-      UsageError: if another process has it, or a controller of this process that is training; or it cannot be written.
+    run twice. See `RunLock` for arguments and errors; a holder that is training refuses with a `UsageError`.
     """
     key = os.path.realpath(directory)
     if (holder := _held.get(key)) is not None:
@@ -173,11 +161,7 @@ class Holder:
 
 
 def holder(directory: str) -> Holder | None:
-    """Returns who took the lock of a run directory last, without touching the lock; None if nobody is known.
-
-    Args:
-      directory: a run directory on a local or network file system, whose contents may be anything.
-    """
+    """Returns who took the lock of a run directory last, without touching it; None if nobody is known."""
     try:
         with files.open_regular(os.path.join(directory, "lock")) as file:
             content, found = files.parse_json(file.read(1 << 16).decode()), os.fstat(file.fileno())

@@ -272,14 +272,11 @@ class Normal:
 
 
 def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -> dict[str, tf.Variable]:
-    """Gives variables names that another start of the program gives them too.
+    """Returns variables by names that another start of the program gives them too, in their order.
 
     Args:
-      objects: dict from attribute name to trackable object.
-      variables: variables that these hold.
-
-    Returns:
-      dict from name to variable, in their order. Where several have one name, it says which one of how many.
+      objects: dict from attribute name to trackable object, which hold the variables.
+      variables: the variables. Where several have one name, it says which one of how many.
     """
     if not variables:
         return {}
@@ -297,11 +294,7 @@ def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -
 
 
 class _Origins:
-    """The variables that slots may be kept for, by the names that optimizers make of theirs.
-
-    Args:
-      named: list of (name of a variable, variable).
-    """
+    """The variables that slots may be kept for, with their names, by the names that optimizers make of theirs."""
 
     def __init__(self, named: list[tuple[str, Leaf]]) -> None:
         self._whole = groups(named, lambda pair: pair[0])

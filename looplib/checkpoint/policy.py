@@ -5,9 +5,11 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
+from looplib import settings
 from looplib.checkpoint.commits import Commit
 from looplib.errors import UsageError, whole_number
-from looplib.task.monitored import mode_of
+from looplib.settings import setting
+from looplib.task.metric_names import mode_of
 
 
 @runtime_checkable
@@ -117,12 +119,14 @@ class CheckpointPolicy:
       in_background: writes while the training continues; default True.
     """
 
-    every_steps: int = 1000
+    every_steps: int = setting(
+        1000, "Steps between checkpoints; each evaluation saves one too.", least=1, flag="checkpoint_interval"
+    )
     keep: tuple[KeepRule, ...] = (KeepLast(),)
     in_background: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "every_steps", whole_number("every_steps", self.every_steps))
+        settings.check(self)
         keep = self.keep if isinstance(self.keep, (tuple, list)) else (self.keep,)
         if not keep or not all(isinstance(rule, KeepRule) for rule in keep):
             raise UsageError(f"CheckpointPolicy.keep is {self.keep!r}; expected a tuple such as (KeepLast(5),)")
@@ -160,6 +164,11 @@ class CheckpointPolicy:
                 )
 
 
+def _or_none(path: str | None) -> str:
+    """Returns the path that a flag names; "" for none."""
+    return path or ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Start:
     """Where a run starts: from other weights, where it has no checkpoint of its own, or from which of its checkpoints.
@@ -184,10 +193,14 @@ class Start:
       UsageError: for both `warm_start` and `continue_from`.
     """
 
-    warm_start: str = ""
-    continue_from: str = ""
-    partial: bool = False
-    start_anew: bool = False
+    warm_start: str = setting(
+        "", "Run, RUN@best, RUN@STEP, checkpoint or SavedModel with first weights.", flag_default=None, read=_or_none
+    )
+    continue_from: str = setting(
+        "", "Orbit or Model Garden checkpoint from which a new run continues.", flag_default=None, read=_or_none
+    )
+    partial: bool = setting(False, "Restores only what the checkpoint and the model share.", flag="partial_restore")
+    start_anew: bool = setting(False, "Lets a run start over if all its checkpoints are damaged or missing.")
     checkpoint: str | int | None = None
 
     def __post_init__(self) -> None:

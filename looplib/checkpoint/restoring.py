@@ -1,21 +1,29 @@
-"""Restores: strictly, with a sentence that names all differences between a checkpoint and the objects here."""
+"""Restores: strictly, with a sentence that names all differences between a checkpoint and the objects here.
+
+What a program computes with that no variable holds, such as vocabularies, is noted with a checkpoint, and compared.
+"""
 
 import enum
+import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from looplib import files, plugins
-from looplib.checkpoint import commits, contents
-from looplib.checkpoint.names import Leaf, Normal, Saved, groups
+from looplib.checkpoint import commits
+from looplib.checkpoint.names import Leaf, Live, Normal, Saved, groups
 from looplib.cluster.collectives import Workers
+from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, join_names
-from looplib.task.record import RunRecord
+from looplib.task.record import Contents, RunRecord
 from looplib.task.state import SlotOptimizer
 
+_TABLES = (tf.lookup.StaticHashTable, tf.lookup.StaticVocabularyTable)  # of others, checkpoints hold the entries
+_SHOWN, _LONGEST = 20, 50  # entries, and characters of each
 _MOST_STEPS = 2**53  # beyond any run, and small enough for the arithmetic of positions in int64
 
 
@@ -73,18 +81,12 @@ def _compared(
 ) -> dict[str, list[str]]:
     """Returns what a checkpoint and the objects here have apart, by titles; {} where the names are not known.
 
-    Args:
-      checkpoint: the `tf.train.Checkpoint` of the objects.
-      objects: dict from name to trackable object.
-      path: the checkpoint's.
-      shapes: whether to look at all, or else only for other names at the same places.
-
-    Raises:
-      UsageError: if what no variable holds is not what the checkpoint was made with.
+    Raises `UsageError` if what no variable holds is not what the checkpoint was made with. Without `shapes` it looks
+    only for other names at the same places.
     """
     reader = tf.train.load_checkpoint(path)
     record = RunRecord.in_checkpoint(reader, path)
-    contents.check(objects, record, path)
+    check_contents(objects, record, path)
     graph = _tf.object_graph(reader)
     if graph is None:
         return {}
@@ -112,10 +114,7 @@ def _mismatch(
 
 
 def peek(path: str) -> tuple[int, RunRecord]:
-    """Reads the global step and the run record without touching the model.
-
-    Args:
-      path: a checkpoint's path.
+    """Reads the global step and the run record of a checkpoint without touching the model.
 
     Raises:
       UsageError: if it is not a looplib checkpoint, or its run record cannot be read.
@@ -146,11 +145,7 @@ def peek(path: str) -> tuple[int, RunRecord]:
 
 
 def read_position(path: str, workers: Workers) -> tuple[bytes, int]:
-    """Returns the position that this worker has saved with a checkpoint; b"" if it has not.
-
-    Args:
-      path: the path of a verified checkpoint.
-      workers: the workers.
+    """Returns the position that this worker has saved with a verified checkpoint; b"" if it has not.
 
     Returns:
       (position, the number of workers that saved positions in files of their own, or 0).
@@ -184,15 +179,7 @@ def objects_of(graph: Any, checkpoint: Any) -> dict[int, Any]:
 
 
 def misplaced(saved: Saved, objects: Mapping[int, Any]) -> list[str]:
-    """Lists the saved variables at whose place in the structure there is another one now.
-
-    Args:
-      saved: the variables of a checkpoint, with those here.
-      objects: the objects here by the numbers of the checkpoint's nodes.
-
-    Returns:
-      list of phrases, such as "la/kernel there, lb/kernel here".
-    """
+    """Lists the saved variables at whose place, there is another one now, as "la/kernel there, lb/kernel here"."""
     live = saved.live
     normal = Normal(live)
     here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
@@ -247,3 +234,90 @@ def differences(saved: Saved) -> dict[str, list[str]]:
 def describe_differences(differences: Mapping[str, Iterable[str]]) -> str:
     """Returns a phrase of the differences between a checkpoint and objects: titles with names; "" for none."""
     return "; ".join(f"{title}: {join_names(list(names), most=4)}" for title, names in differences.items() if names)
+
+
+def contents_of(objects: Mapping[str, Any]) -> dict[str, Contents]:
+    """Returns the contents of the tables that do not change, and of layers that have learned from data.
+
+    They have names that other starts give them too. Where several have one name, it says which one of how many.
+    """
+    found: dict[str, list[Contents]] = {}
+    normal = None
+    for name, entries in _found_in(objects):
+        normal = normal or Normal(Live(objects))
+        found.setdefault(normal(name), []).append(_contents(entries))
+    return {
+        name if len(alike) == 1 else f"{name} {number} of {len(alike)}": one
+        for name, alike in found.items()
+        for number, one in enumerate(alike, 1)
+    }
+
+
+def check_contents(objects: Mapping[str, Any], record: RunRecord, path: str) -> None:
+    """Raises `UsageError` if the contents here are not those of a checkpoint, as far as both have the names."""
+    if not record.contents:
+        return
+    for name, ours in contents_of(objects).items():
+        theirs = record.contents.get(name, ours)
+        if theirs.digest != ours.digest:
+            raise UsageError(
+                f"{name} {_difference(ours, theirs)} in {path}, so that the weights there do not fit it; load or "
+                "adapt what that run was trained with, or give it another name if it is meant to differ"
+            )
+
+
+def _found_in(objects: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yields (name, entries) of each, below every attribute."""
+    whole = tf.train.Checkpoint(**objects)
+    for root, value in tf.train.TrackableView(whole).children(whole).items():  # with wrappers of lists and dicts
+        seen: set[int] = set()
+        todo = [(root, value), *((f"{root}/{layer.name}", layer) for layer in reversed(_keras.sublayers([value])))]
+        while todo:
+            name, part = todo.pop()
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            if isinstance(part, _TABLES):
+                yield name, _entries(part)
+                continue
+            of_layer = _keras.is_layer(part)
+            if of_layer and (constants := _keras.given_constants(part)):
+                yield name, constants
+            for key, child in tf.train.TrackableView(part).children(part).items():
+                # A layer has its own name, except for the one that does the lookup for a `TextVectorization`.
+                if not _keras.is_layer(child) or (of_layer and _keras.adapts(part)):
+                    todo.append((name if of_layer else f"{name}/{key}", child))
+
+
+def _entries(table: Any) -> list[Any]:
+    """Returns the keys of a table in the order of their values; with the values, where these are no numbers."""
+    if not int(table.size()):
+        return []  # of a layer that has not learned yet, it has no initial value
+    exported = tf.raw_ops.LookupTableExportV2(
+        table_handle=table.resource_handle, Tkeys=table.key_dtype, Tvalues=table.value_dtype
+    )
+    keys, values = (part.numpy() for part in exported)
+    if values.dtype.kind not in "iu":
+        keys, values = values, keys
+    order = np.argsort(values, kind="stable")
+    keys, values = keys[order], values[order]
+    ordered = values.dtype.kind in "iu" and bool(np.all(np.diff(values) == 1))
+    return keys.tolist() if ordered else list(zip(keys.tolist(), values.tolist()))
+
+
+def _contents(entries: list[Any]) -> Contents:
+    digest = hashlib.sha256(repr(entries).encode()).hexdigest()
+    return Contents(len(entries), digest, [_text(entry) for entry in entries[:_SHOWN]])
+
+
+def _text(entry: Any) -> str:
+    return (entry.decode(errors="replace") if isinstance(entry, bytes) else str(entry))[:_LONGEST]
+
+
+def _difference(ours: Contents, theirs: Contents) -> str:
+    for number, (one, other) in enumerate(zip(ours.begins, theirs.begins)):
+        if one != other:
+            return f"has {one!r} as entry {number}, and has {other!r:.60} there"
+    if ours.size != theirs.size:
+        return f"has {ours.size} entries, and has {theirs.size}"
+    return f"has other entries after the first {len(ours.begins)} than it has"

@@ -22,11 +22,11 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files, folders
-from looplib.checkpoint import commits, contents
+from looplib.checkpoint import commits
 from looplib.checkpoint.commits import Measured
 from looplib.checkpoint.names import Live
 from looplib.checkpoint.policy import CheckpointPolicy
-from looplib.checkpoint.restoring import RestoreMode, objects_of, restore
+from looplib.checkpoint.restoring import RestoreMode, contents_of, objects_of, restore
 from looplib.cluster import peers
 from looplib.cluster.collectives import OF_OTHERS, Workers
 from looplib.compat import keras as _keras
@@ -41,8 +41,6 @@ _ABSENT = bytes(hashlib.sha256().digest_size)
 class Checkpoints:
     """The checkpoints of one run directory, written by one process: where several workers train, by the chief.
 
-    Only the positions in the data of several workers are written by each of them.
-
     A save takes a snapshot of the state and hands it to a thread that writes, commits and tidies; there is one save at
     a time. The first save of a process, from which the keys are learned, and every save of state that only TensorFlow
     can write (a lookup table, say), let the caller wait.
@@ -51,8 +49,7 @@ class Checkpoints:
       directory: where they are, such as `<model_dir>/checkpoints`; it is made by the first save.
       objects: dict from name to trackable object: the complete state.
       policy: `CheckpointPolicy`.
-      workers: the workers. One that is not the chief has to read all values together with the chief, because some are
-        summed over workers.
+      workers: the workers; all of them read all values together, because some are summed over workers.
       check: raises `UsageError` if the directory is not this process's any more; called before files are written and
         before they are committed.
       sync: puts on the disk what the checkpoint calls reported; called before the commit.
@@ -78,8 +75,6 @@ class Checkpoints:
         self._checkpoint = tf.train.Checkpoint(**objects)
         self._objects = objects
         _ = self._checkpoint.save_counter  # makes it, as TensorFlow's own tools expect one
-        # The files are this process's, also of variables on parameter servers.
-        self._options = tf.train.CheckpointOptions(experimental_io_device=host_device())
         self._snapshots: Snapshots | None = None
         self._noted: tuple[VariableNames, dict[str, Contents]] | None = None
         self._thread: threading.Thread | None = None
@@ -87,15 +82,12 @@ class Checkpoints:
         self.committed: list[str] = []
 
     def save(self, step: int, wait: bool, position: bytes = b"") -> str:
-        """Saves the state as `ckpt-<step>`.
+        """Saves the state as `ckpt-<step>`; returns the path of the checkpoint.
 
         Args:
           step: the global step.
           wait: returns only when it is committed.
           position: this worker's in its data, for a file of its own; where there is one worker, the state has it.
-
-        Returns:
-          The path of the checkpoint.
 
         Raises:
           UsageError: if it, or the save before it, could not be written.
@@ -127,7 +119,7 @@ class Checkpoints:
             return
         if not self._policy.in_background or self._snapshots is None:
             commits.begin(path)
-            self._checkpoint.write(path, self._options)
+            self._checkpoint.write(path, _own_files())
             self._commit(path, step, positions)
             self._learn_from(path)
             return
@@ -202,11 +194,7 @@ class Checkpoints:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Waits for a save under way.
-
-        Raises:
-          UsageError: if it failed.
-        """
+        """Waits for a save under way; raises `UsageError` if it failed."""
         if self._thread is not None:
             self._thread.join()
         self.check()
@@ -218,15 +206,7 @@ class Checkpoints:
             raise error
 
     def add_scores(self, step: int, scores: Mapping[str, float]) -> None:
-        """Adds the metrics of an evaluation to the checkpoint of its step, if there is one, and prunes.
-
-        Args:
-          step: the global step.
-          scores: dict from "<evaluator>/<metric>" to number.
-
-        Raises:
-          UsageError: if the policy keeps the best by a metric that is not among them.
-        """
+        """Adds metrics, by "<evaluator>/<metric>", to the checkpoint of a step, if there is one, and prunes."""
         metrics: dict[str, set[str]] = {}
         for name, _, metric in (score.partition("/") for score in scores):
             metrics.setdefault(name, set()).add(metric)
@@ -247,13 +227,13 @@ class Checkpoints:
     def restore(self, path: str, mode: RestoreMode = RestoreMode.STRICT) -> None:
         """Restores the state, see `restoring.restore`; waits for a save under way."""
         self.wait()
-        restore(self._checkpoint, self._objects, path, mode, self._options)
+        restore(self._checkpoint, self._objects, path, mode, _own_files())
 
     def differs(self, step: int) -> bool:
         """Returns whether the variables differ from the checkpoint of a step; False on workers that do not write."""
         self.wait()
         with tempfile.TemporaryDirectory() as folder:
-            live = self._checkpoint.write(os.path.join(folder, "live"), self._options)
+            live = self._checkpoint.write(os.path.join(folder, "live"), _own_files())
             if not self._workers.is_chief:
                 return False
             path = commits.path_of(self.directory, step)
@@ -271,7 +251,7 @@ class Checkpoints:
     def note_in(self, record: RunRecord) -> None:
         """Notes in the record of a checkpoint what its variables are called, and what no variable holds."""
         if self._noted is None:
-            self._noted = Live(self._objects).record(), contents.contents_of(self._objects)
+            self._noted = Live(self._objects).record(), contents_of(self._objects)
         record.names, record.contents = self._noted
 
 
@@ -314,6 +294,11 @@ def write_position(path: str, position: bytes, workers: Workers) -> dict[str, Me
     }
 
 
+def _own_files() -> tf.train.CheckpointOptions:
+    """Returns the options by which this process has the files, also of variables on parameter servers."""
+    return tf.train.CheckpointOptions(experimental_io_device=host_device())
+
+
 def host_device() -> str:
     """Returns the name of this process's CPU, as opposed to that of another process that it is connected to."""
     with tf.device("/cpu:0"):
@@ -328,8 +313,7 @@ class Snapshots:
       path: a checkpoint that it has written, from which the keys are learned.
 
     Raises:
-      NotImplementedError: if it holds something that is neither a variable nor a `PythonState`, such as a table; only
-        TensorFlow can save it, while training waits.
+      NotImplementedError: if it holds a table or other state that only TensorFlow can save, while training waits.
     """
 
     def __init__(self, checkpoint: tf.train.Checkpoint, path: str) -> None:
@@ -358,15 +342,7 @@ class Snapshots:
 
     @staticmethod
     def write(path: str, snapshot: dict[str, tf.Tensor]) -> None:
-        """Writes a snapshot as the files of a checkpoint.
-
-        Args:
-          path: the checkpoint's path.
-          snapshot: the dict that `take` returned.
-
-        Raises:
-          tf.errors.OpError: if it cannot be written.
-        """
+        """Writes a snapshot, which `take` returned, as the files of a checkpoint."""
         with tf.device(host_device()):
             tf.raw_ops.SaveV2(
                 prefix=path,

@@ -99,7 +99,7 @@ def _place() -> tuple[int, int | None] | None:
     loss updates each replica in another one.
     """
     context = tf.distribute.get_replica_context()
-    if context is None or num_replicas() == 1:
+    if context is None or num_replicas() == 1:  # on one replica, the number would be another op
         return context and (id(context.strategy), 0)
     number = tf.get_static_value(context.replica_id_in_sync_group)
     return id(context.strategy), None if number is None else int(number)

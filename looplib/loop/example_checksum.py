@@ -8,11 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.data.order import mix
-from looplib.task import own_names
+from looplib.task import metric_names
 from looplib.task.reductions import total
 
 VARIABLE = "LOOPLIB_EXAMPLE_CHECKSUMS"  # of the environment; "1" adds the metric to every training
-METRIC = own_names.CHECKSUM
+METRIC = metric_names.CHECKSUM
 _UNSIGNED = {1: tf.uint8, 2: tf.uint16, 4: tf.uint32, 8: tf.uint64}  # by the bytes of a number
 _BITS = 24  # so that float64 sums them exactly over 2**29 examples, more than any window of a report has
 

@@ -230,13 +230,17 @@ class Loops:
         self.check_count(step + ran.done, ran.counted)
         return ran
 
-    def refuse_if_torn(self, what: str, kept: str | None) -> None:
-        """Raises `UsageError` if a failed step may have updated only a part of the variables.
+    def refuse_if_unfit(self, what: str, kept: str | None) -> None:
+        """Raises `UsageError` if the run is closed, or a failed step may have updated only a part of the variables.
 
         Args:
           what: the call that is refused then.
           kept: the path of the newest checkpoint, or None.
         """
+        if self.closed:
+            raise UsageError(
+                f"{what} was called on a closed controller; another one may own its run directory; build a new one"
+            )
         if self.torn:
             cure = (
                 f"call controller.restore_checkpoint(), which goes back to {kept}"

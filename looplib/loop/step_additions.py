@@ -14,14 +14,14 @@ from looplib.errors import UsageError, join_names
 from looplib.loop.packing import Packer, batch_size
 from looplib.loop.step import Step, StepFn
 from looplib.loop.step_checks import is_summed
-from looplib.task import own_names, reductions
+from looplib.task import metric_names, reductions
 from looplib.task.evaluator import Evaluator
 from looplib.task.reductions import Reduction, total
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
 # Totals of a step: larger batches less smaller ones, examples more than expected, batches.
-METRICS = own_names.BATCH_SIZES
+METRICS = metric_names.BATCH_SIZES
 
 
 class BatchSizes:

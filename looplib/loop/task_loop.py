@@ -27,10 +27,9 @@ from looplib.loop.step import Step, StepFn
 from looplib.loop.step_additions import BatchSizes, add_share, check_share
 from looplib.loop.step_checks import TracedValues, check_metrics
 from looplib.report.shown import Shown
-from looplib.task import own_names
-from looplib.task.adapter import rates_of
+from looplib.task import metric_names
+from looplib.task.adapter import OwnLoop, rates_of
 from looplib.task.evaluator import Evaluator
-from looplib.task.own_loop import OwnLoop
 from looplib.task.plain import as_number
 from looplib.task.record import EngineChoice
 from looplib.task.state import tables_of, unheld
@@ -93,7 +92,7 @@ class TaskLoop(TrainingLoop):
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
         decorators: list[Decorator] = [
-            functools.partial(own_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
+            functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
         ]
         if self._spec.training and example_checksum.enabled():
             decorators.append(lambda step_fn: example_checksum.add_to(step_fn, lambda: self.task.global_step))
@@ -265,7 +264,7 @@ class TaskLoop(TrainingLoop):
         checksum = {name: metrics.pop(name) for name in [example_checksum.METRIC] if name in metrics}
         before = dict(metrics)
         finished = as_numbers(self.who, self.task.loop_end(metrics))
-        own_names.check_finished(self.who, before, finished, self._rates)
+        metric_names.check_finished(self.who, before, finished, self._rates)
         return {**finished, **checksum}
 
     def shown(self) -> dict[str, Shown]:

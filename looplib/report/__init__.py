@@ -2,7 +2,6 @@
 
 Names that other rooms may use, by file:
     clock: Clock
-    outcome: broken, done, failed, is_quit, Outcome, preempted, served
     page: none
     program: DIFF, diff, git, this_program
     progress: format_number, format_seconds, headline, Progress

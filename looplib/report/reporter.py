@@ -8,9 +8,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
 from absl import logging
 
 from looplib import plugins
+from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 from looplib.report.clock import Clock, Pace
 from looplib.report.page import Page
@@ -59,7 +61,7 @@ class Reporter:
         **facts: Any,
     ) -> None:
         place = model_dir if is_chief else None
-        self.clock, self._check, self._save_noted = clock, check, False
+        self.clock, self._check, self._is_chief, self._save_noted = clock, check, is_chief, False
         self.writers = make_writers(writers, place, check) if is_chief else Writers([])
         self.report = RunReport(
             path=path_of(place, trains) if place else None,
@@ -142,6 +144,13 @@ class Reporter:
         """Notes in `run.json` that an action has restored another checkpoint at the end of a training."""
         if step != self.ended_at:
             self.report.write("done")
+
+    def note_speed(self, strategy: tf.distribute.Strategy, steps: int) -> None:
+        """Notes the share of the devices' peak that the steps of this start have reached, unless they were short."""
+        seconds = self.clock.of("train") + self.clock.of("input")
+        if self.report.speed and self._is_chief and steps:
+            with self.clock.phase("report"):
+                self.report.speed = diagnosis().speed_of_ended(self.report.speed, strategy, steps, seconds)
 
     def close(self) -> None:
         """Closes the writers, and then writes the page, also where a writer fails."""

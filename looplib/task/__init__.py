@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     actions: Action, ActionStates, announce_saves, Event, hooks_around, stops_of, warn_of_other_memories
-    adapter: Adapter, rates_of
+    adapter: Adapter, OwnLoop, rates_of
     averages: WeightAverages
     checks: build_optimizers, check_kinds, check_tasks, check_together, collect_state
     derived: Constants, starting
@@ -12,10 +12,8 @@ Names that other rooms may use, by file:
     gradients: none
     learning_rates: constant_rate, learning_rate, LearningRates, updating
     media: histogram, image, Media, text
+    metric_names: BATCH_SIZES, check, check_finished, CHECKSUM, mode_of, refuse_in
     micro_batches: none
-    monitored: mode_of
-    own_loop: OwnLoop
-    own_names: BATCH_SIZES, check, check_finished, CHECKSUM, refuse_in
     parts: none
     plain: as_array, as_bytes, as_json, as_number, is_number
     record: Contents, EngineChoice, RunningTotals, RunRecord, RunState, VariableNames

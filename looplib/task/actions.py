@@ -153,10 +153,7 @@ def hooks_around(
 ) -> Iterator[None]:
     """Calls the other hooks of actions around a training, the `with` block.
 
-    Args:
-      actions: the controller's actions.
-      take_saves: function that returns the paths of the checkpoints that no hook has seen.
-      controller: the `Controller`.
+    `take_saves` returns the committed paths not yet announced.
     """
     for action in _hooked(actions):
         action.on_start(controller)
@@ -198,10 +195,7 @@ def _key(action: Action) -> str:
 
 
 class ActionStates:
-    """The states of a controller's actions, by the names of their classes and their own.
-
-    Args:
-      actions: the controller's actions, of which only an `Action` with `state` and `load` has a state.
+    """The states of a controller's actions that have `state` and `load`, by the names of their classes and their own.
 
     Raises:
       UsageError: if JSON cannot hold a state, an action has only one of `state` and `load`, or two have one name.
@@ -222,11 +216,7 @@ class ActionStates:
         self._initial = self.save()
 
     def save(self) -> dict[str, Any]:
-        """Returns the states of all actions, as a dict that JSON can hold.
-
-        Raises:
-          UsageError: if JSON cannot hold one of them.
-        """
+        """Returns the states of all actions, as a dict that JSON can hold; `UsageError` for one that it cannot."""
         states = {}
         for key, action in self._actions.items():
             state = action.state()
@@ -240,11 +230,7 @@ class ActionStates:
         return states
 
     def load(self, states: dict[str, Any]) -> None:
-        """Gives each action its state of a checkpoint, or its first one where the checkpoint has none.
-
-        Raises:
-          UsageError: if an action cannot load its state.
-        """
+        """Gives each action its state of a checkpoint, or its first one where the checkpoint has none."""
         for key, action in self._actions.items():
             state = states.get(key, self._initial[key])
             try:

@@ -1,8 +1,13 @@
 """What trainers and evaluators of adapters and libraries bring along, besides what a user's class has."""
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from looplib.task.actions import Event
+
+Specification = TypeVar("Specification")
+Loop = TypeVar("Loop")
 
 
 class Adapter:
@@ -43,6 +48,17 @@ class Adapter:
         """
         del global_batch_size, of_epoch
         return None
+
+
+class OwnLoop(abc.ABC, Generic[Specification, Loop]):
+    """A trainer or evaluator whose steps run in its own loop, which looplib calls.
+
+    Its type parameters are classes of `loop.base`, a room above this one.
+    """
+
+    @abc.abstractmethod
+    def make_loop(self, specification: Specification) -> Loop:
+        """Returns the loop that the controller calls for this object."""
 
 
 def rates_of(task: object) -> Mapping[str, float]:

@@ -8,12 +8,14 @@ import tensorflow as tf
 
 from looplib.cluster import remote
 from looplib.compat import keras as _keras
-from looplib.errors import UsageError
+from looplib.errors import UsageError, join_names
 from looplib.folders import is_name
+from looplib.task.adapter import Adapter, OwnLoop
 from looplib.task.evaluator import Evaluator
-from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of
 from looplib.task.trainer import Trainer
+
+_OF_ADAPTERS = ("own_actions", "rates", "own_steps_per_loop")
 
 
 @runtime_checkable
@@ -25,11 +27,7 @@ class _Buildable(Protocol):
 
 
 def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
-    """Checks the trainer and the evaluators of a controller; returns the evaluators by name.
-
-    Raises:
-      UsageError: for objects of other kinds, bad names, or nothing at all.
-    """
+    """Returns the evaluators of a controller by name; `UsageError` for objects of other kinds, or nothing at all."""
     evaluators = evaluator if isinstance(evaluator, dict) else {"eval": evaluator} if evaluator is not None else {}
     if trainer is None and not evaluators:
         raise UsageError("a controller needs a trainer, an evaluator or both; it got neither")
@@ -48,6 +46,13 @@ def check_tasks(trainer: Any, evaluator: Any) -> dict[str, Evaluator]:
             raise UsageError(
                 f"an evaluator is named {name!r}; expected letters, digits, '.', '_' or '-', and not 'train'"
             )
+    for task in (trainer, *evaluators.values()):
+        defined = [name for name in _OF_ADAPTERS if any(name in vars(kind) for kind in type(task).__mro__)]
+        if defined and not isinstance(task, Adapter):
+            raise UsageError(
+                f"{type(task).__name__} defines {join_names(defined)}, which the controller reads of a "
+                "looplib.Adapter only; make looplib.Adapter its first base class, or rename what it defines"
+            )
     return dict(evaluators)
 
 
@@ -65,17 +70,10 @@ def check_kinds(strategy: Any, actions: Iterable[Any]) -> None:
 def check_together(
     trainer: Trainer | None, evaluators: Mapping[str, Evaluator], strategy: tf.distribute.Strategy, engine: str
 ) -> None:
-    """Checks that the models, optimizers and metrics of the tasks can run together, on this strategy and engine.
+    """Raises `UsageError` where the tasks cannot run together, on this strategy and engine.
 
-    Args:
-      trainer: the `Trainer` or None.
-      evaluators: dict from name to `Evaluator`.
-      strategy: `tf.distribute.Strategy`.
-      engine: a name in `run_config.ENGINES`.
-
-    Raises:
-      UsageError: for two Keras families, variables of another strategy, models without variables where they must have
-        them, or tasks with different models of one name.
+    That is for two Keras families, variables of another strategy, models without variables where they must have them,
+    or tasks with different models of one name.
     """
     tasks = [*([trainer] if trainer else []), *evaluators.values()]
     held = {
@@ -111,10 +109,9 @@ def check_together(
 
 
 def collect_state(trainer: Trainer | None, evaluators: Mapping[str, Evaluator]) -> dict[str, Any]:
-    """Finds the complete state of a run; after tracing, when all variables exist.
+    """Returns the complete state of a run, by attribute name: the trainer's, and the evaluators' without metrics.
 
-    Returns:
-      dict from attribute name to trackable object: the trainer's attributes, and the evaluators' without metrics.
+    It is called after tracing, when all variables exist.
     """
     objects = state_of(trainer) if trainer else {}
     for task in evaluators.values():

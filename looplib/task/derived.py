@@ -27,8 +27,8 @@ def starting(trainer: Trainer | None, objects: Mapping[str, Any], restores: bool
     the block keeps it; after an error all have the values from before, unless they got others.
 
     Args:
-      trainer: the trainer; None for a run that only evaluates, whose averages stay as they are.
-      objects: dict from attribute name to trackable object, the state of the run.
+      trainer: None for a run that only evaluates, whose averages stay as they are.
+      objects: the state of the run, by attribute name.
       restores: whether a checkpoint is restored in the block, so that the values before it do not count; otherwise an
         average that the program has assigned before keeps its value too.
     """
@@ -57,10 +57,8 @@ def _pairs(trainer: Trainer, objects: Mapping[str, Any], restores: bool) -> list
 class Constants:
     """The constants that layers have made of their variables, or of data, such as the mean of a `Normalization`.
 
-    A step or a data set computes with those of the time when it was traced.
-
-    Args:
-      objects: dict from attribute name to trackable object, the state of the run, whose steps have just been traced.
+    A step or a data set computes with those of the time when it was traced. `objects` is the state of the run, by
+    attribute name, whose steps have just been traced.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:

@@ -34,16 +34,7 @@ class Exported:
 
 
 def of_model(who: str, model: Any, averages: WeightAverages | None = None) -> Exported:
-    """Returns what a Keras model exports: its outputs in inference, for batches of its inputs.
-
-    Args:
-      who: the class of the task, for messages.
-      model: the attribute `model` of the task, or None.
-      averages: `WeightAverages` of the model, or None.
-
-    Raises:
-      UsageError: if it is no Keras model, or does not know its inputs.
-    """
+    """Returns what the Keras model of a task of a class exports: its outputs in inference for batches of inputs."""
     signature = _keras.input_specs(model) if _keras.is_model(model) else None
     if signature is None:
         found = (

@@ -58,12 +58,9 @@ def matching(
     Args:
       things: variables of Keras or TensorFlow, or layers.
       patterns: regular expressions, for `re.search`; one or several, or None for none.
-      what: name of the argument with the patterns, for messages.
+      what: name of the argument with the patterns, for the `UsageError` of one that is wrong or matches nothing.
       name_of: returns the name of one of the things.
       kind: what one of the things is called, for messages.
-
-    Raises:
-      UsageError: for a pattern that is not a regular expression, or matches nothing.
     """
     chosen: dict[int, Any] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
@@ -79,17 +76,10 @@ def matching(
 
 
 def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
-    """Freezes the matching variables; returns the variables that are still trained.
+    """Freezes the matching variables; returns those that are still trained, of which there must be one.
 
     A layer whose variables all match becomes `trainable = False`, so that its batch normalization uses its moving
     statistics.
-
-    Args:
-      model: a Keras model of either family, or a `tf.Module`.
-      patterns: see `matching`; empty or None for none.
-
-    Raises:
-      UsageError: for a pattern that matches nothing, or if no variable is left.
     """
     variables = list(model.trainable_variables)
     frozen = {id(variable) for variable in matching(variables, patterns, "freeze")}
@@ -106,16 +96,8 @@ def freeze(model: Any, patterns: Sequence[str] | str | None) -> list[Any]:
 def divided(optimizers: Mapping[str, Any], variables: Sequence[Any]) -> list[tuple[str, Any, list[Any]]]:
     """Gives each variable to the optimizer of the first pattern that matches it.
 
-    Args:
-      optimizers: dict from pattern to Keras optimizer.
-      variables: all variables to train.
-
-    Returns:
-      list of (pattern, optimizer, its variables).
-
-    Raises:
-      UsageError: for a pattern that matches nothing that is left, variables that no pattern matches, or an optimizer
-        that comes twice.
+    Returns a list of (pattern, optimizer, its variables). `UsageError` for a pattern that matches nothing that is left,
+    variables that no pattern matches, or an optimizer that comes twice.
     """
     if len({id(optimizer) for optimizer in optimizers.values()}) < len(optimizers):
         raise UsageError("optimizer has one optimizer under two patterns; join the patterns, as in 'encoder|head'")
@@ -136,12 +118,7 @@ def leave_out_of_decay(
 ) -> None:
     """Leaves the matching variables out of the weight decay of their optimizers, which are not built yet.
 
-    Args:
-      optimizer_parts: as `divided` returns them.
-      patterns: see `matching`; empty or None for none.
-
-    Raises:
-      UsageError: for a pattern that matches nothing, or if no optimizer decays weights.
+    `optimizer_parts` is what `divided` returns. `UsageError` if no optimizer decays weights.
     """
     if not patterns:
         return
@@ -159,14 +136,9 @@ def leave_out_of_decay(
 def rematerialize(model: Any, patterns: Sequence[str] | str | None) -> None:
     """Lets the matching layers compute their activations again in the backward pass, by `tf.recompute_grad`.
 
-    Only what goes into such a layer is kept for the gradient, so that a block of a deep model is a good choice.
-
-    Args:
-      model: a Keras model of either family, changed.
-      patterns: regular expressions, for `re.search` in the names of its layers and those of models in it.
-
-    Raises:
-      UsageError: for a pattern that matches nothing, or a layer whose second computation would differ.
+    Only what goes into such a layer is kept for the gradient, so that a block of a deep model is a good choice. The
+    patterns are for names of layers, also those of models in the model. `UsageError` for a layer whose second
+    computation would differ.
     """
     layers = list({id(layer): layer for layer in _layers(model)}.values())
     for layer in matching(layers, patterns, "rematerialize", lambda layer: layer.name, "layer"):

@@ -38,15 +38,7 @@ def is_number(array: np.ndarray) -> bool:
 
 
 def as_number(what: str, value: Any) -> int | float:
-    """Returns one number as an int or a float.
-
-    Args:
-      what: what it is, for the message.
-      value: a bool or another real number of Python, a scalar of numpy, or a tensor or variable of shape [].
-
-    Raises:
-      UsageError: for something else.
-    """
+    """Returns one number, of Python, numpy or TensorFlow, as an int or a float; `what` names it in the `UsageError`."""
     array = as_array(value)
     found = f"is not a number (shape {list(array.shape)}, {array.dtype})"
     if array.shape == () and is_number(array):
@@ -64,11 +56,7 @@ def as_number(what: str, value: Any) -> int | float:
 
 
 def as_json(value: Any) -> Any:
-    """Returns a scalar, an array or a tensor as what JSON can hold, for `json.dumps`.
-
-    Raises:
-      TypeError: for an object of another kind.
-    """
+    """Returns a scalar, an array or a tensor as what JSON can hold, for `json.dumps`; `TypeError` for others."""
     if not isinstance(_keras.tf_variable(value), (np.generic, np.ndarray, tf.Tensor, tf.Variable)):
         raise TypeError(f"{type(value).__name__} is no number, string, list or dict")
     return _plain(as_array(value))

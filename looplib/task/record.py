@@ -43,14 +43,7 @@ class EngineChoice:
 
     @classmethod
     def from_json(cls, text: str) -> "EngineChoice":
-        """Reads a choice that is kept by itself.
-
-        Args:
-          text: a JSON object of the attributes.
-
-        Raises:
-          ValueError: if it is not the text of a choice.
-        """
+        """Reads a choice that is kept by itself; `ValueError` for a text that is none."""
         return files.typed(files.parse_json(text), cls)
 
 
@@ -160,12 +153,7 @@ class RunRecord:
         return Batches(self.global_batch_size, tuple(self.earlier_batches))
 
     def batches(self, step: int, size: int) -> Batches:
-        """Returns the global batches of a run that continues from the record with a size.
-
-        Args:
-          step: the global step.
-          size: examples of each from now on.
-        """
+        """Returns the global batches of a run that continues from the record at a step, with a size from then on."""
         if self.global_batch_size is None:
             return Batches(size)
         return self.saved_batches.resized(size, step, step + self.input_offset)
@@ -184,25 +172,16 @@ class RunRecord:
 
     @classmethod
     def in_checkpoint(cls, reader: Any, path: str) -> "RunRecord":
-        """Returns the record of a checkpoint; one without values for a checkpoint that another program wrote.
+        """Returns the record of a checkpoint, from `tf.train.load_checkpoint` of a path, which is for messages.
 
-        Args:
-          reader: from `tf.train.load_checkpoint`.
-          path: the checkpoint's path, for the message.
-
-        Raises:
-          UsageError: see `from_json`.
+        It is one without values for a checkpoint that another program wrote. Raises as `from_json` does.
         """
         key = python_state_key("run_state")
         return cls.from_json(reader.get_tensor(key), path) if reader.has_tensor(key) else cls()
 
     @classmethod
     def from_json(cls, text: str | bytes, path: str = "the checkpoint") -> "RunRecord":
-        """Reads a record.
-
-        Args:
-          text: the JSON text of a checkpoint.
-          path: the checkpoint's, for the message.
+        """Reads a record from the JSON text in the checkpoint at a path.
 
         Raises:
           UsageError: if it is not the text of a record, a field has another type, or its format is a newer one.

@@ -48,8 +48,7 @@ class ReplicaState(tf.train.experimental.PythonState):
 
     Args:
       strategy: `tf.distribute.Strategy`.
-      variables: dict from a name that other starts give it too to each distributed `tf.Variable` whose replicas may
-        differ.
+      variables: the distributed variables whose replicas may differ, by a name that other starts give them too.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, variables: Mapping[str, tf.Variable]) -> None:
@@ -93,11 +92,7 @@ class ReplicaState(tf.train.experimental.PythonState):
         self._saved = string_value
 
     def apply(self) -> None:
-        """Gives each replica its own values again, after everything else is restored.
-
-        Raises:
-          UsageError: if the saved bytes are not what `serialize` returns.
-        """
+        """Gives each replica its own values again, after everything else is restored; `UsageError` for bad bytes."""
         saved = self._saved_arrays()
         if others := sorted(saved.keys() - self._parts.keys()):
             logging.warning("each replica had a value of its own of %s, which is not here by that name", others)
@@ -134,13 +129,7 @@ def differing_variables(
 ) -> list[tf.Variable]:
     """Lists the variables of a trainer's state whose replicas may differ: all except weights and optimizers' variables.
 
-    Args:
-      strategy: `tf.distribute.Strategy`.
-      task: the `Trainer`.
-      objects: its state, dict from name to trackable object.
-
-    Returns:
-      list of `tf.Variable`; [] on one replica.
+    There are none on one replica. `objects` is the state, by attribute name.
     """
     if strategy.num_replicas_in_sync == 1:
         return []
@@ -153,27 +142,18 @@ def differing_variables(
 
 
 def no_weights(task: Trainer, objects: Mapping[str, Any]) -> list[tf.Variable]:
-    """Lists the variables of a trainer's state that are neither weights nor an optimizer's.
-
-    Args:
-      task: the `Trainer`.
-      objects: its state, dict from name to trackable object.
-    """
+    """Lists the variables of a trainer's state, by attribute name, that are neither weights nor an optimizer's."""
     known = {id(variable) for _, variable in variables_of({"all": list(_keras.optimizers(task).values())})}
     found = (variable for _, variable in variables_of(objects))
     return [variable for variable in found if not variable.trainable and id(variable) not in known]
 
 
 def state_of(task: Any) -> dict[str, Any]:
-    """Finds the attributes of a trainer or evaluator that belong into a checkpoint.
+    """Returns the attributes of a trainer or evaluator, or of one of Orbit's, that belong into a checkpoint, by name.
 
-    Args:
-      task: a `Trainer` or `Evaluator`, or an object that one of Orbit's holds.
-
-    Returns:
-      dict from attribute name to a trackable object, or a list of variables where TensorFlow cannot track the object
-      itself: a Keras 3 metric or seed generator (its variables), and `<name>_untracked` for the seeds, and
-      the layers in lists and dicts, of a Keras 3 model, and for what a list or dict holds of these.
+    Where TensorFlow cannot track the object itself, the state is a list of variables: of a Keras 3 metric or seed
+    generator, and, as `<name>_untracked`, of the seeds, and the layers in lists and dicts, of a Keras 3 model, and of
+    what a list or dict holds of these.
     """
     state = {}
     for name, value in vars(task).items():
@@ -202,13 +182,7 @@ def _trackable(value: object) -> bool:
 
 
 def variables_of(objects: Mapping[str, Any]) -> list[tuple[str, tf.Variable]]:
-    """Lists the variables that some objects hold.
-
-    Args:
-      objects: dict from name to trackable object.
-
-    Returns:
-      list of (name, `tf.Variable`).
+    """Lists the variables that some objects hold, as (name, `tf.Variable`).
 
     Raises:
       UsageError: for an attribute that TensorFlow cannot save, such as a dict of variables whose keys are no strings.
@@ -231,14 +205,7 @@ def unheld(
     objects: Mapping[str, Any],
     own: Iterable[Any] = (),
 ) -> list[str]:
-    """Returns the names of the variables that some objects, by name, do not hold.
-
-    Args:
-      strategy: `tf.distribute.Strategy` of the objects.
-      variables: the variables.
-      objects: dict from name to trackable object.
-      own: variables that are left out too.
-    """
+    """Returns the names of the variables that some objects, by name, do not hold, and that are not among `own`."""
     held = [*(variable for _, variable in variables_of(objects)), *own]
     parts_of = strategy.experimental_local_results  # also of a variable that is traced: a generator of tf_keras has one
     known = {_tf.identity_of(part) for variable in held for part in parts_of(variable)}

@@ -18,6 +18,7 @@ from looplib import files, masks
 from looplib.checkpoint import commits
 from looplib.checkpoint import directory as run_directory
 from looplib.errors import UsageError
+from looplib.extras.records import index
 from looplib.extras.tools.compare import compare
 from looplib.extras.weights import loading
 
@@ -117,9 +118,9 @@ def test_no_home_directory_is_no_cache_and_no_folder_named_tilde(nursery, monkey
     for name in environment:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "")
-    assert files.cache_directory() == os.devnull
+    assert index.cache_directory() == os.devnull
     monkeypatch.setenv("LOOPLIB_CACHE", "relative/")
-    assert files.cache_directory() == os.path.abspath("relative")
+    assert index.cache_directory() == os.path.abspath("relative")
 
 
 def test_paths_in_programs_are_resolved_alike(monkeypatch, tmp_path):

@@ -336,7 +336,7 @@ def half_written():
     moments["both without marker"] = lambda c: {data: c[data], index: c[index]}
     for length in (0.0, 0.5, 1.0):
         moments[f"marker's new file to {length:.0%}"] = lambda c, length=length: {
-            data: c[data], index: c[index], f"{FILES['marker']}.new": part(c[marker], length)
+            data: c[data], index: c[index], f"{FILES['marker']}.{'0' * 16}.new": part(c[marker], length)
         }  # fmt: skip
     return moments
 

@@ -14,7 +14,7 @@ from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.task.actions import Action, Event
 from looplib.task.learning_rates import constant_rate, updating
-from looplib.task.monitored import mode_of
+from looplib.task.metric_names import mode_of
 
 _OWNER = ".looplib-run"  # the name of a file that says which run has a directory
 _EXPORT = re.compile(r"step-\d{1,19}")  # the name of one

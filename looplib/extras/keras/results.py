@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.extras.keras import building, models, rows
-from looplib.task import own_names, reductions
+from looplib.task import metric_names, reductions
 
 
 class Results:
@@ -48,7 +48,7 @@ class Results:
     def _outputs(self, inputs: Any, metrics: dict[str, Any], before: dict[str, Any], logs: Any) -> dict[str, Any]:
         logs = _flattened(logs)
         self._note_names(metrics)
-        own_names.check(f"the compiled {type(self._model).__name__}", {*self._objects, *logs})
+        metric_names.check(f"the compiled {type(self._model).__name__}", {*self._objects, *logs})
         size = rows.count(inputs)
         outputs = dict(metrics)
         for name, value in logs.items():

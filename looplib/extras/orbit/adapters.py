@@ -22,9 +22,9 @@ from looplib.health.preemption import notice
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.step import Step
 from looplib.loop.task_loop import as_numbers
-from looplib.task import own_names
+from looplib.task import metric_names
+from looplib.task.adapter import OwnLoop
 from looplib.task.evaluator import Evaluator
-from looplib.task.own_loop import OwnLoop
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
@@ -178,7 +178,7 @@ class _OrbitLoop(Loop):
     def read(self) -> dict[str, int | float]:
         """Returns the metrics of the last call since the last read, finished by `loop_end`."""
         metrics = as_numbers(self.who, self.task.loop_end(self.reducer.read()))
-        own_names.check(self.who, metrics)
+        metric_names.check(self.who, metrics)
         return metrics
 
     def _results(self, steps: int) -> dict[str, np.ndarray]:

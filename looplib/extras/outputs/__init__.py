@@ -3,6 +3,7 @@
 Names that other rooms may use, by file:
     exports: export
     folder: none
+    new_folder: none
     pieces: none
     prediction: none
     predictions: predict

@@ -15,6 +15,7 @@ from looplib import files, folders
 from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, gist, with_cure
+from looplib.extras.outputs.new_folder import alone, new_folder
 from looplib.loop.loops import Loops
 from looplib.report.reporter import Reporter
 from looplib.task.exported import Exported
@@ -47,11 +48,19 @@ class Written:
 
 
 def export(
-    loops: Loops, checkpointer: Checkpointer, reporter: Reporter, directory: str | None, averages: bool, tflite: bool
+    loops: Loops,
+    checkpointer: Checkpointer,
+    reporter: Reporter,
+    directory: str | os.PathLike[str] | None,
+    averages: bool,
+    tflite: bool,
 ) -> str:
     """Exports the model at its current step, see `Controller.export`."""
     chief, step = checkpointer.directory.workers.is_chief, checkpointer.step
-    if directory is None:
+    if directory is not None:
+        directory = files.resolve(directory, "the directory of the export")
+    else:
+        checkpointer.directory.need("export without a directory")
         inside = checkpointer.directory.model_dir
         inside = folders.make_folder(inside, "export") if chief else inside
         directory = os.path.join(inside, f"step-{step}")
@@ -67,7 +76,7 @@ def export(
     averages = averages and exported.averages is not None
     # Where several workers train, all read the variables, and all but the chief drop what they write.
     named = os.path.join(directory, _INNER) if stays else directory
-    new = folders.new_folder(named) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-")
+    new = new_folder(named) if chief else tempfile.TemporaryDirectory(prefix="looplib-export-")
     try:
         with new as place:
             with exported.averages.in_use() if averages else contextlib.nullcontext():
@@ -113,7 +122,7 @@ def _appear(place: str, directory: str, named: str) -> None:
         for name in (*names, ""):
             files.make_durable(os.path.join(folder, name))
     parent, name = os.path.split(named)
-    with folders.new_folder(named) as earlier, folders.alone(parent):  # others wait
+    with new_folder(named) as earlier, alone(parent):  # others wait
         _check(directory)
         if named != directory:
             for part in sorted(_NAMES.intersection(os.listdir(directory))):

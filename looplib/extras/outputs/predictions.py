@@ -4,13 +4,12 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
 from looplib import files, folders
-from looplib.checkpoint.directory import RunDirectory
+from looplib.checkpoint.checkpointer import Checkpointer
 from looplib.checkpoint.lock import Kind, acquire
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
@@ -31,10 +30,9 @@ _LOCKED = Kind("directory of predictions", "name another --predictions", "_lock"
 
 def predict(
     loops: Loops,
-    run_directory: RunDirectory,
+    checkpointer: Checkpointer,
     reporter: Reporter,
-    leave: Callable[[int], NoReturn],
-    directory: str | None,
+    directory: str | os.PathLike[str] | None,
     kind: str,
     piece: int,
 ) -> dict[str, str]:
@@ -42,16 +40,20 @@ def predict(
 
     Args:
       loops: the loops of the run.
-      run_directory: its directory.
+      checkpointer: has its directory, and ends it for a signal.
       reporter: says what was written.
-      leave: ends the run at a step, for a signal.
       directory: where to write, or None for the run directory.
       kind: the files' format.
       piece: records of a file.
     """
     pieces.check_kind(kind)
     whole_number("the records of a piece of predictions", piece)
-    place = (run_directory.model_dir, "predictions") if directory is None else (directory,)
+    run_directory = checkpointer.directory
+    if directory is None:
+        run_directory.need("predict without a directory")
+        place = (run_directory.model_dir, "predictions")
+    else:
+        place = (files.resolve(directory, "the directory of the predictions"),)
     evaluators = {name: loop.task for name, loop in loops.evaluations.items()}
     able = {name: task for name, task in evaluators.items() if type(task).predict_fn is not Evaluator.predict_fn}
     if not able:
@@ -65,7 +67,7 @@ def predict(
         folder_of = _opened((*place, name)) if run_directory.workers.is_chief else contextlib.nullcontext()
         with folder_of as folder:
             if not _predict_into(loops, run_directory.workers, reporter, name, task, folder, kind, piece):
-                leave(int(loops.global_step))
+                checkpointer.leave(int(loops.global_step))
         found[name] = os.path.join(*place, name)
     return found
 

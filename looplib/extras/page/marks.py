@@ -8,7 +8,7 @@ from looplib.errors import UsageError
 from looplib.extras.page import values
 from looplib.extras.page.curves import Curve
 from looplib.extras.page.run import Mark, Saved, Start
-from looplib.task.monitored import mode_of
+from looplib.task.metric_names import mode_of
 
 _MOST = 200  # marks of skipped steps
 

@@ -8,7 +8,7 @@ import numpy as np
 from looplib.errors import UsageError
 from looplib.extras.page.curves import Curve, last_of
 from looplib.extras.page.run import Run
-from looplib.task.monitored import mode_of
+from looplib.task.metric_names import mode_of
 
 _FEWEST = 8  # points that a curve needs for a trend
 _MUCH = 0.05  # the part of the time from which on restarts are worth a word

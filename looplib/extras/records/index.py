@@ -153,11 +153,25 @@ def _remove(path: str) -> None:
         folders.remove(*os.path.split(path))
 
 
+def cache_directory() -> str:
+    """Returns the directory for what can be found again at some cost: `LOOPLIB_CACHE`, or one of the user's.
+
+    Without one it is `os.devnull`, in which no file can be made.
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return whole_files.resolve(
+            os.environ.get("LOOPLIB_CACHE") or os.path.join(user, "looplib"), "the cache directory"
+        )
+    except UsageError:  # such as without a home directory
+        return os.devnull
+
+
 def _places(paths: list[str]) -> list[str]:
     """Returns where the index of files may be: beside the first one, and in the user's cache directory."""
     key = hashlib.sha256(os.fsencode("\n".join(absolute(paths)))).hexdigest()[:16]
     beside = f"{os.path.dirname(paths[0]) or '.'}/.looplib-{key}.index"
-    return [beside, os.path.join(whole_files.cache_directory(), f"{key}.index")]
+    return [beside, os.path.join(cache_directory(), f"{key}.index")]
 
 
 def _read(file: BinaryIO, head: bytes, sizes: list[int], least: int) -> list[np.ndarray]:

@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from looplib import files, folders
 from looplib.console import printable
 from looplib.errors import UsageError, gist
+from looplib.extras.outputs.new_folder import new_folder
 from looplib.extras.page.values import number, text
 from looplib.extras.sweep.space import Parameter
 from looplib.masks import masked
@@ -234,7 +235,7 @@ def _create(path: str, plan: Plan) -> None:
     for suffix in ("-journal", "-wal", "-shm"):  # of a database that was removed
         if not os.path.isdir(f"{path}{suffix}"):
             folders.remove(directory, f"{_FILE}{suffix}")
-    with folders.new_folder(path) as new:
+    with new_folder(path) as new:
         storage = _storage_of(os.path.join(new, _FILE))
         direction = "maximize" if plan.goal == "max" else "minimize"
         study = optuna.create_study(storage=storage, study_name=_NAME, direction=direction)

@@ -22,7 +22,7 @@ from looplib.extras.sweep.study import PRUNERS, SEARCHES, VALUES, Plan, Study, c
 from looplib.extras.tools.children import Signals
 from looplib.extras.tools.runs import saved_step, say
 from looplib.masks import masked
-from looplib.task.monitored import mode_of
+from looplib.task.metric_names import mode_of
 
 _TICK = 0.1
 _LOCKED = Kind("directory of a sweep", "use another --dir", "sweep.lock")

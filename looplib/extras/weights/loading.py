@@ -9,9 +9,9 @@ import tensorflow as tf
 from absl import logging
 
 from looplib import files
-from looplib.checkpoint import choice, commits, contents
+from looplib.checkpoint import choice, commits
 from looplib.checkpoint.names import Leaf, Saved
-from looplib.checkpoint.restoring import describe_differences, objects_of
+from looplib.checkpoint.restoring import check_contents, describe_differences, objects_of
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError, gist, join_names
@@ -78,7 +78,7 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
     if graph is None:
         raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
     record = RunRecord.in_checkpoint(reader, path)
-    contents.check(objects, record, path)
+    check_contents(objects, record, path)
     saved = Saved(reader, graph, record.names, objects)
     live = saved.live
     if weights_only:

@@ -1,0 +1,68 @@
+"""A folder that appears as a whole: filled beside its place, and moved there when it is complete."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+from looplib import files, folders
+
+_MARK = "looplib"  # a file in a temporary directory, whose name somebody else's may have too
+
+
+@contextlib.contextmanager
+def new_folder(path: str) -> Iterator[str]:
+    """Makes a directory beside a local path, for what is to get that name when it is complete; removes it at the end.
+
+    Those that killed processes have left beside the path are removed too.
+    """
+    place, name = os.path.split(path)
+    os.makedirs(place, exist_ok=True)
+    for other in os.listdir(place):
+        left = os.path.join(place, other)
+        if not files.is_new_name(other, name) or (held := _hold(left)) is None:
+            continue
+        found = os.listdir(left)  # of one that is held, and so not removed meanwhile by its own process
+        if _MARK in found or all(files.is_new_name(part, _MARK) for part in found):
+            folders.remove(place, other)
+        os.close(held)
+    held = None
+    while held is None:  # else another process has taken it for one of a killed process
+        new = files.new_name(path)
+        os.mkdir(new)
+        held = _hold(new)
+    try:
+        files.write_whole(os.path.join(new, _MARK), "")
+        yield folders.make_folder(new, "content")
+    finally:
+        folders.remove(place, os.path.basename(new))
+        os.close(held)
+
+
+@contextlib.contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """Lets one process at a time change the names in a local directory; the others wait."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _hold(path: str) -> int | None:
+    """Returns an open directory that no other process holds; None if one does, or it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = files.is_at(descriptor, path)
+    except OSError as error:
+        free = not isinstance(error, BlockingIOError)  # else a file system without locks
+    if free:
+        return descriptor
+    os.close(descriptor)
+    return None

@@ -1,0 +1,69 @@
+"""Names of metrics: those that looplib adds to reports, and what a name says of which value is better."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from looplib.errors import UsageError
+
+CHECKSUM = "examples_checksum"
+BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/more", "batch_sizes/count")
+_OWN = frozenset({"epoch", "examples", "skipped_steps", "steps_per_second", CHECKSUM, *BATCH_SIZES})
+# Words of a metric's name, between "/", "_" and the like, that say which of two values is better.
+_LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
+_MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
+
+
+def check(who: str, names: Collection[str], rates: Collection[str] = ()) -> None:
+    """Raises `UsageError` if a metric that `who` returned has the name of looplib's, or of `Adapter.rates`."""
+    for found, others, of in (
+        (names, _OWN, "looplib adds to reports"),
+        (rates, _OWN, "looplib adds to reports"),
+        (names, rates, "its rates have too"),
+    ):
+        if both := sorted(set(found) & set(others)):
+            raise UsageError(f"{who} returned a metric named {both[0]!r}, which {of}; give yours another name")
+
+
+def check_finished(who: str, before: Mapping[str, Any], after: Mapping[str, Any], rates: Collection[str] = ()) -> None:
+    """Raises `UsageError` if a `loop_end` has made a metric with such a name, or changed looplib's."""
+    kept = {name for name in _OWN & before.keys() & after.keys() if after[name] == before[name]}
+    check(f"{who}.loop_end", after.keys() - kept, rates)
+
+
+def refuse_in(step_fn: Callable[[Any], Any], who: str, rates: Callable[[], Collection[str]]) -> Callable[[Any], Any]:
+    """Wraps a user's step, so that its metrics are checked when it is traced; `rates` returns names."""
+    right = set()  # groups of names; an eager loop calls the step many times
+
+    def checked(inputs: Any) -> Any:
+        outputs = step_fn(inputs)
+        names = frozenset(name for name in outputs if isinstance(name, str)) if isinstance(outputs, dict) else ()
+        if names not in right:
+            check(who, names, rates())
+            right.add(names)
+        return outputs
+
+    return checked
+
+
+def mode_of(who: str, metric: str, mode: str | None) -> str:
+    """Returns "max" or "min", which of two values of a metric such as "eval/accuracy" is better.
+
+    A mode of None is read from the metric's name. `UsageError`, with the class `who` that was given the metric, if the
+    metric has another form, or its name does not decide it.
+    """
+    if mode not in ("max", "min", None) or not isinstance(metric, str) or "/" not in metric:
+        raise UsageError(
+            f"{who} got the metric {metric!r} and the mode {mode!r}; expected <evaluator>/<metric>, "
+            'such as "eval/accuracy", and "max" or "min"'
+        )
+    if mode is not None:
+        return mode
+    words = set(re.split(r"[^a-z0-9]+", metric.partition("/")[2].lower()))
+    less, more = bool(words & _LESS), bool(words & _MORE)
+    if less == more:
+        raise UsageError(
+            f"{who} got the metric {metric!r} without a mode, and the name does not imply whether "
+            'higher or lower is better; give "max" or "min"'
+        )
+    return "min" if less else "max"
