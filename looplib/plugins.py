@@ -11,7 +11,6 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
-from looplib import files
 from looplib.errors import UsageError
 
 
@@ -25,23 +24,15 @@ def _registered(group: str) -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def names(group: str) -> list[str]:
-    """Returns the names of the plug-ins of a group, sorted.
-
-    Args:
-      group: such as "looplib.commands".
-    """
+    """Returns the names of the plug-ins of a group, such as "looplib.commands", sorted."""
     return sorted(_registered(group))
 
 
 def load(group: str, name: str) -> Any:
     """Returns the object of a plug-in, imported now.
 
-    Args:
-      group: such as "looplib.commands".
-      name: the plug-in's name in the group.
-
     Raises:
-      UsageError: if no installed package registers it, or a package that it needs is missing.
+      UsageError: if no installed package registers it.
     """
     found = _registered(group).get(name)
     if found is None:
@@ -54,12 +45,7 @@ def load(group: str, name: str) -> Any:
 
 
 def find(group: str, name: str) -> Any | None:
-    """Returns the object of a plug-in, imported now, or None if it is not installed.
-
-    Args:
-      group: such as "looplib.parts".
-      name: the plug-in's name in the group.
-    """
+    """Returns the object of a plug-in, imported now, or None if it is not installed."""
     found = _registered(group).get(name)
     try:
         return found.load() if found else None
@@ -87,24 +73,3 @@ class Command:
     needs_tensorflow: Callable[[argparse.Namespace], bool] = lambda options: True
     own_signals: bool = False
     has_verdict: bool = False
-
-
-def arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options that the tool's own parser added, by name."""
-    return {name: value for name, value in vars(options).items() if name not in ("tool", "command")}
-
-
-def path(text: str) -> str:
-    """Converts an argument of the command line to a path; the `type` of an option.
-
-    Args:
-      text: the argument.
-
-    Raises:
-      argparse.ArgumentTypeError: if it is not a path.
-    """
-    try:
-        found = files.resolve(text, "the path")
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return found if text.startswith(("~", "file://")) else text  # tables show names as the user wrote them
