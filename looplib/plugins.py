@@ -1,4 +1,4 @@
-"""Plug-ins: what other packages, and looplib's own extras, register by entry points.
+"""Plug-ins: objects that looplib's extras, and other packages, register by entry points.
 
 Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core names no plug-in; it
 asks for one by its group and name.
@@ -16,7 +16,7 @@ from looplib.errors import UsageError
 
 @functools.cache
 def _all() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points()  # takes some 20 ms, for one group as for all
+    return importlib.metadata.entry_points()  # takes about 20 ms, for one group or all
 
 
 def _registered(group: str) -> dict[str, importlib.metadata.EntryPoint]:
@@ -50,22 +50,22 @@ def find(group: str, name: str) -> Any | None:
     try:
         return found.load() if found else None
     except ModuleNotFoundError as error:
-        if error.name and f"{found.module}.".startswith(f"{error.name}."):  # and not another package that it needs
+        if error.name and f"{found.module}.".startswith(f"{error.name}."):  # not a missing dependency
             return None
         raise
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A tool of `python -m looplib`, which its parser sets as `tool`.
+    """A command of `python -m looplib`; its parser stores it as `tool`.
 
     Attributes:
       run: function of the parsed options; returns the exit code.
-      check: function of the options that raises `UsageError` for what can be seen to be wrong without TensorFlow, whose
-        import takes seconds.
+      check: function of the options; raises `UsageError` for errors that can be found before the import of TensorFlow,
+        which takes seconds.
       needs_tensorflow: function of the options, whether TensorFlow is imported before the tool runs.
-      own_signals: whether the tool starts in a moment, and handles signals itself.
-      has_verdict: whether exit code 0 says something of runs, so that it must not stand for a closed pipe.
+      own_signals: whether the tool starts quickly, and handles signals itself.
+      has_verdict: whether exit code 0 is a verdict about runs; then a closed pipe must not end with 0.
     """
 
     run: Callable[[argparse.Namespace], int]
