@@ -95,13 +95,7 @@ class Batches:
     earlier: tuple[Span, ...] = ()
 
     def resized(self, size: int, step: int, batch: int) -> "Batches":
-        """Returns those of a run that continues with another size.
-
-        Args:
-          size: examples of each from now on.
-          step: the global step.
-          batch: the global batches that the run has consumed.
-        """
+        """Returns those of a run that continues with another size, at a step and after so many global batches."""
         if size == self.size:
             return self
         own = Span(step, batch, self.size)
@@ -209,14 +203,9 @@ class Positions:
         return self.sizes.size // self.num_replicas
 
     def training_batches(self, epoch: Epoch, most: int) -> tf.data.Dataset:
-        """Makes the batches of a training, without end.
+        """Makes the batches of a training, without end, in chunks int64 `[k, b]` of at most `most` batches.
 
-        Args:
-          epoch: of the examples.
-          most: batches of a chunk, at most.
-
-        Returns:
-          Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        A batch that may be smaller is a chunk of its own.
         """
         if not self.sizes.full(epoch):
             return self._in_epochs(epoch)

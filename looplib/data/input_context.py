@@ -172,12 +172,7 @@ class InputContext:
         self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
-        """Returns a new context of the same pipeline.
-
-        Args:
-          start_step: global batches that were consumed before.
-          only: positions in the run, int64 `[n]`, of examples to make batches of one of; None makes all batches.
-        """
+        """Returns a new context of the same pipeline; `only` are positions int64 `[n]` to make batches of one of."""
         return InputContext(
             global_batch_size=self.global_batch_size,
             num_replicas=self.num_replicas,
@@ -367,17 +362,9 @@ class InputContext:
         )
 
     def batch_positions(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
-        """Makes the positions of this pipeline's batches in the run, or in the evaluation.
+        """Makes the positions of this pipeline's batches of a plan, for a method of that name with such arguments.
 
-        Args:
-          plan: what stands there.
-          method: the name of the method that was called.
-          whole_epochs: see `indices`.
-          repeat: see `indices`.
-          most: batches of a chunk, at most.
-
-        Returns:
-          Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        Returns chunks of at most `most` batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
         """
         self._check(plan, f"context.{method}", whole_epochs, repeat)
         self.positioned = self.asked_for_its_part = True
@@ -468,18 +455,7 @@ def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor
 
 
 def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
-    """Divides the global batch.
-
-    Args:
-      global_batch_size: examples of a step over all replicas.
-      num_replicas: how many replicas there are.
-
-    Returns:
-      The examples of a step on one replica.
-
-    Raises:
-      UsageError: if it does not divide, naming the nearest sizes that do.
-    """
+    """Returns the examples of a step on one replica; raises `UsageError` if the global batch does not divide."""
     global_batch_size = whole_number("global_batch_size", global_batch_size)
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas

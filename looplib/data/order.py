@@ -71,11 +71,7 @@ class Plan(abc.ABC):
         """Returns the function from positions in an evaluation, 0 to `size` - 1, to examples."""
 
     def located(self, key: OrderKey | None) -> Locate:
-        """Returns the function from chunks of positions, int64 `[k, b]`, to examples `[k, b, ...]`.
-
-        Args:
-          key: of the training; None for an evaluation.
-        """
+        """Returns the function from chunks of positions, int64 `[k, b]`, to examples; None: of an evaluation."""
         locate = self.once() if key is None else self.endless(key)
 
         def chunk(positions: tf.Tensor) -> Any:

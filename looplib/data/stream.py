@@ -172,14 +172,7 @@ class Stream:
         return tf.nest.map_structure(full, self.replica_spec)
 
     def iterate(self, position: bytes | None = None) -> Any:
-        """Starts to read.
-
-        Args:
-          position: bytes from `position`, to continue there; None continues at `start_step`.
-
-        Returns:
-          An iterator for the other methods.
-        """
+        """Returns an iterator for the other methods, from a saved `position` on, or else from `start_step`."""
         if self.start_step:
             how = "from its position" if self.positioned else f"by skipping {self.skipped} batches"
             self._note(f"resumes after step {self.start_step} {how}")
@@ -195,12 +188,7 @@ class Stream:
         return self.dataset
 
     def end(self, iterator: Any, wait: bool = False) -> None:
-        """Releases an iterator that is no longer read.
-
-        Args:
-          iterator: from `iterate`.
-          wait: whether to return only once its threads have ended.
-        """
+        """Releases an iterator that is no longer read; with `wait`, returns only once its threads have ended."""
 
     def copy_seconds(self) -> float:
         """Measures a copy of a batch to the device of its replica; 0 where none is made, or it is not known."""
@@ -211,7 +199,7 @@ class Stream:
         return next(counted_from_0(iterator))
 
     def next_steps(self, iterator: Any, steps: int) -> Any:
-        """Returns the batches of some steps, tensors `[steps * replicas, ...]`; in a `tf.function` or not.
+        """Returns the batches of steps on one replica, tensors `[steps, ...]`; in a `tf.function` or not.
 
         Only a stream that reads in blocks does; where the data ends, `steps` is at most `block`.
         """
@@ -242,11 +230,8 @@ class Stream:
     def left_out(self, read: int) -> str:
         """Describes the batches that are not used because the workers' shares differ; waits for the other workers.
 
-        Args:
-          read: how many batches this worker's share gave, including those that were skipped.
-
-        Returns:
-          A clause, equal on all workers, once the data has ended; "" if no batch is left out, or it is not known.
+        `read` batches came from this worker's share, skipped ones included. Returns a clause, equal on all workers,
+        once the data has ended; "" if no batch is left out, or it is not known.
         """
         return ""
 

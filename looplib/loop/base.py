@@ -94,20 +94,17 @@ class InnerLoop(abc.ABC):
       step: the traced step; None for a loop that traces none.
       traces: how often TensorFlow traced the loop.
       ends_steps: whether a KeyboardInterrupt reaches Python only after a complete step.
+      record: the choice of a loop that chooses between engines; None before it is made, and for all other loops.
     """
 
     step: Step | None = None
     traces: int = 0
     ends_steps: bool = True
+    record: EngineChoice | None = None
 
     @abc.abstractmethod
     def run(self, iterator: Iterator, request: Request) -> LoopResult:
-        """Runs steps, until the requested number, the end of the data, a signal or a value that is not finite.
-
-        Args:
-          iterator: from the stream's `iterate`.
-          request: the steps to run.
-        """
+        """Runs steps, until the requested number, the end of the data, a signal or a value that is not finite."""
 
     @abc.abstractmethod
     def read(self) -> Metrics:
@@ -123,11 +120,6 @@ class InnerLoop(abc.ABC):
 
     def trace(self, iterator: Iterator) -> None:
         """Traces the loop for an iterator, so that no later call does. A loop that traces nothing does nothing."""
-
-    @property
-    def record(self) -> EngineChoice | None:
-        """The choice of a loop that chooses between engines; None before it is made, and for all other loops."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +154,7 @@ class Specification:
 
     @property
     def training(self) -> bool:
-        """Returns whether this is the loop of the trainer."""
+        """Whether this is the loop of the trainer."""
         return self.split == "train"
 
     @property
@@ -224,12 +216,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def run(self, request: Request, phase: str) -> LoopResult:
-        """Runs steps on the data that follows.
-
-        Args:
-          request: the steps to run.
-          phase: the clock's phase for the time that it takes, without tracing and without waiting for the input.
-        """
+        """Runs steps on the data that follows; `phase` of the clock gets the time without tracing and input."""
 
     @abc.abstractmethod
     def read(self) -> dict[str, int | float]:
@@ -241,22 +228,16 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
-        """Makes the next `run` start with the data after some global batches.
+        """Makes the next `run` start with the data after `start_step` global batches.
 
-        Args:
-          start_step: number of global batches.
-          position: bytes from `position` at that step, which spare the pipeline to read and skip earlier batches.
-          batches: the sizes of the global batches; None leaves them as they are.
+        The bytes from `position` at that step spare the pipeline to read and skip earlier batches. `batches` are the
+        sizes of the global batches; None leaves them as they are.
         """
 
     def retrace(self, layers: str) -> None:
-        """Traces the step again, and builds the data set, because constants of layers have changed.
+        """Traces the step again, and builds the data set, because constants of `layers`, their names, have changed.
 
-        Args:
-          layers: the names of the layers, for messages.
-
-        Raises:
-          UsageError: if what was traced is not looplib's, and may compute with the earlier constants.
+        Raises `UsageError` if what was traced is not looplib's, and may compute with the earlier constants.
         """
         raise UsageError(
             f"{self.who} has its own loop, which may have been traced with other constants of {layers} than those that "
@@ -316,28 +297,12 @@ class TrainingLoop(Loop):
         """Returns whether an error of the last `run` came between two steps, so that none has updated only a part."""
 
     def foresee_end(self, target: int) -> None:
-        """Warns of data that a training to a step leaves out, where that is known before it.
-
-        Args:
-          target: the step that is requested; -1 for the end of the data.
-        """
+        """Warns of data that a training to the step `target` (-1: the end) leaves out, if that is known before it."""
 
     @abc.abstractmethod
     def note_end(self, step: int, target: int) -> None:
-        """Warns that the data ended before the requested step.
-
-        Args:
-          step: the step at which it ended.
-          target: the step that was requested; -1 for the end of the data.
-
-        Raises:
-          UsageError: if there was no step at all.
-        """
+        """Warns that the data ended at a step before `target` (-1: the end); raises `UsageError` if it had no step."""
 
     @abc.abstractmethod
     def warn_of_what_is_not_saved(self, objects: dict[str, Any]) -> None:
-        """Warns of variables that the training uses and a checkpoint does not hold.
-
-        Args:
-          objects: the state of a checkpoint, a dict from name to trackable object.
-        """
+        """Warns of variables that the training uses and a checkpoint of these objects, by name, does not hold."""

@@ -24,10 +24,7 @@ _LONGEST = 10_000  # characters of a text
 
 
 class EagerStep(Step):
-    """A step without `tf.function`, for print, pdb and exact stack traces.
-
-    The structure of its outputs is known only after the first call.
-    """
+    """A step without `tf.function`, for print, pdb and exact stack traces; its first call learns its outputs."""
 
     def _trace(self) -> None:
         """Traces nothing."""
@@ -159,7 +156,7 @@ class ShowingLoop(InnerLoop):
 
     @property
     def traces(self) -> int:
-        """How often TensorFlow traced the loop."""
+        """See `InnerLoop`."""
         return self._inner.traces
 
     @property
@@ -200,14 +197,7 @@ class ShowingLoop(InnerLoop):
 
 
 def as_shown(media: Mapping[str, Media]) -> dict[str, Shown]:
-    """Returns media for the writers, by their names.
-
-    Args:
-      media: with tensors of the host.
-
-    Raises:
-      UsageError: if `decode` of a text does not return text.
-    """
+    """Returns media, with tensors of the host, for the writers; raises `UsageError` if `decode` returns no text."""
     return {name: _shown(name, each) for name, each in media.items()}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.data.pipelines import num_rows
 from looplib.errors import UsageError, is_utf8
 from looplib.task.media import Media
 from looplib.task.plain import as_array, as_number
@@ -77,11 +78,7 @@ class Packer:
 
     @tf.autograph.experimental.do_not_convert
     def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Reduction | Media]]:
-        """Packs one step's outputs; in replica context.
-
-        Args:
-          outputs: the dict that `step_fn` returned.
-          inputs: its batch, for the number of examples.
+        """Packs the outputs of one step on a batch, which gives the number of examples; in replica context.
 
         Returns:
           `(contribution, collected)`: float64 tensor `[n]`, n fixed by the structure of `outputs`, and a dict of the
@@ -106,11 +103,10 @@ class Packer:
             check_metric_name(self._who, name)
             if _keras.is_metric(value):
                 metrics[name] = value
-                continue
-            if isinstance(value, Media) or (isinstance(value, Reduction) and value.kind == "each"):
+            elif isinstance(value, Media) or (isinstance(value, Reduction) and value.kind == "each"):
                 collected[name] = value
-                continue
-            reductions[name] = self._reduction(name, value, batch)
+            else:
+                reductions[name] = self._reduction(name, value, batch)
         self.media = {name: value for name, value in collected.items() if isinstance(value, Media)}
         each = collected.keys() - self.media.keys()
         if each and not self._count_examples:
@@ -167,14 +163,9 @@ class Packer:
         return Reduction("mean", value)
 
     def unpack(self, totals: tf.Tensor | np.ndarray, results: dict[str, Any]) -> dict[str, Any]:
-        """Turns the sums of `Reducer.read` into metrics.
+        """Turns sums, float64 `[n]`, and results of Keras metrics by name into metrics, see `Reducer.read`.
 
-        Args:
-          totals: float64 `[n]`.
-          results: dict from name to the result of a Keras metric.
-
-        Returns:
-          dict from name to a Python float or int, or a numpy array where the value was not a scalar.
+        They are Python numbers, or numpy arrays where the value was not a scalar.
         """
         totals = np.asarray(totals)
         metrics = {}
@@ -263,16 +254,8 @@ def batch_size(inputs: Any) -> BatchSize | None:
             if leaf.shape.rank is not None and leaf.shape[0] is not None:
                 known.add(leaf.shape[0])
             if size is None:
-                size = _rows(leaf)
+                size = num_rows(leaf)
     return None if size is None else (known, size)
-
-
-def _rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows(out_type=tf.int64)
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    return tf.shape(leaf, tf.int64)[0]
 
 
 def _numbers(name: str, result: Any) -> dict[str, Any]:

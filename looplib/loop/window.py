@@ -34,13 +34,8 @@ class Window:
     def read(self, step: int, losses: list[float], complete: int) -> dict[str, float]:
         """Ends the window at a step; returns its metrics, with `steps_per_second` and, if it is known, the `epoch`.
 
-        Args:
-          step: the global step.
-          losses: the last reported losses, of which this window's becomes one.
-          complete: steps of a complete window.
-
-        Raises:
-          Diverged: if the loss jumps, or every step was skipped.
+        This window's loss is added to the last reported `losses`; `complete` is the steps of a complete window. Raises
+        `Diverged` if the loss jumps, or every step was skipped.
         """
         steps, seconds = step - self._mark[0], self._seconds() - self._mark[1]
         with self._clock.phase("report"):
