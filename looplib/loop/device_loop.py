@@ -266,9 +266,17 @@ class DeviceLoop(InnerLoop):
         return min(steps, request.sure) // self.round_size
 
     def _run_for(self, iterator: Iterator, request: Request, alone: bool) -> LoopResult:
-        steps, rounds = request.steps, self._rounds(request)
+        """Runs steps in one call; rounds that run `alone` are called one by one before it."""
+        steps, rounds, ran = request.steps, self._rounds(request), LoopResult(0, True)
         if alone and rounds:
-            return self._run_rounds(iterator, request, rounds)
+            for _ in range(rounds):
+                if notice.requested:
+                    return dataclasses.replace(ran, stopped=True)
+                read = int(request.read and ran.done + self.round_size == steps)
+                ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_round=True))
+                if not ran.finite or ran.done == steps:
+                    return ran
+            return ran.then(self._run_for(iterator, request.after(ran.done), False))
         stride = max(1, min(_LONGEST_STRIDE, int(_STRIDE_SECONDS / self._seconds_per_step)))
         # A power of two, and no more than is needed, so that it is often the same as in the last call.
         stride = 1 << min(stride.bit_length() - 1, (steps - 1).bit_length())
@@ -281,18 +289,6 @@ class DeviceLoop(InnerLoop):
         if self._chunk is None:  # the step's copy in another program would have its own state of random ops
             return int(self._fetches_in_step and not self.step.random_ops)
         return _FEW
-
-    def _run_rounds(self, iterator: Iterator, request: Request, rounds: int) -> LoopResult:
-        """Calls a few rounds one by one, then the loop for what is left."""
-        ran = LoopResult(0, True)
-        for _ in range(rounds):
-            if notice.requested:
-                return dataclasses.replace(ran, stopped=True)
-            read = int(request.read and ran.done + self.round_size == request.steps)
-            ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_round=True))
-            if not ran.finite:
-                return ran
-        return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done), False))
 
     def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> LoopResult:
         one_worker = self._workers.count == 1

@@ -113,14 +113,11 @@ class HostLoop(InnerLoop):
                 (had_examples, {name: values[name] for name in shows}),
             )
         if self._reducer.hands_over:
-            self._collect_each((had_examples, {name: values[name] for name in values if name not in shows}))
-
-    def _collect_each(self, collected: tuple[Any, dict[str, Any]]) -> None:
-        """Gives the task what the replicas collected, those of all workers in order."""
-        parts = [self._step.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(collected)]
-        replicas = self._workers.gather_tensors(list(zip(*parts)))
-        replicas = [tf.nest.pack_sequence_as(collected, leaves) for leaves in replicas]
-        self._collect([values for had_examples, values in replicas if had_examples])
+            each = had_examples, {name: values[name] for name in values if name not in shows}
+            parts = [self._step.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(each)]
+            replicas = self._workers.gather_tensors(list(zip(*parts)))  # of all workers, in order
+            replicas = [tf.nest.pack_sequence_as(each, leaves) for leaves in replicas]
+            self._collect([values for had_examples, values in replicas if had_examples])
 
     def shown(self) -> dict[str, Shown]:
         """See `InnerLoop`."""

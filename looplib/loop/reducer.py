@@ -165,18 +165,22 @@ class Reducer(Accumulator):
         for name, metric in self.packer.keras.items():
             remote.check_placement(self._strategy, f"the metric {name!r} of {self._who}", metric.variables)
         size = self.packer.size + (1 + len(self._watched) if self._guarded else 0)
+        self._totals = self._make_totals(size)
+        replaced = self.packer.replaced()
+        self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
+        if self._pending is not None:
+            self.load(self._pending)
+
+    def _make_totals(self, size: int) -> tf.Variable:
+        """Makes a variable of which each replica has its own; a subclass may keep the totals elsewhere."""
         with self._strategy.scope():
-            self._totals = tf.Variable(
+            return tf.Variable(
                 tf.zeros([size], tf.float64),
                 trainable=False,
                 name=f"{self._who}_totals",
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )
-        replaced = self.packer.replaced()
-        self._replaced = np.array(replaced + [False] * (size - len(replaced)), bool) if any(replaced) else None
-        if self._pending is not None:
-            self.load(self._pending)
 
     @tf.autograph.experimental.do_not_convert
     def add(self, contributions: Any) -> None:

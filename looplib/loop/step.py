@@ -88,15 +88,15 @@ class Step:
         random = _tf.RANDOM_OPS
         return [node.name for node in self.ops if node.op in random] if random & self.op_counts.keys() else []
 
-    @property
-    def unsaved_ops(self) -> list[str]:
-        """The types of the ops in the step whose state no checkpoint holds: those of queues and of Python functions."""
-        return sorted(op for op in self.op_counts if op.startswith("Queue") or op in ("PyFunc", "EagerPyFunc"))
+    def unsaved(self, saves_tables: bool) -> list[str]:
+        """Returns what may have a state in the step that no checkpoint holds: ops of queues and of Python functions.
 
-    @property
-    def changes_tables(self) -> bool:
-        """Whether the step changes a lookup table."""
-        return not self.op_counts.keys().isdisjoint(("LookupTableInsertV2", "LookupTableRemoveV2"))
+        So may a lookup table that the step changes, unless the checkpoint `saves_tables`.
+        """
+        ops = self.op_counts.keys()
+        names = sorted(op for op in ops if op.startswith("Queue") or op in ("PyFunc", "EagerPyFunc"))
+        changes = not ops.isdisjoint(("LookupTableInsertV2", "LookupTableRemoveV2"))
+        return names + ["a lookup table that is no attribute of the trainer"] * (changes and not saves_tables)
 
     @tf.autograph.experimental.do_not_convert
     def contribution(self, inputs: Any) -> Any:

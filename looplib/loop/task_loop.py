@@ -176,37 +176,37 @@ class TaskLoop(TrainingLoop):
             except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self._failed = error
                 self._end_data()  # it has moved past examples that were not trained on
-                if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
-                    raise DataError(found.sentence) from error
-                if ops := _tf.lacking_in_xla(error):
-                    raise UsageError(
-                        f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
-                        f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
-                    ) from error
-                if lengths := _tf.lengths_of_a_wrong_epoch(error):
-                    raise DataError(
-                        f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
-                        "give each epoch as many, such as by a filter without random numbers, or train by steps"
-                    ) from error
-                self._name_the_record(error)
-                if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
-                    raise
-                raise UsageError(
-                    f"the data of {self.who}.dataset ended although its cardinality is infinite; check for repeat() of "
-                    "an empty data set, or of files without examples"
-                ) from error
+                if (explained := self._explained(error)) is not None:
+                    raise explained from error
+                raise
 
-    def _name_the_record(self, error: BaseException) -> None:
-        """Raises `DataError` for an error of the user's `dataset` that one record leads to."""
-        if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
-            return
-        steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self._counted_before
-        named = diagnosis().refused_record(self.task.dataset, self.stream.context(), steps)
-        if named is not None:
-            raise DataError(
-                f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or fix "
-                f"{self.place_of(error) or 'the functions of its maps'}"
-            ) from error
+    def _explained(self, error: BaseException) -> Exception | None:
+        """Returns an error of the steps or their data as one that says its cause, where that is known."""
+        if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
+            return DataError(found.sentence)
+        if ops := _tf.lacking_in_xla(error):
+            return UsageError(
+                f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
+                f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
+            )
+        if lengths := _tf.lengths_of_a_wrong_epoch(error):
+            return DataError(
+                f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
+                "give each epoch as many, such as by a filter without random numbers, or train by steps"
+            )
+        if isinstance(error, tf.errors.OpError) and _tf.is_of_the_input(error):
+            steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self._counted_before
+            if (named := diagnosis().refused_record(self.task.dataset, self.stream.context(), steps)) is not None:
+                return DataError(
+                    f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or "
+                    f"fix {self.place_of(error) or 'the functions of its maps'}"
+                )
+        if self.endless and isinstance(error, tf.errors.OutOfRangeError):
+            return UsageError(
+                f"the data of {self.who}.dataset ended although its cardinality is infinite; check for repeat() of "
+                "an empty data set, or of files without examples"
+            )
+        return None
 
     def _iterate(self) -> None:
         self._counted_before = 0 if self._spec.training else int(self._spec.counter)
@@ -221,8 +221,7 @@ class TaskLoop(TrainingLoop):
         if self._traced:
             self._traced.check(self._spec.step_name)
         before, suspended = self._clock.of(phase), notice.suspended
-        sure = max(0, self._sure)
-        ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=sure))
+        ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=max(0, self._sure)))
         self._sure -= ran.done
         suspended = notice.suspended - suspended
         if ran.done:
@@ -309,8 +308,7 @@ class TaskLoop(TrainingLoop):
         if self._iterator is None:
             return self._slowest
         reader = self.stream.context().reader
-        reads = reader.reads if reader else ()
-        return diagnosis().slowest_stage(self._iterator, self.stream.copy_seconds(), reads)
+        return diagnosis().slowest_stage(self._iterator, self.stream.copy_seconds(), reader.reads if reader else ())
 
     def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
@@ -382,10 +380,7 @@ class TaskLoop(TrainingLoop):
                 self._spec.step_name,
                 ", ".join(sorted(names)[:10]),
             )
-        unsaved = self._inner.step.unsaved_ops
-        if self._inner.step.changes_tables and not tables_of(objects):
-            unsaved.append("a lookup table that is no attribute of the trainer")
-        if unsaved:
+        if unsaved := self._inner.step.unsaved(saves_tables=bool(tables_of(objects))):
             logging.warning(
                 "%s uses %s; if these keep a state, it is not saved, and a resumed run differs; keep state in "
                 "variables that are attributes of the trainer",
