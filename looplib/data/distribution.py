@@ -81,11 +81,11 @@ def distribute(
         num_replicas=replicas,
         seed=config.seed,
         training=training,
-        of_global_batches=makes_global_batches(task),
+        global_batches=makes_global_batches(task),
         bad_records=left_out,
     )
     batch_size = per_replica_batch_size(config.global_batch_size, replicas)
-    whole = settings["of_global_batches"] and remote is None  # remote workers each read batches of their own
+    whole = settings["global_batches"] and remote is None  # remote workers each read batches of their own
     sizes = Batches(config.global_batch_size, tuple(earlier))
     pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, config.overfit_batch)
 
@@ -126,8 +126,8 @@ def _properties(
     """Returns what is known of the batches of built pipelines; raises `UsageError` if there is none to begin with."""
     context, replicas = pipelines.contexts[0], pipelines.replicas
     cardinalities, shares = pipelines.gather_lengths()
-    of_a_worker = max(1, replicas // len(shares))
-    lengths = Lengths(shares, 1 if whole else of_a_worker) if training and remote is None else None
+    per_worker = max(1, replicas // len(shares))
+    lengths = Lengths(shares, 1 if whole else per_worker) if training and remote is None else None
     if start_step == 0:
         _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)

@@ -23,55 +23,39 @@ _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 class BadRecords:
     """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
 
-    Attributes:
-      most: how many there may be.
-      folder: the folder in which the processes of the run note them; None counts those of this process alone.
-      names: of those that are known to this process.
-      lock: held while they are counted.
-
     Raises:
       UsageError: if `most` is not a whole number of at least 0.
     """
 
-    most: int = 0
+    most: int = 0  # how many there may be
+    # the folder in which the processes of the run note them; None counts those of this process alone
     folder: str | None = None
-    names: set[str] = dataclasses.field(default_factory=set, init=False)
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
+    names: set[str] = dataclasses.field(default_factory=set, init=False)  # of those that are known to this process
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)  # held while they are counted
 
     def __post_init__(self) -> None:
         self.most = whole_number("bad_records", self.most, least=0)
 
 
 class Reads(Protocol):
-    """How the records of a data set are read, of which tf.data says only that it is a map. Its text names the reader.
+    """How the records of a data set are read, for which tf.data shows only a map. Its text names the reader."""
 
-    Attributes:
-      calls: of its stages.
-      records: how many were read.
-      at_once: how many are read at once.
-      advice: what to change if reading takes the time.
-    """
-
-    calls: list[int]
-    records: int
+    calls: list[int]  # of its stages
+    records: int  # how many were read
 
     @property
     def at_once(self) -> int:
-        """See above."""
+        """How many are read at once."""
 
     @property
     def advice(self) -> str:
-        """See above."""
+        """What to change if reading takes the time."""
 
 
 class Reader(Protocol):
-    """What reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context.
+    """Reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context."""
 
-    Attributes:
-      reads: how, of each call.
-    """
-
-    reads: list[Reads]
+    reads: list[Reads]  # of each call
 
     def batches(
         self,
@@ -116,7 +100,7 @@ class InputContext:
         calls it is that of the most examples, so that each example of all of them has come. A `dataset` may set it,
         such as one that repeats other data. None where it is not known.
       epoch: how many examples come in `steps_per_epoch`; None where it is not known.
-      of_global_batches: whether the task makes global batches, see `Trainer.batches`.
+      global_batches: whether the task makes global batches, see `Trainer.batches`.
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
@@ -135,7 +119,7 @@ class InputContext:
         seed: int,
         training: bool,
         start_step: int,
-        of_global_batches: bool = False,
+        global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
         bad_records: BadRecords | None = None,
         only: np.ndarray | None = None,
@@ -148,7 +132,7 @@ class InputContext:
         self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
         self.seed = seed
         self.training = training
-        self.of_global_batches = of_global_batches
+        self.global_batches = global_batches
         self.numbers = numbers
         self.bad_records = bad_records or BadRecords()
         self._only = only
@@ -181,7 +165,7 @@ class InputContext:
             seed=self.seed,
             training=self.training,
             start_step=start_step,
-            of_global_batches=self.of_global_batches,
+            global_batches=self.global_batches,
             bad_records=self.bad_records,
             only=only,
             earlier=self.sizes.earlier,
@@ -388,7 +372,7 @@ class InputContext:
                 f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
                 "0 examples; check where the data is read from"
             )
-        if whole_epochs and not self.of_global_batches:
+        if whole_epochs and not self.global_batches:
             raise UsageError(
                 f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
@@ -399,7 +383,7 @@ class InputContext:
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
                 "pass repeat=True if that is intended"
             )
-        if self.training and plan.of_batches and self.sizes.earlier:
+        if self.training and plan.chosen_by_batch and self.sizes.earlier:
             raise UsageError(
                 f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
                 f"together, so that its order depends on the batch size, and this run had batches of {self.sizes}; "

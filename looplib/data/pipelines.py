@@ -19,15 +19,10 @@ _ENDLESS = 2**62
 
 
 class Task(Protocol):
-    """What is read of a `Trainer` or an `Evaluator`; see there.
+    """What is read of a `Trainer` or an `Evaluator`; see there."""
 
-    Attributes:
-      batches: "per_replica" or "global".
-      batch_size_varies: whether its batches have other sizes than the context's.
-    """
-
-    batches: str
-    batch_size_varies: bool
+    batches: str  # "per_replica" or "global"
+    batch_size_varies: bool  # whether its batches have other sizes than the context's
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """Makes the batches of one pipeline."""
@@ -114,9 +109,9 @@ class Pipelines:
         several = context.num_replicas > 1
         self.cardinalities.append(cardinality // replicas if training and several and cardinality > 0 else cardinality)
         if self._whole and self.replicas > 1:
-            own = self.replicas // self._workers.count
-            first = tf_context.input_pipeline_id * own
-            dataset = to_replicas(dataset, first, own, self.replicas, shares=not self.fixed)
+            local_replicas = self.replicas // self._workers.count
+            first = tf_context.input_pipeline_id * local_replicas
+            dataset = to_replicas(dataset, first, local_replicas, self.replicas, shares=not self.fixed)
         if self.replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset

@@ -61,10 +61,10 @@ def _columns(inputs: Any) -> list[tf.Tensor]:
     if not leaves:
         return []
     first, *others = map(_fingerprints, leaves)
-    return [first, *(_of_rows(x, first) for x in others)]
+    return [first, *(_aligned(x, first) for x in others)]
 
 
-def _of_rows(column: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+def _aligned(column: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
     """Returns hashes of rows, or zeros if they are not as many as in the first column; both int64 `[rows]`."""
     if None not in (column.shape[0], first.shape[0]):  # XLA cannot choose between shapes that differ
         return column if column.shape[0] == first.shape[0] else tf.zeros_like(first)

@@ -36,16 +36,8 @@ _newest: weakref.WeakValueDictionary[int, "Loops"] = weakref.WeakValueDictionary
 class Loops:
     """The loops of a run, and the counters of their steps.
 
-    The clock gets the time of all of them. `left_out` are the damaged records that the run has left out.
-
-    Attributes:
-      config: the settings that they share.
-      strategy: runs the steps of all of them.
-      global_step: the variable that counts training steps.
-      training: the loop of the trainer, once it is built, or None.
-      evaluations: the loops of the evaluators that are built, by name.
-      closed: whether they are closed.
-      torn: whether a step has failed, which may have updated only a part of the variables.
+    They share a configuration and a strategy. The clock gets the time of all of them. `left_out` are the damaged
+    records that the run has left out.
     """
 
     def __init__(
@@ -55,9 +47,10 @@ class Loops:
         self._clock, self._left_out = clock, left_out
         self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
-        self.training: TrainingLoop | None = None
-        self.evaluations: dict[str, Loop] = {}
-        self.closed = self.torn = False
+        self.training: TrainingLoop | None = None  # once it is built
+        self.evaluations: dict[str, Loop] = {}  # by name
+        self.closed = False
+        self.torn = False  # whether a step has failed, which may have updated only a part of the variables
         self._lendings: weakref.WeakKeyDictionary[Loop, Lending] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
@@ -236,8 +229,8 @@ class Loops:
 
     def progress(self) -> tuple[int, int, list[float]]:
         """Returns numbers of which one changes while a loop makes progress, the global step first."""
-        own = [loop.progress() for loop in self.by_name.values()]
-        return int(self.global_step), int(self._evaluated), own
+        within = [loop.progress() for loop in self.by_name.values()]
+        return int(self.global_step), int(self._evaluated), within
 
     def evaluate(self, name: str, steps: int) -> dict[str, float] | None:
         """Runs an evaluator for some steps, -1 for all data; returns its metrics, None if a signal ended it.
@@ -322,8 +315,8 @@ class Lending:
         try:
             if self._differing:
                 values = [tf.identity(variable) for variable, _ in self._differing]
-                of_chief = self._workers.gather_tensors([values])[0]  # which writes an export
-                for (_, parts), value in zip(self._differing, of_chief):
+                from_chief = self._workers.gather_tensors([values])[0]  # which writes an export
+                for (_, parts), value in zip(self._differing, from_chief):
                     for part in parts:
                         part.assign(value)
             if self._kept:

@@ -41,18 +41,13 @@ class Packer:
       who: the user's method, such as "Digits.step_fn", for messages.
       count_examples: adds the total `examples`, from the first dimension of the inputs.
       skips: makes room for `skipped_steps`, a count of steps that were undone.
-
-    Attributes:
-      slots: list of where each metric lies, once the structure is known; None before.
-      keras: dict from name to the Keras metric objects among the outputs, which keep their own sums.
-      media: dict from name to the `Media` among the outputs, with the tensors of the newest trace.
     """
 
     def __init__(self, who: str, count_examples: bool, skips: bool) -> None:
         self._who, self._count_examples, self._skips = who, count_examples, skips
-        self.slots = None
-        self.keras = {}
-        self.media: dict[str, Media] = {}
+        self.slots: list[_Slot] | None = None  # where each metric lies, once the structure is known
+        self.keras: dict[str, Any] = {}  # Keras metric objects among the outputs, which keep their own sums
+        self.media: dict[str, Media] = {}  # those among the outputs, with the tensors of the newest trace
 
     @property
     def size(self) -> int:

@@ -143,8 +143,8 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
         first = _sums_of_first_replica(step, kept)
         step.contribution(batch)
         second = _sums_of_first_replica(step, kept)
-        own = {id(part) for v in kept.values() for part in step.strategy.experimental_local_results(v)}
-        _put_back((variable, value) for variable, value in before if id(variable) not in own)
+        metric_ids = {id(part) for v in kept.values() for part in step.strategy.experimental_local_results(v)}
+        _put_back((variable, value) for variable, value in before if id(variable) not in metric_ids)
         step.contribution(batch)
         third = _sums_of_first_replica(step, kept)
     finally:

@@ -101,7 +101,6 @@ class TaskLoop(TrainingLoop):
 
     @property
     def _rates(self) -> Collection[str]:
-        """The names of the trainer's rates."""
         return rates_of(self.task).keys()
 
     def _distribute(self) -> Stream:

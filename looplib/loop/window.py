@@ -8,12 +8,7 @@ from looplib.task.plain import as_number
 
 
 class Window:
-    """The training steps since the last report.
-
-    Args:
-      training: the loop that runs them.
-      clock: has their time as "train" and "input".
-      guards: what to check the metrics for.
+    """The training steps since the last report, which the clock has as "train" and "input".
 
     Attributes:
       start: the step of the last report, or the one that the training continued from. The first is part of the state of
@@ -22,9 +17,7 @@ class Window:
 
     def __init__(self, training: TrainingLoop, clock: Clock, guards: Guards) -> None:
         self.start = 0
-        self._training = training
-        self._clock = clock
-        self._guards = guards
+        self._training, self._clock, self._guards = training, clock, guards
         self._mark = (0, 0.0)
 
     def measure_from(self, step: int) -> None:
