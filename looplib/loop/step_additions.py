@@ -56,11 +56,7 @@ class BatchSizes:
         return measured
 
     def check(self, metrics: dict[str, object]) -> dict[str, object]:
-        """Takes the sizes out of the metrics of all steps since the last check; returns the others.
-
-        Raises:
-          UsageError: for batches of another size.
-        """
+        """Returns the metrics since the last check without the sizes; raises `UsageError` for batches of others."""
         if METRICS[0] not in metrics:
             return metrics
         self._seen += [metrics[name] for name in METRICS]
@@ -68,12 +64,7 @@ class BatchSizes:
         return {name: value for name, value in metrics.items() if name not in METRICS}
 
     def look(self, packer: Packer, totals: list[list[float]]) -> None:
-        """Raises as `check` does, for the steps since the last check, before they are saved.
-
-        Args:
-          packer: of the step's outputs.
-          totals: what each replica has added up since then.
-        """
+        """Raises as `check` does, from what each replica has added up since the last check, before it is saved."""
         if METRICS[0] in packer.names:
             places = [packer.start_of(name) for name in METRICS]
             self._refuse(self._seen + np.sum(totals, axis=0)[places])
