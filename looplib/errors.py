@@ -123,7 +123,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
       name: what it is, for the message.
       value: anything that `operator.index` takes.
       least: the smallest value that is allowed.
-      most: the largest value that is allowed; None for that of 64 bits.
+      most: the largest allowed value; None for the largest 64-bit integer.
       or_all: whether -1, which stands for all, is allowed too.
     """
     try:

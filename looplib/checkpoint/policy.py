@@ -164,7 +164,7 @@ def _or_none(path: str | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run starts: from other weights, where it has no checkpoint of its own, or from which of its checkpoints.
+    """Where a run starts: from which of its checkpoints, or, if it has none, from which other weights.
 
     Attributes:
       warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a

@@ -41,7 +41,7 @@ class Epoch:
 
     Attributes:
       examples: of an epoch.
-      whole: whether it ends with a batch of its own, which may be smaller; else the next epoch fills that batch.
+      whole: whether its last batch may be smaller; otherwise examples of the next epoch fill it.
     """
 
     examples: int | Fraction
@@ -96,7 +96,7 @@ class Batches:
         return Batches(size, earlier)
 
     def back_to(self, step: int) -> "Batches":
-        """Returns those of a run that goes back to an earlier step and leaves out the data between."""
+        """Returns the batch sizes of a run that goes back to an earlier step and skips the data in between."""
         earlier = (dataclasses.replace(span, step=min(span.step, step)) for span in self.earlier)
         return Batches(self.size, tuple(earlier))
 
@@ -141,7 +141,7 @@ class Batches:
         return self._examples(batch, [span.batch for span in self.earlier], epoch)
 
     def trained(self, step: int, epoch: Epoch = _WITHOUT_END) -> int:
-        """Returns how many examples some steps train on; those that rollbacks have left out do not count."""
+        """Returns the number of examples trained on up to a step, without those that rollbacks left out."""
         return self._examples(step, [span.step for span in self.earlier], epoch)
 
     def step_of(self, examples: int | Fraction, epoch: Epoch) -> int:

@@ -34,7 +34,7 @@ class _Buffer:
         return tf.shape(self.parts[0])[0] - self._used
 
     def put(self, parts: list[tf.Tensor], used: int | tf.Tensor = 0) -> None:
-        """Replaces the element by another one, of which some batches are used."""
+        """Replaces the element by another one, some of whose batches have been used."""
         for variable, part in zip(self.parts, parts):
             variable.assign(part)
         self._used.assign(used)

@@ -23,7 +23,7 @@ _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are g
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:
-    """Returns the device of each replica of this process; None for TPUs and where they are not those of one process."""
+    """Returns the device of each replica, if all are CPUs or GPUs of this process; otherwise None."""
     with strategy.scope():
         if not tf.distribute.has_strategy():  # the default strategy, which places ops itself: on a GPU if there is one
             found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")

@@ -173,7 +173,7 @@ class InputContext:
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
-        """The index of this pipeline; to read it states that `dataset` gives each pipeline a part of its own.
+        """The index of this pipeline. Reading it states that `dataset` gives each pipeline its own part of the data.
 
         On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
         Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
@@ -183,7 +183,7 @@ class InputContext:
 
     @property
     def start_step(self) -> int:
-        """The global batches consumed before, where data beside that of `indices` or `records` has to start itself.
+        """Global batches consumed before, for data other than `indices` or `records` that skips to its start itself.
 
         A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
         """
@@ -365,7 +365,7 @@ class InputContext:
         return self.positions
 
     def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
-        """Raises `UsageError` for examples of which no batches can be made."""
+        """Raises `UsageError` if no batches can be made of the examples."""
         size = self.global_batch_size
         if plan.size == 0:
             raise UsageError(

@@ -56,7 +56,7 @@ class Backend(abc.ABC):
 
 
 class LocalReplicas(Backend):
-    """Steps on the replicas of this process, in lockstep with those of other workers."""
+    """Runs steps on the replicas of this process, in lockstep with other workers."""
 
     def reducer(self) -> Reducer:
         """See `Backend`."""
@@ -99,7 +99,7 @@ class LocalReplicas(Backend):
 
 
 def backend_of(spec: Specification) -> Backend:
-    """Returns the backend of a loop: that of a plug-in for the strategy, or `LocalReplicas`."""
+    """Returns the backend of a loop: from a plug-in for the strategy if there is one, else `LocalReplicas`."""
     plugin = remote.plugin_of(spec.strategy)
     return LocalReplicas(spec) if plugin is None else plugin.backend(spec)
 

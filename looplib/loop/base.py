@@ -61,7 +61,7 @@ class LoopResult:
 
     @property
     def go(self) -> bool:
-        """Whether nothing speaks against another step."""
+        """Whether another step may follow."""
         return self.finite and not self.stopped
 
     def then(self, other: "LoopResult") -> "LoopResult":
@@ -90,8 +90,8 @@ class InnerLoop(abc.ABC):
     def shown(self) -> dict[str, Shown]:
         """Returns the media of the last `run`, by name, and forgets them.
 
-        They are those of the first replica, if it had examples: in a training of the last step, if that was asked for
-        and reached; in an evaluation of the first.
+        They come from the first replica, if it had examples: from the last step of a training, if that was requested
+        and reached; from the first step of an evaluation.
         """
         return {}
 

@@ -221,7 +221,7 @@ class DeviceLoop(InnerLoop):
 
     @tf.autograph.experimental.do_not_convert
     def _note(self, rounds: tf.Tensor) -> None:
-        """Counts what the rounds of a stride have not counted themselves: nothing here."""
+        """Counts the steps of a stride, where rounds do not count them; does nothing here."""
 
     @tf.autograph.experimental.do_not_convert
     def _look(self) -> Status:

@@ -41,7 +41,7 @@ class EagerStep(Step):
         return results
 
     def learn_outputs(self) -> None:
-        """Traces the step, for the structure of what it returns."""
+        """Traces the step to learn the structure of its outputs."""
         super()._trace()
 
 

@@ -109,7 +109,7 @@ class Loops:
         return TaskLoop(self._specification(name, task, start_step=start_step, counter=self._evaluated))
 
     def attach(self, task: Trainer | Evaluator) -> None:
-        """Gives a task the attributes that it reads of the run; another controller may have set them since."""
+        """Sets the attributes of the run on a task, again before each use: another controller may have set its own."""
         task.global_step = self.global_step
         if isinstance(task, Trainer):
             task.global_batch_size, task.run_seed = self.config.global_batch_size, self.config.seed
@@ -232,7 +232,7 @@ class Loops:
             )
 
     def progress(self) -> tuple[int, int, list[float]]:
-        """Returns numbers of which one changes while a loop makes progress, the global step first."""
+        """Returns the global step and other numbers; at least one changes while a loop makes progress."""
         within = [loop.progress() for loop in self.by_name.values()]
         return int(self.global_step), int(self._evaluated), within
 
@@ -332,7 +332,7 @@ class Lending:
 
 
 def _uses(strategy: tf.distribute.Strategy, loop: Loop, every: Iterable[tf.Variable]) -> tuple[_Variables, _Variables]:
-    """Returns the variables that the step of a loop uses, and those of them that it may update."""
+    """Returns the variables used by the step of a loop, and the subset that it may update."""
     variables = loop.traced.variables if loop.traced else every
     used = {_tf.identity_of(part): part for one in variables for part in strategy.experimental_local_results(one)}
     updated = _tf.updated_by(loop.traced.function) if loop.traced else used.keys()

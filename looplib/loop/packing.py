@@ -193,7 +193,7 @@ def _packed(reductions: dict[str, Reduction]) -> tuple[list[_Slot], tf.Tensor]:
 
 
 def _groups(reductions: dict[str, Reduction]) -> list[list[str]]:
-    """Divides metrics into those that are summed together: many of one kind, dtype and known shape, else each alone."""
+    """Groups metrics that are summed together: those of one kind, dtype and known shape; any other alone."""
     groups: dict[Any, list[str]] = {}
     for name, reduction in reductions.items():
         value, weight = reduction.value, reduction.weight

@@ -255,7 +255,7 @@ class Reducer(Accumulator):
         return self._strategy.run(on_replica, args=(contributions,))
 
     def first_bad(self) -> tuple[int, list[str]]:
-        """See `Accumulator`; the names are those of the replicas that were the first."""
+        """See `Accumulator`; the names come from the replicas that were first."""
         found = []
         for totals in self._totals_by_replica():
             watch = totals[self.packer.size :]

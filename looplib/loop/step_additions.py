@@ -93,7 +93,7 @@ def _size(inputs: object, outputs: dict[str, object]) -> tf.Tensor | None:
 
 
 def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
-    """Wraps a step, so that what it computes is that of the examples of the global batch, however many there are."""
+    """Wraps a step so that its results are exact for a global batch of any size."""
     metrics = functools.cache(lambda: _metric_variables(vars(task)))  # a model may make some when it is called
 
     def with_share(inputs: Any) -> Any:
@@ -148,7 +148,7 @@ def _metric_variables(holder: Any) -> list[tf.Variable]:
 
 
 def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training: bool) -> Any:
-    """Runs a step, of which nothing counts where the replica has no example of the global batch."""
+    """Runs a step; if the replica has no example of the global batch, the step counts nothing."""
     counts = share.examples > 0
     before = [variable.read_value() for variable in metrics]
     with replicas.in_use(share):

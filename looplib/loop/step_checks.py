@@ -65,7 +65,7 @@ def _holders(task: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes of a task or a layer that a step reads and of which a change would not be seen."""
+    """Yields the attributes of a task or layer that a traced step has read as constants."""
     names = _read_by(type(holder))
     if _keras.is_layer(holder):
         yield "trainable", holder.trainable

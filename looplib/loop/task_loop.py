@@ -457,7 +457,7 @@ def _gathering(step_fn: StepFn, tables: Any, rows: Callable[[Any, tf.Tensor], tf
 
 
 def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows that follow one another, of which a slice is no copy on a CPU."""
+    """Returns consecutive rows as a slice, which is no copy on a CPU."""
     first = tf.reduce_sum(ids[:1])  # 0 for a batch without examples
     count = tf.shape(ids, tf.int64)[0]
     begin, size = [first, *[0] * (len(table.shape) - 1)], [count, *table.shape[1:]]

@@ -236,7 +236,7 @@ class ActionStates:
 
 
 def warn_of_other_memories(of: str, without: Iterable[str], left: Iterable[str]) -> None:
-    """Says, in one line, where the memories in a checkpoint are not those that a start can have.
+    """Logs in one line which memories of a checkpoint do not fit the actions of this start.
 
     Args:
       of: what has the memories, in the plural.

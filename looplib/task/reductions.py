@@ -28,7 +28,7 @@ class Reduction:
 def weighted_sum(
     values: tf.Tensor, weights: tf.Tensor, axis: Sequence[int] | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the sum of `values * weights` and that of the weights; a value whose weight is 0 is ignored.
+    """Returns the sum of `values * weights` and the sum of `weights`. A value of weight 0 is ignored, even NaN.
 
     Args:
       values: tensor of any shape.
