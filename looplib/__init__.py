@@ -25,7 +25,7 @@ _HOMES = {
     "GradientTrainer": "task.gradient_trainer",
     "Guards": "health.guards",
     "InputContext": "data.input_context",
-    "JsonlWriter": "report.writers",
+    "JsonlWriter": "report.records",
     "KeepBest": "checkpoint.policy",
     "KeepEvery": "checkpoint.policy",
     "KeepLast": "checkpoint.policy",
@@ -40,12 +40,9 @@ _HOMES = {
     "checkpoints": "checkpoint.commits",
     "each": "task.reductions",
     "global_positions": "task.reductions",
-    "histogram": "task.media",
-    "image": "task.media",
     "last": "task.reductions",
     "learning_rate": "task.learning_rates",
     "mean": "task.reductions",
-    "text": "task.media",
     "total": "task.reductions",
 }
 _MODULES = {"launch": "launch", "runtime": "runtime"}
@@ -68,8 +65,11 @@ _PARTS = (  # of plug-ins
     "ReduceOnPlateau",
     "TensorBoardWriter",
     "WandbWriter",
+    "histogram",
+    "image",
     "measure",
     "open_records",
+    "text",
     "warm_start",
 )
 

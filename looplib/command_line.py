@@ -1,7 +1,6 @@
 """The command line of a binary: its flags, their checks, and the checkpoint policy that they describe."""
 
 import difflib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,13 +87,7 @@ def start(values: dict[str, Any]) -> Start:
 
 def actions(values: dict[str, Any]) -> list[Action]:
     """Returns the actions that the flags ask for; `UsageError` for a value that has another form."""
-    if not values["profile"]:
-        return []
-    if not (found := re.fullmatch(r"(\d{1,18}):(\d{1,18})", values["profile"])) or not int(found[2]):
-        raise UsageError(
-            f"--profile is {values['profile']!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
-        )
-    return [plugins.load("looplib.parts", "Profile")(int(found[1]), int(found[2]))]
+    return [plugins.load("looplib.parts", "Profile").parse(values["profile"])] if values["profile"] else []
 
 
 def parse(argv: Sequence[str]) -> list[str]:

@@ -353,7 +353,7 @@ class Controller:
         """Guards a training, the `with` block: the console, signals, the watchdog, and `run.json`."""
         clock, checkpointer, reporter = self.clock, self._checkpointer, self._reporter
         self._directory.is_training, limit = True, self._loops.config.max_time
-        self._loops.own(self._loops.training.task)
+        self._loops.attach(self._loops.training.task)
         try:
             with (
                 console.guarded(),

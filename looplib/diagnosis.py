@@ -1,4 +1,4 @@
-"""The hook of the plug-in that looks for causes: which line, record or stage of a pipeline a user has to look at."""
+"""The hook for diagnosis: which line, record or stage of a pipeline a user should look at."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ def is_installed(path: str) -> bool:
 
 
 class Diagnosis:
-    """Guesses at causes, shown to users only; no run depends on one. This class has none, as without the plug-in."""
+    """Guesses at causes, for messages only: no run depends on one. This base class makes none; a plug-in does."""
 
     def place_of(self, error: BaseException, functions: Iterable[tf.types.experimental.ConcreteFunction] = ()) -> str:
         """Returns the line of the user's program that an error comes from, as "file:line: text"; "" if none is known.
@@ -39,20 +39,20 @@ class Diagnosis:
         return ""
 
     def place_of_start(self) -> str:
-        """Returns what of the user's program started TensorFlow's devices, for the middle of a sentence."""
+        """Returns what started TensorFlow's devices, such as a line of the program, for the middle of a sentence."""
         return "the program"
 
     def condition(self, op: str, *, by_skipping: bool) -> str:
-        """Returns the condition under which an op of a pipeline repeats its results; "" if it always does.
+        """Returns the condition under which a pipeline op gives the same results again; "" if it always does.
 
         Args:
-          op: a text that begins with the op's type.
-          by_skipping: whether the pipeline is read again from its beginning, rather than from a later position.
+          op: text that begins with the type of the op.
+          by_skipping: whether the pipeline is read again from the start; otherwise from a later position.
         """
         return ""
 
     def refused_record(self, dataset: Callable[[Any], tf.data.Dataset], context: Any, step: int) -> str | None:
-        """Returns which record a `dataset` function cannot process; None if that is not known.
+        """Names the record that a `dataset` function cannot process; None if it is not known.
 
         Args:
           dataset: the `dataset` function of a task.
@@ -66,13 +66,13 @@ class Diagnosis:
 
         Args:
           iterator: the iterator.
-          copy: seconds that the copy of an element to its device takes.
+          copy: seconds to copy one element to its device.
           reads: how records are read, see `records.reading.Reads`.
         """
         return None
 
     def model(self, trainer: Any) -> dict[str, Any] | None:
-        """Logs the variables that a trainer trains, and returns them for `run.json`; None where they are not listed.
+        """Logs the trained variables, and returns them for `run.json`; None if they are not listed.
 
         Args:
           trainer: the `Trainer`.
@@ -80,28 +80,28 @@ class Diagnosis:
         return None
 
     def speed(self, loop: Any, strategy: tf.distribute.Strategy) -> Any:
-        """Returns how much a training computes, a dataclass for `run.json`; None if that is not known.
+        """Returns the computation per step (a dataclass for `run.json`); None if it is not known.
 
         Args:
           loop: the `TrainingLoop`.
-          strategy: what it runs on.
+          strategy: the strategy it runs on.
         """
         return None
 
     def speed_of_ended(self, speed: Any, strategy: tf.distribute.Strategy, steps: int, seconds: float) -> Any:
-        """Returns the speed of a training that has ended, with the share of its devices' peak unless it was short.
+        """Returns `speed` with the share of the devices' peak, once a training has ended; unchanged after a short one.
 
         Args:
           speed: from `speed`.
-          strategy: what it ran on.
-          steps: how many it ran.
-          seconds: that these took.
+          strategy: the strategy it ran on.
+          steps: number of steps.
+          seconds: duration of these steps.
         """
         return speed
 
 
 @functools.cache
 def diagnosis() -> Diagnosis:
-    """Returns the plug-in "diagnosis" of `looplib.parts`, or a `Diagnosis` without guesses where it is missing."""
+    """Returns the plug-in "diagnosis" of the group `looplib.parts`, or the base class if it is not installed."""
     make = plugins.find("looplib.parts", "diagnosis")
     return Diagnosis() if make is None else make()

@@ -71,7 +71,18 @@ class DivergenceError(UsageError):
     """A loss, gradient or weight was not finite, or the loss jumped, and the policy was to halt, or was exhausted."""
 
 
-class Preempted(SystemExit):
+class _Ended(SystemExit):
+    """An end that is no failure of this process."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(code)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Preempted(_Ended):
     """A signal asked the run to end, and it has saved its state; uncaught, the process exits with `EXIT_PREEMPTED`.
 
     Attributes:
@@ -80,23 +91,15 @@ class Preempted(SystemExit):
     """
 
     def __init__(self, message: str, alone: bool = False) -> None:
-        super().__init__(EXIT_PREEMPTED)
-        self.message = message
+        super().__init__(EXIT_PREEMPTED, message)
         self.alone = alone
 
-    def __str__(self) -> str:
-        return self.message
 
-
-class CoordinatorGone(SystemExit):
+class CoordinatorGone(_Ended):
     """The coordinator that this process served has ended; uncaught, the process exits with `EXIT_DONE`."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(EXIT_DONE)
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
+        super().__init__(EXIT_DONE, message)
 
 
 def is_utf8(text: str) -> bool:
@@ -120,7 +123,7 @@ def whole_number(name: str, value: Any, least: int = 1, most: int | None = None,
       name: what it is, for the message.
       value: anything that `operator.index` takes.
       least: the smallest value that is allowed.
-      most: the largest value that is allowed; None for that of 64 bits.
+      most: the largest allowed value; None for the largest 64-bit integer.
       or_all: whether -1, which stands for all, is allowed too.
     """
     try:

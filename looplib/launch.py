@@ -17,7 +17,6 @@ A binary describes its experiment in one function and hands it over:
 import dataclasses
 import functools
 import gc
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -28,10 +27,10 @@ from absl import app, flags, logging
 from looplib import command_line, console, files, plugins, runtime
 from looplib.checkpoint.directory import resolve
 from looplib.cluster.collectives import Workers
-from looplib.command_line import CONFIG_FILE, FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
+from looplib.command_line import FLAGS, OF_THE_MACHINE, PRINT_FLAG, TRAINING_MODES
 from looplib.compat import tensorflow as _tf
 from looplib.controller import Controller
-from looplib.errors import EXIT_DONE, UsageError, shown
+from looplib.errors import EXIT_DONE, UsageError
 from looplib.health.guards import Guards
 from looplib.health.preemption import notice
 from looplib.masks import masked
@@ -51,8 +50,6 @@ Read = Callable[[], tuple[Any, dict[str, Any], str]]  # also the YAML of the con
 Started = Callable[[Any, Controller], object]
 Act = Callable[[Event], object]
 Mode = Callable[[Any, Controller], object]
-
-_MOST_NAMED = 8  # settings
 
 
 def run(
@@ -197,8 +194,8 @@ def _run_experiment(session: Session, binary: _Binary, argv: Sequence[str]) -> N
     controller.clock.add_start()
     if trains and text and controller.is_chief:
         _configuration().write(values["model_dir"], text)
-    if not trains and controller.is_chief:
-        _warn_of_other_settings(values["model_dir"], config)
+    if config is not None and not trains and controller.is_chief:
+        _configuration().warn_of_other_settings(values["model_dir"], config)
     if binary.started:
         binary.started(config, controller)
     if replayer and replayer.requested():
@@ -252,20 +249,6 @@ def _make_controller(
         "config": run_json.as_dict(binary.config),
     }
     return controller
-
-
-def _warn_of_other_settings(model_dir: str | None, config: Any) -> None:
-    """Names the settings of a job that does not train that differ from those of the training."""
-    trained = run_json.read(run_json.path_of(model_dir, trains=True)) if model_dir else {}
-    now = {"flags": {}, "config": run_json.as_dict(config)}
-    if changed := run_json.changed_settings({"config": trained.get("config")}, now):
-        texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
-        kept = os.path.join(model_dir, CONFIG_FILE)  # Model Garden's experiments have none
-        logging.warning(
-            "settings differ from those of the training: %s; they are used as given%s",
-            ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),
-            f". --config_file={kept} takes those of the training" if tf.io.gfile.exists(kept) else "",
-        )
 
 
 def _run_mode(controller: Controller, values: dict[str, Any]) -> None:

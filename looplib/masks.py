@@ -1,4 +1,4 @@
-"""Passwords, tokens and keys: masked in all that a run writes about how it was started, whatever the run itself uses.
+"""Passwords, tokens and keys, masked in everything that a run writes about its own start.
 
 A secret is recognized by the name of its setting, and by the form of a URL: `scheme://user:secret@host` or
 `?token=secret`.
@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 MASK = "<masked>"
-_LEAST_KNOWN = 6  # characters of a secret that is also looked for in other texts, where a short one may be a word
+_LEAST_KNOWN = 6  # minimum length of a secret to search for in other texts; a shorter one may be an ordinary word
 _NAME = (
     r"(?:[A-Za-z0-9_.-]{0,80}(?:[_.-]|(?<=[a-z])(?=[A-Z])))?(?i:pass(?:words?|wd|phrase)?|secrets?|credentials?|cookie|"
     r"authorization|api[_-]?keys?|(?:access|secret|private|account|signing|encryption)[_-]?keys?|"
@@ -27,7 +27,7 @@ _known: set[str] = set()  # secrets that this process has masked
 
 
 def masked(value: Any, secret: bool = False) -> Any:
-    """Returns a tree of dicts, lists and values with the secrets masked; with `secret`, all text in it."""
+    """Masks the secrets in a tree of dicts, lists and values; with `secret`, all text in it is secret."""
     if isinstance(value, dict):
         return {name: masked(item, secret or is_secret(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -44,12 +44,12 @@ def masked(value: Any, secret: bool = False) -> Any:
 
 
 def is_secret(name: object) -> bool:
-    """Returns whether the text of a setting of a name is a secret."""
+    """Returns whether a setting with this name holds a secret."""
     return isinstance(name, str) and _IS_SECRET.fullmatch(name) is not None
 
 
 def masked_text(text: str) -> str:
-    """Returns a text, such as an error's, with the secrets masked that have a form or that settings have shown."""
+    """Masks secrets in text such as an error: those with a known form, and those seen before in settings."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, MASK)
     return _in_text(text)

@@ -85,10 +85,10 @@ def failed(sentence: str) -> Outcome:
 
 
 def broken(error: Exception, place: str, advice: str) -> Outcome:
-    """Returns the outcome of a run that an error of the program has ended.
+    """Returns the outcome of a run that an error of the program has ended, other than a `UsageError`.
 
     Args:
-      error: any but a `UsageError`, whose sentence is enough for `failed`.
+      error: the error.
       place: the user's line that it comes from; "" if it is not known.
       advice: how to resume the run, as a clause.
     """

@@ -1,4 +1,4 @@
-"""Plug-ins: what other packages, and looplib's own extras, register by entry points.
+"""Plug-ins: objects that looplib's extras, and other packages, register by entry points.
 
 Groups are `looplib.commands`, `looplib.writers`, `looplib.backends` and `looplib.parts`. The core names no plug-in; it
 asks for one by its group and name.
@@ -11,13 +11,12 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
-from looplib import files
 from looplib.errors import UsageError
 
 
 @functools.cache
 def _all() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points()  # takes some 20 ms, for one group as for all
+    return importlib.metadata.entry_points()  # takes about 20 ms, for one group or all
 
 
 def _registered(group: str) -> dict[str, importlib.metadata.EntryPoint]:
@@ -25,23 +24,15 @@ def _registered(group: str) -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def names(group: str) -> list[str]:
-    """Returns the names of the plug-ins of a group, sorted.
-
-    Args:
-      group: such as "looplib.commands".
-    """
+    """Returns the names of the plug-ins of a group, such as "looplib.commands", sorted."""
     return sorted(_registered(group))
 
 
 def load(group: str, name: str) -> Any:
     """Returns the object of a plug-in, imported now.
 
-    Args:
-      group: such as "looplib.commands".
-      name: the plug-in's name in the group.
-
     Raises:
-      UsageError: if no installed package registers it, or what it needs is missing.
+      UsageError: if no installed package registers it.
     """
     found = _registered(group).get(name)
     if found is None:
@@ -54,32 +45,27 @@ def load(group: str, name: str) -> Any:
 
 
 def find(group: str, name: str) -> Any | None:
-    """Returns the object of a plug-in, imported now, or None if it is not installed.
-
-    Args:
-      group: such as "looplib.parts".
-      name: the plug-in's name in the group.
-    """
+    """Returns the object of a plug-in, imported now, or None if it is not installed."""
     found = _registered(group).get(name)
     try:
         return found.load() if found else None
     except ModuleNotFoundError as error:
-        if error.name and f"{found.module}.".startswith(f"{error.name}."):  # and not another package that it needs
+        if error.name and f"{found.module}.".startswith(f"{error.name}."):  # not a missing dependency
             return None
         raise
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A tool of `python -m looplib`, which its parser sets as `tool`.
+    """A command of `python -m looplib`; its parser stores it as `tool`.
 
     Attributes:
       run: function of the parsed options; returns the exit code.
-      check: function of the options that raises `UsageError` for what can be seen to be wrong without TensorFlow, whose
-        import takes seconds.
+      check: function of the options; raises `UsageError` for errors that can be found before the import of TensorFlow,
+        which takes seconds.
       needs_tensorflow: function of the options, whether TensorFlow is imported before the tool runs.
-      own_signals: whether the tool starts in a moment, and handles signals itself.
-      has_verdict: whether exit code 0 says something of runs, so that it must not stand for a closed pipe.
+      own_signals: whether the tool starts quickly, and handles signals itself.
+      has_verdict: whether exit code 0 is a verdict about runs; then a closed pipe must not end with 0.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -87,24 +73,3 @@ class Command:
     needs_tensorflow: Callable[[argparse.Namespace], bool] = lambda options: True
     own_signals: bool = False
     has_verdict: bool = False
-
-
-def arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the parser of a tool has added to its options, by name."""
-    return {name: value for name, value in vars(options).items() if name not in ("tool", "command")}
-
-
-def path(text: str) -> str:
-    """Returns a path of the command line; the type of an option.
-
-    Args:
-      text: as the user gives it.
-
-    Raises:
-      argparse.ArgumentTypeError: if it is none.
-    """
-    try:
-        found = files.resolve(text, "the path")
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return found if text.startswith(("~", "file://")) else text  # names in tables are those that the user gives

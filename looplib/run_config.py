@@ -1,4 +1,4 @@
-"""The settings of a controller, each declared once: default, check, text and flag."""
+"""`RunConfig`: the settings of a controller, each declared once with its default, check, text and flag."""
 
 import dataclasses
 import datetime
@@ -13,7 +13,7 @@ ENGINES = ("auto", "graph", "xla", "eager")
 
 
 def _read_bad_records(text: str | None) -> int:
-    """Returns the number of records that --bad_records lets a run leave out."""
+    """Parses --bad_records; returns the number of damaged records that a run may skip."""
     if not text:
         return 0
     if not (found := re.fullmatch(r"skip:(\d{1,9})", text)):
@@ -23,7 +23,7 @@ def _read_bad_records(text: str | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """The settings of a controller, which pass unchanged to its loops and their data.
+    """The settings of a controller, which its loops and data pipelines receive unchanged.
 
     A binary has a flag for each; see `looplib.launch.run`.
 
@@ -32,9 +32,9 @@ class RunConfig:
     """
 
     global_batch_size: int | None = setting(None, "Examples of one step over all replicas.", least=1, flag_default=64)
-    """Examples of a training step over all replicas; also for evaluators that set no size.
+    """Examples of a training step over all replicas; also for evaluators that set no size of their own.
 
-    Only `OrbitTrainer` and `OrbitEvaluator`, which have data of their own, do without.
+    Required, except for `OrbitTrainer` and `OrbitEvaluator`, which bring their own data.
     """
 
     steps_per_loop: int | None = setting(
@@ -55,7 +55,7 @@ class RunConfig:
     seed: int = setting(
         0, "Seeds initial weights, data order and everything else.", check=functools.partial(whole_number, least=0)
     )
-    """Decides the order of the training data; `looplib.runtime.setup` seeds the rest."""
+    """Seed of the order of the training data; `looplib.runtime.setup` seeds everything else."""
 
     max_time: float | str | datetime.timedelta | None = setting(
         None,
@@ -79,15 +79,15 @@ class RunConfig:
         flag_default=None,
         read=_read_bad_records,
     )
-    """Damaged records of `context.records` that the run may leave out, at most; one more ends it.
+    """Maximum number of damaged records of `context.records` that the run skips; one more ends it.
 
-    Without a run directory, each worker counts its own.
+    Without a run directory, each worker counts its own records.
     """
 
     distribute: str = setting("auto", "What hands out batches; tf: tf.distribute's iterators.", choices=("auto", "tf"))
-    """What carries batches to the replicas.
+    """How batches reach the replicas.
 
-    "auto" takes a plain iterator per process on CPUs and GPUs, "tf" the iterators of tf.distribute everywhere.
+    "auto" uses one plain iterator per process on CPUs and GPUs; "tf" uses the iterators of tf.distribute everywhere.
     """
 
     def __post_init__(self) -> None:
@@ -95,5 +95,5 @@ class RunConfig:
 
     @property
     def recorded(self) -> dict[str, int | str | None]:
-        """The settings that decide the numbers to come, by the names of their fields in the run record."""
+        """The settings that influence the results, by the names of their fields in the run record."""
         return {"seed": self.seed, "global_batch_size": self.global_batch_size, "loop": self.loop}

@@ -209,7 +209,7 @@ def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distr
 
 
 def _set_up_keras(module: types.ModuleType, seed: int, mixed_precision: str) -> None:
-    module.utils.set_random_seed(seed)  # each family has its own generators
+    module.utils.set_random_seed(seed)  # each Keras family has its own generators
     if module.__name__ == "tf_keras":  # so that dropout keeps its state in a variable, which a checkpoint holds
         module.backend.experimental.enable_tf_random_generator()
     if mixed_precision != "float32":

@@ -27,7 +27,7 @@ class Flag(NamedTuple):
 
     Attributes:
       name: without dashes.
-      kind: the type of its value; list for texts between commas, tuple for a flag that is given several times.
+      kind: the type of its value; list for comma-separated text, tuple for a flag that may be given several times.
       default: its default value.
       help: what --help says.
       choices: the allowed values of an enum.
@@ -42,7 +42,7 @@ class Flag(NamedTuple):
     least: int | None = None
 
     def make(self, default: Any, more_choices: Iterable[str] = ()) -> None:
-        """Defines the flag, with a default of its own and maybe further choices."""
+        """Defines the flag, with the given default and, for an enum, more choices."""
         if self.choices:
             flags.DEFINE_enum(self.name, default, [*self.choices, *more_choices], self.help)
         else:
@@ -51,7 +51,7 @@ class Flag(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Declared:
-    """What `setting` was given besides the default."""
+    """The arguments of `setting`, without the default."""
 
     help: str
     choices: Sequence[str]
@@ -73,16 +73,16 @@ def setting(
     read: Callable[[str], Any] | None = None,
     flag: str = "",
 ) -> Any:
-    """Declares a field of a dataclass as a setting, which has a flag.
+    """Declares a field of a dataclass as a setting. It has a flag.
 
     Args:
-      default: the default value. None is allowed where it is the default, and is not checked.
-      help: what --help says about the flag.
+      default: the default value. If it is None, None is allowed and not checked.
+      help: the text of --help.
       choices: the allowed values.
       least: the smallest allowed value of a whole number.
-      check: function of the name and a value, which returns the value to keep or raises `UsageError`.
-      flag_default: the default of the flag, where it is not that of the field.
-      read: function from the text of the flag to the value of the field, for a flag that is not of the field's type.
+      check: function of the name and a value; returns the value to keep, or raises `UsageError`.
+      flag_default: the default of the flag, if it differs from that of the field.
+      read: converts the text of the flag to the value of the field, if the two have different types.
       flag: the name of the flag; "" for that of the field.
     """
     declared = _Declared(help, choices, least, check, flag_default, read, flag)
@@ -90,7 +90,7 @@ def setting(
 
 
 def check(settings: Any) -> None:
-    """Checks each setting of a dataclass, and replaces it by the value to keep; for `__post_init__`.
+    """Checks and converts each setting of a dataclass in place; for `__post_init__`.
 
     Raises:
       UsageError: for a value that is not allowed.
@@ -109,7 +109,7 @@ def check(settings: Any) -> None:
 
 
 def flags_of(kind: type) -> list[Flag]:
-    """Returns the flags of a dataclass's settings."""
+    """Returns the flags for the settings of a dataclass."""
     found = []
     for field, declared in _declared(kind):
         default = field.default if declared.flag_default is _AS_THE_FIELD else declared.flag_default
@@ -131,7 +131,7 @@ def from_flags(kind: type[_Settings], values: Mapping[str, Any], **others: Any) 
 
 
 def as_flags(settings: Any) -> dict[str, Any]:
-    """Returns the settings whose flags hold the same values, by name."""
+    """Returns the settings by name, without those whose flag has another type."""
     return {
         declared.flag or field.name: getattr(settings, field.name)
         for field, declared in _declared(type(settings))

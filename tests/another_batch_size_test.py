@@ -86,7 +86,7 @@ def test_pipelines_make_the_batches_that_follow_on_any_number_of_replicas(life, 
     number = 1 if whole else replicas
     context = looplib.InputContext(
         global_batch_size=size, num_replicas=number, pipeline_index=0, num_pipelines=1, seed=3, training=True,
-        start_step=stream.batch + skipped, earlier=batches.earlier, of_global_batches=whole,
+        start_step=stream.batch + skipped, earlier=batches.earlier, global_batches=whole,
     )  # fmt: skip
     found = context.indices(length, shuffle=False, whole_epochs=whole, repeat=True).take(5 * number)
     found = np.array_split(np.concatenate([[-1], *found.as_numpy_iterator()])[1:], 1)[0].tolist()

@@ -160,7 +160,7 @@ def test_batches_of_every_structure_are_divided_in_order(kind):
 def test_whole_epochs_hold_each_example_once_and_start_anywhere():
     context = dict(
         global_batch_size=10, num_replicas=1, pipeline_index=0, num_pipelines=1, seed=3, training=True,
-        of_global_batches=True,
+        global_batches=True,
     )  # fmt: skip
     make = lambda start: looplib.InputContext(**context, start_step=start)
     ids = [batch.numpy() for batch in make(0).indices(37, whole_epochs=True).take(12)]
@@ -172,7 +172,7 @@ def test_whole_epochs_hold_each_example_once_and_start_anywhere():
     in_order = [batch.numpy() for batch in make(3).indices(37, shuffle=False, whole_epochs=True).take(2)]
     assert in_order[0].tolist() == list(range(30, 37)) and in_order[1].tolist() == list(range(10))
     with pytest.raises(looplib.UsageError, match='batches = "global"'):
-        looplib.InputContext(**{**context, "of_global_batches": False}, start_step=0).indices(37, whole_epochs=True)
+        looplib.InputContext(**{**context, "global_batches": False}, start_step=0).indices(37, whole_epochs=True)
 
 
 def refused(trainer, strategy="default", size=8):

@@ -156,7 +156,7 @@ def test_fewer_examples_than_a_batch_are_refused_where_none_is_to_repeat():
             ask(context())
         assert next(iter(ask(context(), repeat=True))).shape == [8]
         assert next(iter(ask(context(training=False)))).shape == [7]
-    assert next(iter(context(of_global_batches=True).indices(7, whole_epochs=True))).shape == [7]
+    assert next(iter(context(global_batches=True).indices(7, whole_epochs=True))).shape == [7]
     assert next(iter(context().indices(8))).shape == [8]
     with pytest.raises(looplib.UsageError, match="use a global batch size of up to 37"):
         toy.controller(make_strategy("default"), toy.Regression(), global_batch_size=38)

@@ -277,7 +277,7 @@ def test_epochs_are_known_where_there_are_any():
         (lambda: looplib.Buckets([3, 9], [16, 8]), "expected ascending boundaries"),
         (lambda: context().indices(looplib.Kept([1, 2]), shuffle=False), "looplib.Kept and shuffle=False"),
         (
-            lambda: context(of_global_batches=True).indices(looplib.Mixture(SIZES, WEIGHTS), whole_epochs=True),
+            lambda: context(global_batches=True).indices(looplib.Mixture(SIZES, WEIGHTS), whole_epochs=True),
             "whole epochs of looplib.Mixture, whose epochs do not end with a batch",
         ),
         (

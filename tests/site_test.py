@@ -47,6 +47,34 @@ def test_the_api_pages_name_each_public_name_where_it_is_defined():
     } | {name: rooms.plug_ins("looplib.parts")[name] for name in looplib._PARTS}
 
 
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+# As many files as one opens to follow it, at most.
+PATHS = {"a batch": 12, "a step count": 7, "a metric to `metrics.jsonl`": 9, "a save": 8}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_architecture_numbers_the_files_of_a_path(path):
+    section = ARCHITECTURE.split(f"## The path of {path}\n")[1].split("\n## ")[0]
+    files = re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+    assert len(files) == len(re.findall(r"^\d+\. ", section, re.MULTILINE)) == len(set(files)) <= PATHS[path]
+    assert all((ROOT / "looplib" / file).exists() and not file.startswith("extras") for file in files)
+
+
+def test_the_architecture_names_functions_that_are_there():
+    """What a table says is in a file, such as `_standing` in `controller.py`."""
+    named = re.findall(r"`([A-Za-z_][\w.]*)`,? (?:of|in) `([\w/]+\.py)`", ARCHITECTURE)
+    named += [
+        (name, file) for file, name in re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", ARCHITECTURE, re.MULTILINE)
+    ]
+    assert len(named) > 40
+
+    def text_of(file):
+        return next(path for path in (ROOT / "looplib" / file, ROOT / file) if path.exists()).read_text()
+
+    missing = [(name, file) for name, file in named if not re.search(rf"\b{name.split('.')[-1]}\b", text_of(file))]
+    assert not missing
+
+
 @pytest.mark.repetition
 def test_the_site_is_built_without_warnings(tmp_path):
     pytest.importorskip("mkdocs")

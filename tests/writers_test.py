@@ -29,7 +29,8 @@ from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, Tens
 from looplib.report.clock import Clock, Pace
 from looplib.report.progress import Progress, format_number
 from looplib.report.records import read_jsonl
-from looplib.report.writers import ThreadedWriter, Writer
+from looplib.report.reporter import ThreadedWriter
+from looplib.report.writers import Writer
 
 pytestmark = pytest.mark.any_engine
 

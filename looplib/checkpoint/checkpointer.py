@@ -143,7 +143,7 @@ class Checkpointer:
     # The start of a run.
 
     def _begin(self, objects: dict[str, Any], strategy: tf.distribute.Strategy) -> None:
-        """Gives a run without a checkpoint of its own its first state."""
+        """Sets the initial state of a run that has no checkpoint yet."""
         start, parts, step = self.directory.start, self._parts, 0
         with parts.averages_start(restores=False):
             if start.continue_from:
@@ -178,7 +178,7 @@ class Checkpointer:
     # Saves.
 
     def save(self, wait: bool) -> None:
-        """Saves the state, unless that of this step is saved.
+        """Saves the state, unless this step is saved already.
 
         Args:
           wait: returns only when the checkpoint is committed.
@@ -242,7 +242,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def saved(self) -> Iterator[None]:
-        """Saves before an evaluation, the `with` block, so that one that fails loses nothing; without a store, not."""
+        """Saves before an evaluation, the `with` block, so that a failure of it loses nothing; with a run directory."""
         if not self:
             yield
             return
@@ -373,7 +373,7 @@ class Checkpointer:
         self._reporter.writers.resume(step, {"train": reported, **splits})
 
     def _read_position(self, path: str) -> None:
-        """Sets the position in the data: this worker's, if as many workers have saved theirs."""
+        """Sets this worker's position in the data, if the checkpoint is of the same number of workers."""
         workers = self.directory.workers
         own, count = read_position(path, workers)
         count = 1 if self._input_state.position else count
@@ -387,7 +387,7 @@ class Checkpointer:
             )  # fmt: skip
 
     def _check_optimizers(self, path: str, record: RunRecord) -> None:
-        """Raises `UsageError` if a checkpoint was made with other optimizers, some of whose slots may fit."""
+        """Raises `UsageError` if a checkpoint was made with other optimizers; some slots might fit by chance."""
         theirs, ours = record.optimizers, self._parts.optimizers
         if theirs is None or not self._parts.trainer or self.directory.start.partial:
             return

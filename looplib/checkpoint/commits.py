@@ -290,7 +290,7 @@ def listing(directory: str) -> list[Found]:
 
 
 def _by_step(directory: str) -> dict[int, list[str]]:
-    """Returns the names of the files of each step, also those of other programs."""
+    """Returns the file names by step, including files of other programs."""
     found: dict[int, list[str]] = {}
     for name in _names(directory):
         match = _NAME.match(name)
@@ -304,7 +304,7 @@ def _is_own(names: list[str]) -> bool:
 
 
 def foreign(directory: str) -> list[int]:
-    """Returns the steps of which a directory holds files that are not looplib's."""
+    """Returns the steps for which a directory holds files of other programs."""
     return sorted(step for step, names in _by_step(directory).items() if not _is_own(names))
 
 

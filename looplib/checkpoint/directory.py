@@ -1,5 +1,6 @@
 """The run directory: its name, what it may contain, and what a controller opens in it."""
 
+import functools
 import math
 import os
 import time
@@ -100,7 +101,7 @@ class RunDirectory:
         close: Callable[[], None],
     ) -> None:
         self.model_dir, self.policy, self.start, self.trains, self.workers = model_dir, policy, start, trains, workers
-        self._close, self.is_training = close, False
+        self.is_training = False
         self._lock: RunLock | None = None
         self._verified: str | None = None  # the path of the checkpoint that was just read through
         self._wait_noted = -math.inf
@@ -120,11 +121,11 @@ class RunDirectory:
         if workers.is_chief:
             check_inside(model_dir, trains)
             if trains:
-                self._lock = acquire(model_dir, self._give_up)
+                self._lock = acquire(model_dir, functools.partial(self._give_up, close))
         self.starts_from = self._chosen_start()
         self._check_nothing_is_lost()
 
-    def _give_up(self) -> None:
+    def _give_up(self, close: Callable[[], None]) -> None:
         """Closes the controller, because another one of the process is being built for its directory."""
         if self.is_training:
             raise UsageError(
@@ -133,7 +134,7 @@ class RunDirectory:
             )
         logging.warning("the earlier controller for %s is closed, because another one is built for it", self.model_dir)
         try:
-            self._close()
+            close()
         except UsageError as error:  # a failed save of that run, and not of the new one
             logging.error("%s", error)
 

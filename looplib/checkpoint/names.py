@@ -160,7 +160,7 @@ class Live:
                         self._of_variable[id(slot)] = leaf
 
     def record(self) -> VariableNames:
-        """Returns the names to keep with a checkpoint, which are those of any other process with this program."""
+        """Returns the names to save with a checkpoint. Each process that runs this program has the same."""
         places = sorted(self._places, key=lambda place: in_order(place[0]))
         counted = Normal(self).counted(leaf.name for _, leaf in places if not leaf.origin)
         return VariableNames(
@@ -301,7 +301,7 @@ class _Origins:
         self._flat = groups(named, lambda pair: pair[0].replace("/", "_"))
 
     def assign(self, leaves: list[Leaf], owner: str | None, kinds: set[str] | None = None) -> None:
-        """Sets `origin` and `kind` of those of an optimizer's variables that are slots.
+        """Sets `origin` and `kind` of the slot variables of an optimizer.
 
         Args:
           leaves: the variables, in the optimizer's order.

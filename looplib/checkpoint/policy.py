@@ -63,11 +63,7 @@ class KeepBest:
 
     @classmethod
     def parse(cls, text: str) -> "KeepBest":
-        """Returns the rule that `str` has made a text of, or a user wrote: max:eval/score, or eval/loss.
-
-        Raises:
-          UsageError: for another form.
-        """
+        """Returns the rule of a text such as `str` makes, or a user writes: max:eval/score, or eval/loss."""
         mode, colon, metric = text.partition(":")
         try:
             return cls(metric, mode) if colon else cls(text)
@@ -138,13 +134,10 @@ class CheckpointPolicy:
         return next((rule for rule in self.keep if isinstance(rule, KeepBest)), None)
 
     def check(self, metrics: dict[str, Collection[str] | None]) -> None:
-        """Checks that a training gives the metrics by which the best checkpoints are to be kept.
+        """Raises `UsageError` if a training does not give the metrics by which the best checkpoints are to be kept.
 
         Args:
-          metrics: dict from evaluator name to the names of its metrics, or None where they are not known yet.
-
-        Raises:
-          UsageError: if not.
+          metrics: the names of each evaluator's metrics, by its name; None where they are not known yet.
         """
         for rule in self.keep:
             if not isinstance(rule, KeepBest):
@@ -171,7 +164,7 @@ def _or_none(path: str | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run starts: from other weights, where it has no checkpoint of its own, or from which of its checkpoints.
+    """Where a run starts: from which of its checkpoints, or, if it has none, from which other weights.
 
     Attributes:
       warm_start: a checkpoint of another run, such as `<model_dir>/checkpoints/ckpt-1000`, a run directory, or a

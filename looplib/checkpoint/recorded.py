@@ -1,4 +1,4 @@
-"""The parts of a run that follow a checkpoint and are no variables: data, metrics, actions, rates, averages."""
+"""The parts of a checkpoint that are not variables: position in the data, metrics, actions, rates, averages."""
 
 import contextlib
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from looplib.task.trainer import Trainer
 
 
 class RecordedParts:
-    """The parts of a run that are saved in the run record, or follow the variables.
+    """Saves the parts of a run that are in the run record, and restores them after the variables.
 
     Args:
       trainer: the trainer, before a checkpoint is restored; None for a run that only evaluates.

@@ -87,7 +87,7 @@ class Checkpoints:
         Args:
           step: the global step.
           wait: returns only when it is committed.
-          position: this worker's in its data, for a file of its own; where there is one worker, the state has it.
+          position: this worker's position in its data, for a separate file; with one worker it is in the state.
 
         Raises:
           UsageError: if it, or the save before it, could not be written.
@@ -159,7 +159,7 @@ class Checkpoints:
                 logging.info("only TensorFlow can save %s; training waits for each save", error)
 
     def _read_along(self) -> None:
-        """Reads all values like the writing worker, because reading some of them is a sum over workers."""
+        """Reads all values together with the chief, because some of them are summed over workers when they are read."""
         if self._snapshots is not None:
             self._snapshots.take()
             return
@@ -300,7 +300,7 @@ def _own_files() -> tf.train.CheckpointOptions:
 
 
 def host_device() -> str:
-    """Returns the name of this process's CPU, as opposed to that of another process that it is connected to."""
+    """Returns the device name of the CPU of this process; other connected processes have CPUs too."""
     with tf.device("/cpu:0"):
         return tf.constant(0).device
 

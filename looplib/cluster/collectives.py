@@ -44,7 +44,7 @@ class Workers:
 
     @property
     def is_chief(self) -> bool:
-        """Returns whether this process writes for all."""
+        """Returns whether this process writes on behalf of all workers."""
         return self.index == 0
 
     def gather(self, value: float | np.ndarray) -> np.ndarray:

@@ -56,7 +56,7 @@ def _apply(
 
 
 def _make_ready(optimizer: Any, variables: list[Any] | None) -> None:
-    """Builds an optimizer that has no variables yet; refuses those that replicas cannot update by themselves."""
+    """Builds an optimizer if needed; refuses variables that a replica cannot update by itself."""
     _optimizers.leave_out_sum(optimizer)
     if not optimizer.built and variables:  # Keras would build it next, and that may make others inside of it
         optimizer.build(variables)
@@ -138,7 +138,7 @@ class TrainingOptimizers:
             raise
 
     def close(self) -> None:
-        """Gives the optimizers the methods back that they had before."""
+        """Restores the original methods of the optimizers."""
         for replacement in reversed(self._replacements):
             replacement.take_back()
 

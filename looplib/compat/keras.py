@@ -136,7 +136,7 @@ def _spec(part: Any, name: str) -> tf.TensorSpec:
 
 
 def inner_metrics(metric: Any) -> list[Any]:
-    """Returns a metric, and those that Keras 3 keeps in the one for all metrics of a compiled model."""
+    """Returns the metric, and the metrics inside it: Keras 3 wraps all compiled metrics in one."""
     return [metric, *(one for inner in getattr(metric, "metrics", ()) for one in inner_metrics(inner))]
 
 
@@ -158,7 +158,7 @@ def _within(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _reached(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (path, object) for all that attributes hold, also through others, each object once."""
+    """Yields (path, object) for every object reachable through attributes, each once."""
     todo, seen = list(attributes.items()), set()
     while todo:
         path, value = todo.pop()
@@ -199,7 +199,7 @@ def finalizes(layer: Any) -> bool:
 
 
 def given_constants(layer: Any) -> list[Any]:
-    """Returns what a layer has in no variable in place of what it learns in `adapt`, without a lookup's table.
+    """Returns the constants that a layer was given instead of `adapt`, which no variable holds; without lookup tables.
 
     These are the boundaries of a `Discretization`, or the mean and the variance of a `Normalization`.
     """
@@ -242,7 +242,7 @@ def averaged(optimizer: Any, variables: Iterable[Any], with_updated: bool) -> li
 
 
 def rate_or_schedule(optimizer: Any, rate: Any) -> Any:
-    """Returns the rate or schedule of an optimizer of tf_keras, whose public `rate` is that of the update before."""
+    """Returns the rate or schedule of an optimizer of tf_keras. The public attribute is that of the last update."""
     return getattr(optimizer, "_learning_rate", rate)
 
 

@@ -57,7 +57,7 @@ class Replacement:
         return self._method(*args, **kwargs)
 
     def take_back(self) -> None:
-        """Gives the object back what it had, unless another training has replaced it since."""
+        """Restores the original method, unless another training has replaced it since."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
             if self._before is not None:

@@ -8,6 +8,6 @@ Names that other rooms may use, by file:
     input_context: BadRecords, InputContext, Reads
     iterator_state: none
     order: as_plan, Ids, Locate, mix, OrderKey, Plan, seeds_at
-    pipelines: none
+    pipelines: num_rows
     stream: Properties, Stream
 """

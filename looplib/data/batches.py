@@ -22,18 +22,13 @@ _MOST_POSITIONS = 2**62  # which fit into int64
 class Span:
     """Global batches of one size, up to the start of a run that continued with another one.
 
-    Attributes:
-      step: the global step at that start.
-      batch: the global batches that the run had consumed, those that rollbacks left out included.
-      size: examples of each.
-
     Raises:
       ValueError: for numbers that no run has.
     """
 
-    step: int
-    batch: int
-    size: int
+    step: int  # the global step at that start
+    batch: int  # the global batches that the run had consumed, those that rollbacks left out included
+    size: int  # examples of each
 
     def __post_init__(self) -> None:
         if not (0 <= self.step < _MOST_BATCHES and 0 <= self.batch < _MOST_BATCHES and 0 < self.size < _MOST_EXAMPLES):
@@ -46,7 +41,7 @@ class Epoch:
 
     Attributes:
       examples: of an epoch.
-      whole: whether it ends with a batch of its own, which may be smaller; else the next epoch fills that batch.
+      whole: whether its last batch may be smaller; otherwise examples of the next epoch fill it.
     """
 
     examples: int | Fraction
@@ -84,35 +79,24 @@ _WITHOUT_END = Epoch(1)
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The sizes of a run's global batches.
+    """The sizes of a run's global batches."""
 
-    Attributes:
-      size: examples of each from now on.
-      earlier: those of other sizes, in their order.
-    """
-
-    size: int
-    earlier: tuple[Span, ...] = ()
+    size: int  # examples of each from now on
+    earlier: tuple[Span, ...] = ()  # those of other sizes, in their order
 
     def resized(self, size: int, step: int, batch: int) -> "Batches":
-        """Returns those of a run that continues with another size.
-
-        Args:
-          size: examples of each from now on.
-          step: the global step.
-          batch: the global batches that the run has consumed.
-        """
+        """Returns those of a run that continues with another size, at a step and after so many global batches."""
         if size == self.size:
             return self
-        own = Span(step, batch, self.size)
+        now = Span(step, batch, self.size)
         before = self.earlier[-1] if self.earlier else Span(0, 0, size)
-        if (own.step, own.batch) != (before.step, before.batch):
-            return Batches(size, (*self.earlier, own))
+        if (now.step, now.batch) != (before.step, before.batch):
+            return Batches(size, (*self.earlier, now))
         earlier = self.earlier[:-1] if before.size == size else self.earlier  # no step had the size between
         return Batches(size, earlier)
 
     def back_to(self, step: int) -> "Batches":
-        """Returns those of a run that goes back to an earlier step and leaves out the data between."""
+        """Returns the batch sizes of a run that goes back to an earlier step and skips the data in between."""
         earlier = (dataclasses.replace(span, step=min(span.step, step)) for span in self.earlier)
         return Batches(self.size, tuple(earlier))
 
@@ -157,7 +141,7 @@ class Batches:
         return self._examples(batch, [span.batch for span in self.earlier], epoch)
 
     def trained(self, step: int, epoch: Epoch = _WITHOUT_END) -> int:
-        """Returns how many examples some steps train on; those that rollbacks have left out do not count."""
+        """Returns the number of examples trained on up to a step, without those that rollbacks left out."""
         return self._examples(step, [span.step for span in self.earlier], epoch)
 
     def step_of(self, examples: int | Fraction, epoch: Epoch) -> int:
@@ -184,39 +168,24 @@ class Batches:
 
 @dataclasses.dataclass(frozen=True)
 class Positions:
-    """Makes the positions of the batches of one input pipeline; positions count the examples of all replicas.
+    """Makes the positions of the batches of one input pipeline; positions count the examples of all replicas."""
 
-    Attributes:
-      sizes: of the global batches.
-      start_step: global batches that come before.
-      num_replicas: replicas that step together, over all workers.
-      pipeline_index: see `InputContext`.
-      num_pipelines: the number of input pipelines.
-      replicas_per_pipeline: replicas that this pipeline feeds.
-      numbers: the numbers of the batches to make, see `InputContext`; None for all.
-    """
-
-    sizes: Batches
-    start_step: int
-    num_replicas: int
-    pipeline_index: int | tf.Tensor
-    num_pipelines: int
-    replicas_per_pipeline: int
-    numbers: tf.data.Dataset | None
+    sizes: Batches  # of the global batches
+    start_step: int  # global batches that come before
+    num_replicas: int  # replicas that step together, over all workers
+    pipeline_index: int | tf.Tensor  # see `InputContext`
+    num_pipelines: int  # the number of input pipelines
+    replicas_per_pipeline: int  # replicas that this pipeline feeds
+    numbers: tf.data.Dataset | None  # the numbers of the batches to make, see `InputContext`; None for all
 
     @property
     def _batch(self) -> int:
         return self.sizes.size // self.num_replicas
 
     def training_batches(self, epoch: Epoch, most: int) -> tf.data.Dataset:
-        """Makes the batches of a training, without end.
+        """Makes the batches of a training, without end, in chunks int64 `[k, b]` of at most `most` batches.
 
-        Args:
-          epoch: of the examples.
-          most: batches of a chunk, at most.
-
-        Returns:
-          Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        A batch that may be smaller is a chunk of its own.
         """
         if not self.sizes.full(epoch):
             return self._in_epochs(epoch)
@@ -259,8 +228,8 @@ class Positions:
         """
         batch = self._batch
         rounds, rest = divmod(-(-num_examples // batch), self.num_replicas)
-        own = rounds * self.replicas_per_pipeline
-        own += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
+        count = rounds * self.replicas_per_pipeline
+        count += min(max(rest - self.pipeline_index * self.replicas_per_pipeline, 0), self.replicas_per_pipeline)
 
         @tf.autograph.experimental.do_not_convert
         def positions(element: tf.Tensor) -> tf.Tensor:
@@ -270,8 +239,8 @@ class Positions:
         first = self.start_step * self.replicas_per_pipeline  # 0 unless predictions are resumed
         if self.numbers is None and self.num_pipelines == 1:
             # Without a function: to prepare one takes an iterator as long as ids for many steps.
-            return tf.data.Dataset.range(first * batch, num_examples).batch(batch).batch(1, drop_remainder=True), own
-        return (tf.data.Dataset.range(first, own) if self.numbers is None else self.numbers).map(positions), own
+            return tf.data.Dataset.range(first * batch, num_examples).batch(batch).batch(1, drop_remainder=True), count
+        return (tf.data.Dataset.range(first, count) if self.numbers is None else self.numbers).map(positions), count
 
     def _global_number(self, element: tf.Tensor) -> tf.Tensor:
         """Returns the number of a batch of this pipeline among the batches of all replicas, in step order."""

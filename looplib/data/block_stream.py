@@ -20,11 +20,7 @@ _IDS = 2**14  # that such an element has at most, beyond a hundred steps
 
 
 class _Buffer:
-    """The element that was read last, and how many of its batches are used; on the device.
-
-    Attributes:
-      parts: the element, variables `[n, ...]`.
-    """
+    """The element that was read last, as variables `parts` `[n, ...]`, and how many of its batches are used."""
 
     def __init__(self, specs: list[tf.TensorSpec]) -> None:
         self.parts = [
@@ -38,7 +34,7 @@ class _Buffer:
         return tf.shape(self.parts[0])[0] - self._used
 
     def put(self, parts: list[tf.Tensor], used: int | tf.Tensor = 0) -> None:
-        """Replaces the element by another one, of which some batches are used."""
+        """Replaces the element by another one, some of whose batches have been used."""
         for variable, part in zip(self.parts, parts):
             variable.assign(part)
         self._used.assign(used)
@@ -60,9 +56,9 @@ class _Buffer:
 
 @dataclasses.dataclass(kw_only=True)
 class BlockStream(HostStream):
-    """A `HostStream` whose iterator brings the batches of `block` steps in one element.
+    """A `HostStream` for one replica whose iterator brings the batches of `block` steps in one element.
 
-    Where a part of an element is used, a saved position holds the rest of it, and the iterator's state behind it.
+    A saved position holds the unused batches of the current element, and the iterator's state behind it.
     """
 
     def __post_init__(self) -> None:
@@ -86,20 +82,20 @@ class BlockStream(HostStream):
 
     def _iter(self) -> tf.data.Iterator:
         self._buffer.put([part[:0] for part in self._buffer.parts])
-        return iter(self._in_blocks().prefetch(_AHEAD if self.block == _LONGEST else 1))
+        return iter(self._blocks().prefetch(_AHEAD if self.block == _LONGEST else 1))
 
-    def _in_blocks(self) -> tf.data.Dataset:
+    def _blocks(self) -> tf.data.Dataset:
         return self._read_from(self._renewed())
 
     def _read_from(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """See `HostStream`."""
-        return dataset.batch(self.block * self._local_replicas, drop_remainder=self.infinite)
+        return dataset.batch(self.block, drop_remainder=self.infinite)
 
     def _kind(self) -> tuple:
         return (*super()._kind(), self.block)
 
     def _skip(self, iterator: tf.data.Iterator) -> None:
-        whole, used = divmod(self.skipped, self.block * self._local_replicas)
+        whole, used = divmod(self.skipped, self.block)
         self._read_on(iterator, whole)
         if used and (new := iterator.get_next_as_optional()).has_value():
             parts = tf.nest.flatten(new.get_value())
@@ -107,16 +103,16 @@ class BlockStream(HostStream):
 
     def next_steps(self, iterator: tf.data.Iterator, steps: int) -> Any:
         """See `Stream`."""
-        return self._packed(self._next(iterator, steps * self._local_replicas))
+        return self._packed(self._next(iterator, steps))
 
     def next(self, iterator: tf.data.Iterator) -> Any:
         """See `Stream`."""
-        return self._of_one_step(self._next(iterator, self._local_replicas))
+        return self._one_step(self._next(iterator, 1))
 
     @tf.autograph.experimental.do_not_convert
     def _next(self, iterator: tf.data.Iterator, count: int) -> list[tf.Tensor]:
         """Returns the next batches, each part `[count, ...]`."""
-        buffer, elements = self._buffer, -(-count // (self.block * self._local_replicas))
+        buffer, elements = self._buffer, -(-count // self.block)
 
         def read() -> list[tf.Tensor]:
             new = [tf.nest.flatten(iterator.get_next()) for _ in range(elements)]
@@ -132,18 +128,18 @@ class BlockStream(HostStream):
     @tf.autograph.experimental.do_not_convert
     def next_as_optional(self, iterator: tf.data.Iterator) -> tf.Tensor:
         """See `Stream`; only looks whether there is a next step, which `get_value` takes."""
-        buffer, count = self._buffer, self._local_replicas
+        buffer = self._buffer
 
         def read() -> tf.Tensor:
             new = iterator.get_next_as_optional()
 
             def put() -> tf.Tensor:
                 buffer.put(_joined(buffer.rest(), tf.nest.flatten(new.get_value())))
-                return buffer.left() >= count
+                return buffer.left() > 0
 
             return tf.cond(new.has_value(), put, lambda: tf.constant(False))
 
-        return tf.cond(buffer.left() >= count, lambda: tf.constant(True), read)
+        return tf.cond(buffer.left() > 0, lambda: tf.constant(True), read)
 
     @tf.autograph.experimental.do_not_convert
     def has_value(self, optional: tf.Tensor) -> tf.Tensor:
@@ -153,10 +149,10 @@ class BlockStream(HostStream):
     @tf.autograph.experimental.do_not_convert
     def get_value(self, optional: tf.Tensor) -> Any:
         """See `Stream`."""
-        return self._of_one_step(self._buffer.take(self._local_replicas))
+        return self._one_step(self._buffer.take(1))
 
-    def _of_one_step(self, parts: list[tf.Tensor]) -> Any:
-        return self._to_replicas([self._packed([part[i] for part in parts]) for i in range(self._local_replicas)])
+    def _one_step(self, parts: list[tf.Tensor]) -> Any:
+        return self._to_replicas([self._packed([part[0] for part in parts])])
 
     def _packed(self, parts: list[tf.Tensor]) -> Any:
         return tf.nest.pack_sequence_as(self.dataset.element_spec, parts)
@@ -203,33 +199,23 @@ class KeyedStream(BlockStream):
         super().share(stream)
         self.rows, self.dataset = stream.rows, stream.dataset
 
-    def _in_blocks(self) -> tf.data.Dataset:
-        count = self.block * self._local_replicas
-        draw = tf.function(lambda first: self.draw(first, count), jit_compile=True, autograph=False)
-        ids = tf.data.Dataset.counter(self.start_step * self._local_replicas, count).map(lambda first: draw(first))
+    def _blocks(self) -> tf.data.Dataset:
+        draw = tf.function(lambda first: self.draw(first, self.block), jit_compile=True, autograph=False)
+        ids = tf.data.Dataset.counter(self.start_step, self.block).map(lambda first: draw(first))
         return ids if self.rows is None else ids.map(self.rows)
 
 
-def block_of(spec: Any, replicas: int) -> int:
-    """Returns how many steps' batches to read as one element: 1 for large batches and for those whose shape varies.
-
-    Args:
-      spec: the structure of `tf.TypeSpec`s of a batch.
-      replicas: batches of a step.
-    """
+def block_size(spec: Any) -> int:
+    """Returns how many batches of a spec to read as one element: 1 for large ones and those whose shape varies."""
     specs = tf.nest.flatten(spec)
     if not specs or not all(isinstance(each, tf.TensorSpec) and each.shape.is_fully_defined() for each in specs):
         return 1
-    size = replicas * sum(math.prod(each.shape) * each.dtype.size for each in specs)
+    size = sum(math.prod(each.shape) * each.dtype.size for each in specs)
     return _LONGEST if size <= _BYTES else 1
 
 
-def block_of_ids(batch_size: int) -> int:
-    """Returns how many steps' ids to draw as one element: 100 to 400, as chunks of 100 then fit in without a rest.
-
-    Args:
-      batch_size: ids of a step.
-    """
+def block_size_of_ids(batch_size: int) -> int:
+    """Returns how many batches of ids to draw as one element: 100 to 400, divisible by XLA chunks of 100 steps."""
     return 100 * max(1, min(_HUNDREDS, _IDS // (100 * batch_size)))
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.data.batches import Batches, Span
-from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_of, block_of_ids
+from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
 from looplib.data.host_stream import HostStream
 from looplib.data.input_context import BadRecords, InputContext, per_replica_batch_size
 from looplib.data.pipelines import Pipelines, Task, makes_global_batches
@@ -23,7 +23,7 @@ _SMALL = 2**14  # bytes of a step, up to which the rows of resident arrays are g
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...] | None:
-    """Returns the device of each replica of this process; None for TPUs and where they are not those of one process."""
+    """Returns the device of each replica, if all are CPUs or GPUs of this process; otherwise None."""
     with strategy.scope():
         if not tf.distribute.has_strategy():  # the default strategy, which places ops itself: on a GPU if there is one
             found = tf.config.list_logical_devices("GPU") or tf.config.list_logical_devices("CPU")
@@ -56,17 +56,17 @@ def distribute(
     in_blocks: bool = False,
     remote: Callable[..., Stream] | None = None,
 ) -> Stream:
-    """Builds `task.dataset` for every input pipeline of a strategy; see `Specification` and `BlockStream`.
+    """Builds `task.dataset` for every input pipeline of a strategy; for the other arguments see `Specification`.
 
     Args:
       strategy: runs the steps.
       task: has the `dataset`.
       config: the settings of the controller; of an evaluator, with its own global batch size.
-      left_out: the damaged records that the run has left out, and how many it may; None for none.
+      left_out: the damaged records that the run has left out.
       training: whether the data is that of a training.
       start_step: global batches that were consumed before.
       earlier: those of other sizes.
-      in_blocks: whether the loop takes the batches of several steps at once.
+      in_blocks: whether the loop takes the batches of several steps at once, on one replica.
       remote: makes the stream where workers read by themselves, of the arguments of a `Stream` and `make`, which makes
         the pipeline of a worker there.
 
@@ -74,21 +74,20 @@ def distribute(
       UsageError: for a batch that does not divide, something that is not a data set, or an empty data set.
     """
     replicas, workers = strategy.num_replicas_in_sync, Workers(strategy)
-    global_batch_size, overfit_batch = config.global_batch_size, config.overfit_batch
     local = local_devices(strategy) if config.distribute == "auto" and remote is None else None
     on_host = remote is not None or local is not None
     settings = dict(
-        global_batch_size=global_batch_size,
+        global_batch_size=config.global_batch_size,
         num_replicas=replicas,
         seed=config.seed,
         training=training,
-        of_global_batches=makes_global_batches(task),
+        global_batches=makes_global_batches(task),
         bad_records=left_out,
     )
-    batch_size = per_replica_batch_size(global_batch_size, replicas)
-    whole = settings["of_global_batches"] and remote is None  # remote workers each read batches of their own
-    sizes = Batches(global_batch_size, tuple(earlier))
-    pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, overfit_batch)
+    batch_size = per_replica_batch_size(config.global_batch_size, replicas)
+    whole = settings["global_batches"] and remote is None  # remote workers each read batches of their own
+    sizes = Batches(config.global_batch_size, tuple(earlier))
+    pipelines = Pipelines(task, settings, start_step, sizes, workers, on_host, whole, config.overfit_batch)
 
     def make() -> tf.data.Dataset | tf.distribute.DistributedDataset:
         if remote is not None:  # each worker builds its own; the coordinator looks at one
@@ -105,7 +104,7 @@ def distribute(
     if remote is not None:
         stream = functools.partial(remote, make=pipelines.build_on_worker)
     elif on_host and in_blocks and on_cpus and training and workers.count == 1:
-        stream, dataset, arrays = _in_blocks(dataset, context, global_batch_size, replicas)
+        stream, dataset, arrays = _in_blocks(dataset, context, batch_size)
     elif on_host:
         stream = functools.partial(HostStream, devices=() if on_cpus else local)
     return stream(
@@ -126,9 +125,9 @@ def _properties(
 ) -> Properties:
     """Returns what is known of the batches of built pipelines; raises `UsageError` if there is none to begin with."""
     context, replicas = pipelines.contexts[0], pipelines.replicas
-    cardinalities, shares = pipelines.of_all_workers()
-    of_a_worker = max(1, replicas // len(shares))
-    lengths = Lengths(shares, 1 if whole else of_a_worker) if training and remote is None else None
+    cardinalities, shares = pipelines.gather_lengths()
+    per_worker = max(1, replicas // len(shares))
+    lengths = Lengths(shares, 1 if whole else per_worker) if training and remote is None else None
     if start_step == 0:
         _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
@@ -166,10 +165,10 @@ def _refuse_without_batches(
 
 
 def _in_blocks(
-    dataset: tf.data.Dataset, context: InputContext, batch_size: int, replicas: int
+    dataset: tf.data.Dataset, context: InputContext, batch_size: int
 ) -> tuple[Callable[..., Stream], tf.data.Dataset, Any]:
-    """Returns the stream of a training on CPUs, its pipeline, and the arrays whose rows a step has to gather."""
-    arrays, block = context.arrays, block_of(dataset.element_spec, replicas)
+    """Returns the stream of a training on one CPU, its pipeline, and the arrays whose rows a step has to gather."""
+    arrays, block = context.arrays, block_size(dataset.element_spec)
     if block == 1:
         return HostStream, dataset, arrays
     if dataset is not context.ids or context.draw is None:
@@ -177,7 +176,8 @@ def _in_blocks(
     rows = None
     if arrays is not None and (gathered := _gathered(dataset, arrays, batch_size)):
         (dataset, rows), arrays = gathered, None
-    return functools.partial(KeyedStream, block=block_of_ids(batch_size), draw=context.draw, rows=rows), dataset, arrays
+    stream = functools.partial(KeyedStream, block=block_size_of_ids(batch_size), draw=context.draw, rows=rows)
+    return stream, dataset, arrays
 
 
 def _gathered(dataset: tf.data.Dataset, arrays: Any, batch_size: int) -> tuple[tf.data.Dataset, Rows] | None:

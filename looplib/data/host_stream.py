@@ -39,14 +39,10 @@ class HostStream(Stream):
         self._workers = Workers(self.strategy)
         self._local_replicas = self.strategy.num_replicas_in_sync // self._workers.count
         self._savable = self.renew is not None and not self.positioned
-        self._digest = None
-        self._unsavable = ""  # why, once it is known
-        self._trusted = False  # whether stages that are not known were tried out
-        self._between = False  # whether it was said that a state is not complete
-        self._spec = None
-        self._had_batch = None
+        self._digest, self._unsavable = None, ""  # of the pipeline; why its position cannot be saved
+        self._tried_out = self._said_between = False  # stages that are not known; that a state is not complete
+        self._spec = self._had_batch = None
         self._started, self._is_short = 0.0, False
-        self._untuned: tf.data.Dataset | None = None
         self._nothing: tuple[tf.data.Dataset, tf.Tensor] | None = None  # a pipeline, and one like it without elements
         if self.may_be_empty and self._workers.count > 1:
             self._empty()  # what cannot be made is refused before the first step
@@ -73,7 +69,7 @@ class HostStream(Stream):
     def iterate(self, position: bytes | None = None) -> tf.data.Iterator:
         """See `Stream`."""
         self._started = start = time.perf_counter()
-        iterator = iter(self._without_tuning()) if self._is_short else self._iter()
+        iterator = iter(self._untuned) if self._is_short else self._iter()
         if self._savable:
             try:
                 self._digest = iterator_state.digest(iterator, *self._kind())
@@ -81,9 +77,8 @@ class HostStream(Stream):
                 self._give_up(str(error))
         if position is not None and self._savable:
             if self._is_restored(iterator, position):
-                ms = 1000 * (time.perf_counter() - start)
-                size = len(position)
-                self._note(f"resumes after step {self.start_step} from its saved state ({size} bytes, {ms:.0f} ms)")
+                how = f"{len(position)} bytes, {1000 * (time.perf_counter() - start):.0f} ms"
+                self._note(f"resumes after step {self.start_step} from its saved state ({how})")
                 return iterator
             iterator = self._iter()
         if self.skipped:
@@ -103,21 +98,19 @@ class HostStream(Stream):
     def _kind(self) -> tuple:
         return self.dataset.element_spec, self.properties.batch_size, int(self.dataset.cardinality())
 
-    def _without_tuning(self) -> tf.data.Dataset:
-        """Returns the pipeline of an evaluation too short to be tuned, which spares a tenth of its time."""
-        if self._untuned is None:
-            options = tf.data.Options()
-            options.autotune.enabled = False
-            # A pipeline that is tuned prefetches by itself. Its parallel calls start at one for each core in any case.
-            self._untuned = self.dataset.prefetch(2).with_options(options)
-        return self._untuned
+    @functools.cached_property
+    def _untuned(self) -> tf.data.Dataset:
+        """The pipeline of an evaluation too short to be tuned, which spares a tenth of its time."""
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        # A pipeline that is tuned prefetches by itself. Its parallel calls start at one for each core in any case.
+        return self.dataset.prefetch(2).with_options(options)
 
     def end(self, iterator: tf.data.Iterator, wait: bool = False) -> None:
         """See `Stream`; returns at once without `wait`.
 
-        Sometimes the end of an iterator that tunes itself takes as long as it has lived, and at most 60 s: TensorFlow
-        2.20 wakes its tuning thread before it notes that the thread has to end, so that a thread which looks at once
-        sleeps for another whole period. A thread of looplib's waits for that in an op, because the end of a Python
+        The end of an iterator that tunes itself may take up to 60 s: TensorFlow 2.20 wakes its tuning thread before it
+        notes that the thread has to end. A thread of looplib's waits for that in an op, because the end of a Python
         object would block Python. An iterator without tuning needs no such thread, whose start would take longer.
         """
         untuned, self._is_short = self._is_short, self.renew is None and time.perf_counter() - self._started < _SHORT
@@ -135,10 +128,11 @@ class HostStream(Stream):
             threading.Thread(target=replace, name="looplib-data-end", daemon=True).start()
 
     def _skip(self, iterator: tf.data.Iterator) -> None:
-        # Reads the batches, because `Dataset.skip` would be part of the pipeline whose state is saved.
         self._read_on(iterator, self.skipped)
 
     def _read_on(self, iterator: tf.data.Iterator, count: int) -> None:
+        """Reads batches that are left out; `Dataset.skip` would be part of the pipeline whose state is saved."""
+
         @tf.function
         def skip(iterator: tf.data.Iterator, count: tf.Tensor) -> None:
             for _ in tf.range(count):
@@ -270,17 +264,17 @@ class HostStream(Stream):
         try:
             packed, stages = iterator_state.save(iterator, self.dataset)
             untried = sorted(stages - iterator_state.TRIED)
-            if untried and not self._trusted:
+            if untried and not self._tried_out:
                 self._try_out(untried)
-                self._trusted = True
+                self._tried_out = True
             return self._digest + packed
         except iterator_state.BetweenEpochsError as error:
-            if not self._between:
+            if not self._said_between:
                 self._note(
                     "has a shuffle that has ended or not begun in this epoch, so that its state is not complete, and a "
                     f"run that resumes here will skip the data already used: {error}"
                 )
-            self._between = True
+            self._said_between = True
             return None  # the next position can be saved again
         except iterator_state.UnsavableError as error:
             return self._give_up(str(error))
@@ -319,16 +313,14 @@ class HostStream(Stream):
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
         """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
-        condition = diagnosis().condition(self._unsavable, by_skipping=True)
-        if not condition:
-            return
-        logging.warning(
-            "%s.dataset has no position that can be saved (%s), so the data already used is read again and skipped; "
-            "this is exact only if %s",
-            self.properties.who,
-            self._unsavable,
-            condition,
-        )
+        if condition := diagnosis().condition(self._unsavable, by_skipping=True):
+            logging.warning(
+                "%s.dataset has no position that can be saved (%s), so the data already used is read again and "
+                "skipped; this is exact only if %s",
+                self.properties.who,
+                self._unsavable,
+                condition,
+            )
 
 
 def _without_rows(leaf: Any) -> Any:

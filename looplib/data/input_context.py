@@ -23,55 +23,39 @@ _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
 class BadRecords:
     """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
 
-    Attributes:
-      most: how many there may be.
-      folder: the folder in which the processes of the run note them; None counts those of this process alone.
-      names: of those that are known to this process.
-      lock: held while they are counted.
-
     Raises:
       UsageError: if `most` is not a whole number of at least 0.
     """
 
-    most: int = 0
+    most: int = 0  # how many there may be
+    # the folder in which the processes of the run note them; None counts those of this process alone
     folder: str | None = None
-    names: set[str] = dataclasses.field(default_factory=set, init=False)
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
+    names: set[str] = dataclasses.field(default_factory=set, init=False)  # of those that are known to this process
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)  # held while they are counted
 
     def __post_init__(self) -> None:
         self.most = whole_number("bad_records", self.most, least=0)
 
 
 class Reads(Protocol):
-    """How the records of a data set are read, of which tf.data says only that it is a map. Its text names the reader.
+    """How the records of a data set are read, for which tf.data shows only a map. Its text names the reader."""
 
-    Attributes:
-      calls: of its stages.
-      records: how many were read.
-      at_once: how many are read at once.
-      advice: what to change if reading takes the time.
-    """
-
-    calls: list[int]
-    records: int
+    calls: list[int]  # of its stages
+    records: int  # how many were read
 
     @property
     def at_once(self) -> int:
-        """See above."""
+        """How many are read at once."""
 
     @property
     def advice(self) -> str:
-        """See above."""
+        """What to change if reading takes the time."""
 
 
 class Reader(Protocol):
-    """What reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context.
+    """Reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context."""
 
-    Attributes:
-      reads: how, of each call.
-    """
-
-    reads: list[Reads]
+    reads: list[Reads]  # of each call
 
     def batches(
         self,
@@ -116,7 +100,7 @@ class InputContext:
         calls it is that of the most examples, so that each example of all of them has come. A `dataset` may set it,
         such as one that repeats other data. None where it is not known.
       epoch: how many examples come in `steps_per_epoch`; None where it is not known.
-      of_global_batches: whether the task makes global batches, see `Trainer.batches`.
+      global_batches: whether the task makes global batches, see `Trainer.batches`.
       numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
         the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
         in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
@@ -135,7 +119,7 @@ class InputContext:
         seed: int,
         training: bool,
         start_step: int,
-        of_global_batches: bool = False,
+        global_batches: bool = False,
         numbers: tf.data.Dataset | None = None,
         bad_records: BadRecords | None = None,
         only: np.ndarray | None = None,
@@ -148,7 +132,7 @@ class InputContext:
         self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
         self.seed = seed
         self.training = training
-        self.of_global_batches = of_global_batches
+        self.global_batches = global_batches
         self.numbers = numbers
         self.bad_records = bad_records or BadRecords()
         self._only = only
@@ -172,12 +156,7 @@ class InputContext:
         self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
-        """Returns a new context of the same pipeline.
-
-        Args:
-          start_step: global batches that were consumed before.
-          only: positions in the run, int64 `[n]`, of examples to make batches of one of; None makes all batches.
-        """
+        """Returns a new context of the same pipeline; `only` are positions int64 `[n]` to make batches of one of."""
         return InputContext(
             global_batch_size=self.global_batch_size,
             num_replicas=self.num_replicas,
@@ -186,7 +165,7 @@ class InputContext:
             seed=self.seed,
             training=self.training,
             start_step=start_step,
-            of_global_batches=self.of_global_batches,
+            global_batches=self.global_batches,
             bad_records=self.bad_records,
             only=only,
             earlier=self.sizes.earlier,
@@ -194,7 +173,7 @@ class InputContext:
 
     @property
     def pipeline_index(self) -> int | tf.Tensor:
-        """The index of this pipeline; to read it states that `dataset` gives each pipeline a part of its own.
+        """The index of this pipeline. Reading it states that `dataset` gives each pipeline its own part of the data.
 
         On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
         Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
@@ -204,7 +183,7 @@ class InputContext:
 
     @property
     def start_step(self) -> int:
-        """The global batches consumed before, where data beside that of `indices` or `records` has to start itself.
+        """Global batches consumed before, for data other than `indices` or `records` that skips to its start itself.
 
         A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
         """
@@ -367,17 +346,9 @@ class InputContext:
         )
 
     def batch_positions(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
-        """Makes the positions of this pipeline's batches in the run, or in the evaluation.
+        """Makes the positions of this pipeline's batches of a plan, for a method of that name with such arguments.
 
-        Args:
-          plan: what stands there.
-          method: the name of the method that was called.
-          whole_epochs: see `indices`.
-          repeat: see `indices`.
-          most: batches of a chunk, at most.
-
-        Returns:
-          Chunks of batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        Returns chunks of at most `most` batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
         """
         self._check(plan, f"context.{method}", whole_epochs, repeat)
         self.positioned = self.asked_for_its_part = True
@@ -394,14 +365,14 @@ class InputContext:
         return self.positions
 
     def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
-        """Raises `UsageError` for examples of which no batches can be made."""
+        """Raises `UsageError` if no batches can be made of the examples."""
         size = self.global_batch_size
         if plan.size == 0:
             raise UsageError(
                 f"the {'training' if self.training else 'evaluation'} data set is empty: {method} was asked for "
                 "0 examples; check where the data is read from"
             )
-        if whole_epochs and not self.of_global_batches:
+        if whole_epochs and not self.global_batches:
             raise UsageError(
                 f"{method} was asked for whole epochs, and the smaller batch at their end may not reach all "
                 'replicas; set batches = "global" in the trainer, whose batches looplib divides among the replicas'
@@ -412,7 +383,7 @@ class InputContext:
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
                 "pass repeat=True if that is intended"
             )
-        if self.training and plan.of_batches and self.sizes.earlier:
+        if self.training and plan.chosen_by_batch and self.sizes.earlier:
             raise UsageError(
                 f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
                 f"together, so that its order depends on the batch size, and this run had batches of {self.sizes}; "
@@ -468,18 +439,7 @@ def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor
 
 
 def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
-    """Divides the global batch.
-
-    Args:
-      global_batch_size: examples of a step over all replicas.
-      num_replicas: how many replicas there are.
-
-    Returns:
-      The examples of a step on one replica.
-
-    Raises:
-      UsageError: if it does not divide, naming the nearest sizes that do.
-    """
+    """Returns the examples of a step on one replica; raises `UsageError` if the global batch does not divide."""
     global_batch_size = whole_number("global_batch_size", global_batch_size)
     if global_batch_size % num_replicas:
         below = global_batch_size // num_replicas * num_replicas

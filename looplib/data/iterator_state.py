@@ -60,11 +60,7 @@ def digest(iterator: tf.data.Iterator, *kind: object) -> bytes:
 
 
 def save(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> tuple[bytes, set[str]]:
-    """Returns the state of an iterator, and the names of its stages, those made inside of functions included.
-
-    Args:
-      iterator: the iterator.
-      dataset: its pipeline.
+    """Returns the state of an iterator of a data set, and the names of its stages, those in functions included.
 
     Raises:
       BetweenEpochsError: if the seeds of a shuffle are not in it, so that a later epoch would have another order.
@@ -90,30 +86,17 @@ def save(iterator: tf.data.Iterator, dataset: tf.data.Dataset) -> tuple[bytes, s
 
 
 def restore(iterator: tf.data.Iterator, packed: bytes) -> None:
-    """Brings an iterator to a saved position.
-
-    Args:
-      iterator: new, of a pipeline like the one that was saved.
-      packed: bytes from `save`.
-
-    Raises:
-      tf.errors.OpError: if the bytes are no state of such a pipeline.
-    """
+    """Brings a new iterator to a saved position; raises `tf.errors.OpError` if the bytes are no state of its kind."""
     pieces = tf.io.parse_tensor(packed, tf.string)
     state = tf.stack([part for piece in pieces for part in tf.unstack(tf.io.parse_tensor(piece, tf.variant))])
     tf.raw_ops.DeserializeIterator(resource_handle=handle(iterator), serialized=state)
 
 
 def restores_exactly(first: tf.data.Dataset, second: tf.data.Dataset, count: int) -> bool:
-    """Tries whether a restored iterator continues like the one that was saved.
+    """Returns whether a restored iterator continues like the one that was saved, of a pipeline that was built twice.
 
-    Args:
-      first: the pipeline.
-      second: the same pipeline, built again.
-      count: elements to read before the save, and twice as many to compare after it.
-
-    Returns:
-      Whether they do. False also for a pipeline that gives other elements each time.
+    `count` elements are read before the save, and twice as many are compared after it. The answer is False also for a
+    pipeline that gives other elements each time.
     """
     original, restored = iter(first), iter(second)
     _read(original, count)

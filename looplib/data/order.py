@@ -26,15 +26,10 @@ _CONSTANT, _BITS, _LEAST_WIDTH = 0xFFFFFFFC, 0x7369F885192C0EF5, 16  # of the ci
 
 @dataclasses.dataclass(frozen=True)
 class OrderKey:
-    """What the order of a training depends on.
+    """What the order of a training depends on."""
 
-    Attributes:
-      seed: the run's seed, or one derived from it.
-      batches: the sizes of the global batches.
-    """
-
-    seed: int
-    batches: Batches
+    seed: int  # the run's seed, or one derived from it
+    batches: Batches  # the sizes of the global batches
 
     def part(self, number: int) -> "OrderKey":
         """Returns the key of one of the run's parts, such as a source of a mixture."""
@@ -48,19 +43,12 @@ def derived_seed(seed: int, use: int | str) -> int:
 
 
 class Plan(abc.ABC):
-    """Which examples a training and an evaluation have, and in which order; for `InputContext.indices`.
+    """Which examples a training and an evaluation have, and in which order; for `InputContext.indices`."""
 
-    Attributes:
-      size: the number of examples, each of which an evaluation has once.
-      comes_in_epochs: whether a training has each example once in `size` positions, give or take a batch.
-      of_batches: whether the examples of a global batch are chosen together.
-      width: numbers that describe one example; blocks of wide ones are smaller.
-    """
-
-    size: int
-    comes_in_epochs = True
-    of_batches = False
-    width = 1
+    size: int  # the number of examples, each of which an evaluation has once
+    comes_in_epochs = True  # whether a training has each example once in `size` positions, give or take a batch
+    chosen_by_batch = False  # whether the examples of a global batch are chosen together
+    width = 1  # numbers that describe one example; blocks of wide ones are smaller
 
     @abc.abstractmethod
     def endless(self, key: OrderKey) -> Locate:
@@ -71,11 +59,7 @@ class Plan(abc.ABC):
         """Returns the function from positions in an evaluation, 0 to `size` - 1, to examples."""
 
     def located(self, key: OrderKey | None) -> Locate:
-        """Returns the function from chunks of positions, int64 `[k, b]`, to examples `[k, b, ...]`.
-
-        Args:
-          key: of the training; None for an evaluation.
-        """
+        """Returns the function from chunks of positions, int64 `[k, b]`, to examples; None: of an evaluation."""
         locate = self.once() if key is None else self.endless(key)
 
         def chunk(positions: tf.Tensor) -> Any:
@@ -135,7 +119,7 @@ def as_plan(examples: int | Plan, asked: str, shuffle: bool, whole_epochs: bool)
     kind = f"looplib.{type(examples).__name__}"
     if not shuffle:
         raise UsageError(f"context.{asked} was given {kind} and shuffle=False; leave out shuffle=False")
-    if whole_epochs and (examples.of_batches or not examples.comes_in_epochs):
+    if whole_epochs and (examples.chosen_by_batch or not examples.comes_in_epochs):
         raise UsageError(
             f"context.{asked} was asked for whole epochs of {kind}, whose epochs do not end with a batch; leave out "
             "whole_epochs"

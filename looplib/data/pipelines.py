@@ -19,26 +19,17 @@ _ENDLESS = 2**62
 
 
 class Task(Protocol):
-    """What is read of a `Trainer` or an `Evaluator`; see there.
+    """What is read of a `Trainer` or an `Evaluator`; see there."""
 
-    Attributes:
-      batches: "per_replica" or "global".
-      batch_size_varies: whether its batches have other sizes than the context's.
-    """
-
-    batches: str
-    batch_size_varies: bool
+    batches: str  # "per_replica" or "global"
+    batch_size_varies: bool  # whether its batches have other sizes than the context's
 
     def dataset(self, context: InputContext) -> tf.data.Dataset:
         """Makes the batches of one pipeline."""
 
 
 def makes_global_batches(task: Task) -> bool:
-    """Returns whether a task makes global batches.
-
-    Raises:
-      UsageError: if its `batches` is of no kind.
-    """
+    """Returns whether a task makes global batches; raises `UsageError` if its `batches` is of no kind."""
     if task.batches not in KINDS:
         raise UsageError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
     return task.batches == "global"
@@ -56,19 +47,6 @@ class Pipelines:
       on_host: whether the batches go through no iterator of tf.distribute.
       whole: whether each makes global batches, which are then divided among the replicas.
       overfit_batch: whether each step gets the first batch.
-
-    Attributes:
-      who: the class name of the task, for messages.
-      replicas: the number of replicas.
-      newest: the pipeline that was built last.
-      contexts: the `InputContext` of each that was built.
-      skipped: steps that each leaves out to begin where the run is; 0 for those that begin there by themselves.
-      cardinalities: of each, in batches; in steps, where that decides whether there is one at all.
-      shares: the batches of each from the beginning of the data, as tf.data says it.
-      sure: steps that each is certain to have.
-      sized: whether the size of its batches need not be checked in each step.
-      fixed: whether all its batches have the size that was requested.
-      in_turn: whether the ids of each batch, as a replica gets it, follow one another.
     """
 
     def __init__(
@@ -87,13 +65,16 @@ class Pipelines:
         self._workers, self._on_host, self._whole = workers, on_host, whole
         self.replicas = settings["num_replicas"]
         self._overfit_batch = overfit_batch
-        self.newest: tf.data.Dataset | None = None
+        self.newest: tf.data.Dataset | None = None  # the pipeline that was built last
+        # Of each pipeline that was built:
         self.contexts: list[InputContext] = []
-        self.cardinalities: list[int] = []
-        self.shares: list[int] = []
-        self.sure: list[int] = []
-        self.sized, self.fixed, self.in_turn = True, False, False
-        self.skipped = 0
+        self.cardinalities: list[int] = []  # in batches; in steps, where that decides whether there is one at all
+        self.shares: list[int] = []  # batches from the beginning of the data, as tf.data says it
+        self.sure: list[int] = []  # steps that it is certain to have
+        self.sized = True  # whether the size of its batches need not be checked in each step
+        self.fixed = False  # whether all its batches have the size that was requested
+        self.in_turn = False  # whether the ids of each batch, as a replica gets it, follow one another
+        self.skipped = 0  # steps that it leaves out to begin where the run is; 0 if it begins there by itself
         self._warned = self._said = self._said_orders = False
 
     def build(self, tf_context: tf.distribute.InputContext) -> tf.data.Dataset:
@@ -128,16 +109,16 @@ class Pipelines:
         several = context.num_replicas > 1
         self.cardinalities.append(cardinality // replicas if training and several and cardinality > 0 else cardinality)
         if self._whole and self.replicas > 1:
-            own = self.replicas // self._workers.count
-            first = tf_context.input_pipeline_id * own
-            dataset = to_replicas(dataset, first, own, self.replicas, shares=not self.fixed)
+            local_replicas = self.replicas // self._workers.count
+            first = tf_context.input_pipeline_id * local_replicas
+            dataset = to_replicas(dataset, first, local_replicas, self.replicas, shares=not self.fixed)
         if self.replicas > 1 and not endless and not self._on_host:
             dataset = _forget_batch_size(dataset)
             dataset = _drop_incomplete_steps(dataset, replicas) if training and not self._whole else dataset
         self.newest = dataset
         return dataset
 
-    def of_all_workers(self) -> tuple[list[int], list[int]]:
+    def gather_lengths(self) -> tuple[list[int], list[int]]:
         """Returns `cardinalities` and the first of `shares`, of all workers, in their order."""
         cardinalities, shares = self.cardinalities, self.shares[:1]
         if self._workers.count > 1:
@@ -255,11 +236,7 @@ def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dat
 
 
 def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool:
-    """Refuses batches of another size, such as the global one: every mean and gradient would be scaled wrongly.
-
-    Returns:
-      Whether the size is known before there is a batch.
-    """
+    """Refuses batches of another size, which would scale means and gradients wrongly; returns whether it is known."""
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
     shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec) if isinstance(spec, kinds)]
     sizes = {shape[0] for shape in shapes if shape.rank and shape[0] is not None}
@@ -315,22 +292,15 @@ def _forget_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def to_replicas(dataset: tf.data.Dataset, first: int, count: int, replicas: int, shares: bool) -> tf.data.Dataset:
     """Divides each global batch, as evenly as its size allows, in the order of its examples.
 
-    Args:
-      dataset: global batches, of any structure of dense, ragged and sparse tensors.
-      first: the first replica of this pipeline.
-      count: the number of its replicas.
-      replicas: the number of all.
-      shares: whether to make `Share`s, which have no empty batch; else the batches alone.
-
-    Returns:
-      The batches of each global batch for the replicas `first` to `first + count - 1`, one after another.
+    Returns the batches for the replicas `first` to `first + count - 1` of all `replicas`, one after another; with
+    `shares`, as `Share`s, which have no empty batch. Batches may be structures of dense, ragged and sparse tensors.
     """
     cardinality = dataset.cardinality()
     spec = dataset.element_spec
 
     def divide(*element: Any) -> tf.data.Dataset:
         batch = element if type(spec) is tuple else element[0]  # tf.data unpacks tuples, and only those
-        size = next(_size(leaf) for leaf in tf.nest.flatten(batch) if leaf.shape.rank != 0)
+        size = next(num_rows(leaf) for leaf in tf.nest.flatten(batch) if leaf.shape.rank != 0)
 
         def part(replica: tf.Tensor) -> Any:
             start, stop = -(-replica * size // replicas), -(-(replica + 1) * size // replicas)
@@ -359,7 +329,9 @@ def have_size(dataset: tf.data.Dataset, size: int) -> bool:
     )
 
 
-def _size(leaf: Any) -> tf.Tensor:
+@tf.autograph.experimental.do_not_convert
+def num_rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
+    """Returns the first dimension of a tensor of any kind, int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int64)
     return leaf.dense_shape[0] if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf, tf.int64)[0]

@@ -62,66 +62,42 @@ class Lengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What is known of the batches of a task before one is read.
+    """What is known of the batches of a task before one is read."""
 
-    Attributes:
-      who: the class name of the user's trainer or evaluator, for messages.
-      infinite: whether they are known never to end.
-      unknown: whether their number is not known.
-      may_be_empty: whether a replica may get a batch without examples, in the last step of an evaluation.
-      sure: number of steps, from the first on, that certainly have a batch of full size for each replica.
-      batch_size: examples of a batch of full size.
-      sized: whether batches need no check of their size: it is static, or it may vary.
-      in_turn: whether the row numbers of a batch follow one another, and the rows are on CPUs.
-      epoch: how many examples are an epoch; None where that is not known.
-      examples: how many examples there are; None where that is not known.
-      fingerprint: of the files of a training, see `input_context.Reader`.
-      lengths: how long the workers' shares of a training are; None where each reads by itself.
-    """
-
-    who: str
-    infinite: bool = False
-    unknown: bool = True
-    may_be_empty: bool = False
-    sure: int = 0
-    batch_size: int = 0
-    sized: bool = True
-    in_turn: bool = False
-    epoch: Epoch | None = None
-    examples: int | None = None
+    who: str  # the class name of the user's trainer or evaluator, for messages
+    infinite: bool = False  # whether they are known never to end
+    unknown: bool = True  # whether their number is not known
+    may_be_empty: bool = False  # whether a replica may get a batch without examples, in the last step of an evaluation
+    sure: int = 0  # number of steps, from the first on, that certainly have a batch of full size for each replica
+    batch_size: int = 0  # examples of a batch of full size
+    sized: bool = True  # whether batches need no check of their size: it is static, or it may vary
+    in_turn: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
+    epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
+    examples: int | None = None  # how many examples there are; None where that is not known
+    # of the files of a training, see `input_context.Reader`
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
-    lengths: Lengths | None = None
+    lengths: Lengths | None = None  # how long the workers' shares of a training are; None where each reads by itself
 
 
 @dataclasses.dataclass(kw_only=True)
 class Stream:
-    """The batches of a task, step by step: as tf.distribute's own iterators hand them out.
+    """The batches of a task, step by step: as tf.distribute's own iterators hand them out."""
 
-    Attributes:
-      strategy: the strategy of the replicas.
-      dataset: the data set, as `strategy.distribute_datasets_from_function` returned it.
-      renew: makes `dataset` again, for training; None if it may be iterated again, as an evaluation does.
-      properties: what is known of the batches.
-      context: returns the `InputContext` of the pipeline that was built last; None for one that looplib has not built.
-      start_step: global batches that were consumed before.
-      positioned: whether the pipeline starts at `start_step` by itself.
-      skipped: batches that each pipeline otherwise leaves out to start there.
-      arrays: structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself.
-      block: steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step.
-      passed: of the `skipped` batches, those that were read so far.
-    """
-
-    strategy: tf.distribute.Strategy
+    strategy: tf.distribute.Strategy  # the strategy of the replicas
+    # the data set, as `strategy.distribute_datasets_from_function` returned it
     dataset: tf.data.Dataset | tf.distribute.DistributedDataset
+    # makes `dataset` again, for training; None if it may be iterated again, as an evaluation does
     renew: Callable[[], tf.data.Dataset | tf.distribute.DistributedDataset] | None
-    properties: Properties
+    properties: Properties  # what is known of the batches
+    # returns the `InputContext` of the pipeline that was built last; None for one that looplib has not built
     context: Callable[[], InputContext | None]
-    start_step: int = 0
-    positioned: bool = False
-    skipped: int = 0
+    start_step: int = 0  # global batches that were consumed before
+    positioned: bool = False  # whether the pipeline starts at `start_step` by itself
+    skipped: int = 0  # batches that each pipeline otherwise leaves out to start there
+    # structure of arrays `[n, ...]` of which the batches are row numbers; None if they are the data itself
     arrays: Any = None
-    block: int = 1
-    passed: int = dataclasses.field(default=0, init=False)
+    block: int = 1  # steps whose batches are read at once, see `BlockStream`; 1 for a stream that reads step by step
+    passed: int = dataclasses.field(default=0, init=False)  # of the `skipped` batches, those that were read so far
     _iterated: bool = dataclasses.field(default=False, init=False)
 
     @property
@@ -172,14 +148,7 @@ class Stream:
         return tf.nest.map_structure(full, self.replica_spec)
 
     def iterate(self, position: bytes | None = None) -> Any:
-        """Starts to read.
-
-        Args:
-          position: bytes from `position`, to continue there; None continues at `start_step`.
-
-        Returns:
-          An iterator for the other methods.
-        """
+        """Returns an iterator for the other methods, from a saved `position` on, or else from `start_step`."""
         if self.start_step:
             how = "from its position" if self.positioned else f"by skipping {self.skipped} batches"
             self._note(f"resumes after step {self.start_step} {how}")
@@ -195,12 +164,7 @@ class Stream:
         return self.dataset
 
     def end(self, iterator: Any, wait: bool = False) -> None:
-        """Releases an iterator that is no longer read.
-
-        Args:
-          iterator: from `iterate`.
-          wait: whether to return only once its threads have ended.
-        """
+        """Releases an iterator that is no longer read; with `wait`, returns only once its threads have ended."""
 
     def copy_seconds(self) -> float:
         """Measures a copy of a batch to the device of its replica; 0 where none is made, or it is not known."""
@@ -211,7 +175,7 @@ class Stream:
         return next(counted_from_0(iterator))
 
     def next_steps(self, iterator: Any, steps: int) -> Any:
-        """Returns the batches of some steps, tensors `[steps * replicas, ...]`; in a `tf.function` or not.
+        """Returns the batches of steps on one replica, tensors `[steps, ...]`; in a `tf.function` or not.
 
         Only a stream that reads in blocks does; where the data ends, `steps` is at most `block`.
         """
@@ -242,11 +206,8 @@ class Stream:
     def left_out(self, read: int) -> str:
         """Describes the batches that are not used because the workers' shares differ; waits for the other workers.
 
-        Args:
-          read: how many batches this worker's share gave, including those that were skipped.
-
-        Returns:
-          A clause, equal on all workers, once the data has ended; "" if no batch is left out, or it is not known.
+        `read` batches came from this worker's share, skipped ones included. Returns a clause, equal on all workers,
+        once the data has ended; "" if no batch is left out, or it is not known.
         """
         return ""
 

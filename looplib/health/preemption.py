@@ -170,7 +170,7 @@ class Notice:
             os.set_blocking(end, False)
 
     def before_a_fork(self) -> None:
-        """Holds signals back in this thread until a fork of the process has handlers of its own."""
+        """Blocks signals in this thread until a forked child has installed its handlers."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if self._depth else ())
         self._masks[threading.get_ident()] = before
 

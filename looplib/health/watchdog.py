@@ -24,7 +24,7 @@ _AROUND_STEPS = "looplib.controller"
 
 
 class RunningTime:
-    """The seconds that this process ran, without those that it or its machine was suspended (SIGSTOP, Ctrl-Z).
+    """Seconds that this process ran, without the time it or its machine was suspended (SIGSTOP, Ctrl-Z).
 
     Args:
       interval: the planned seconds between two calls. More than twice as many were a suspension.

@@ -16,35 +16,28 @@ from looplib.report.clock import Clock
 from looplib.task.record import EngineChoice
 
 _CHUNK_SECONDS = 0.1  # of an XLA program, which nothing stops under way
-_MISFITS = 100  # calls in which a candidate's chunk did not fit, after which the trial continues without its time
+_MISFITS = 100  # calls too short for a candidate's chunk, after which the trial continues without its time
 # Rounds of a trial, the least seconds of a candidate in each, and how much faster than graph it must be.
 _ROUNDS, _SECONDS, _GAIN = 3, 0.1, 1.03
-# A candidate is tried once the training is known to last, or has lasted, this many times as long as its preparation may
-# take; the preparation may take this many times as long as the trace of the step.
+# A candidate is tried once the training has lasted, or is known to last, this many times as long as its preparation
+# may take; the preparation may take this many times as long as the trace of the step.
 _PAYS_BACK, _COMPILES = 10, 3
 
-# A trial yields the loop to run next and for how many steps, gets the steps that ran and their seconds, and returns the
-# loop that was chosen.
-_Wanted = tuple[DeviceLoop, int]
-_Took = tuple[int, float]
+# A trial yields (the loop to run next, its steps), and receives (the steps that ran, their seconds).
+_Wanted, _Took = tuple[DeviceLoop, int], tuple[int, float]
 
 
 class AutoLoop(InnerLoop):
     """Runs the first steps by the device loop; once it pays, measures chunks in XLA beside it, and takes the faster.
 
-    Args:
-      step: the step, on one replica.
-      steps_per_loop: steps of a call, which chunks should divide.
-      clock: gets the time to prepare a loop as "compile".
-      tracing: seconds that it took to trace the step.
-      chosen: the `record` of an earlier start of the run, or None.
+    Chunks should divide `steps_per_loop`. `tracing` is the seconds that it took to trace the step, on one replica, and
+    `chosen` the `record` of an earlier start of the run. The clock gets the time to prepare a loop as "compile".
     """
 
     def __init__(
         self, step: Step, steps_per_loop: int, clock: Clock, tracing: float, chosen: EngineChoice | None = None
     ) -> None:
-        self.step = step
-        self._record = chosen
+        self.step, self.record = step, chosen
         self._steps_per_loop, self._clock, self._tracing = steps_per_loop, clock, tracing
         self._graph = self._chosen = self._used = single_steps(step)
         self._iterator: Iterator = None
@@ -57,11 +50,6 @@ class AutoLoop(InnerLoop):
             self._chosen = self._used = DeviceLoop(step, XlaChunk(step, chosen.chunk))
 
     @property
-    def record(self) -> EngineChoice | None:
-        """See `InnerLoop`."""
-        return self._record
-
-    @property
     def traces(self) -> int:
         """How often the loop was traced that was traced most often."""
         return max(self._graph.traces, self._chosen.traces)
@@ -69,7 +57,7 @@ class AutoLoop(InnerLoop):
     def trace(self, iterator: Iterator) -> None:
         """Prepares the loop of an earlier choice, or else the graph loop."""
         if not self._is_ready(self._chosen, iterator):
-            logging.warning("the previously selected engine (%s) is not available here; using graph", self._record)
+            logging.warning("the previously selected engine (%s) is not available here; using graph", self.record)
             self._chosen = self._used = self._graph
             self._graph.trace(iterator)
 
@@ -82,21 +70,23 @@ class AutoLoop(InnerLoop):
         total = LoopResult(0, True)
         while self._trial and total.done != request.steps:
             rest = request.after(total.done)
-            left = rest.steps if rest.steps >= 0 else math.inf
             self._iterator, self._horizon = iterator, rest.horizon
             self._used, wanted = self._wanted
-            part = min(wanted, left, rest.sure) // self._used.round_size * self._used.round_size
+            part = min(wanted, rest.sure, rest.steps if rest.steps >= 0 else math.inf)
+            part -= part % self._used.round_size
             if part == 0:  # what is left is too little for a chunk, or it is not sure that it is there
                 self._misfits += 1
                 if self._misfits % _MISFITS == 0:
-                    self._tell(self._used.round_size, math.inf)  # the calls are too short for this one
+                    self._tell(self._used.round_size, math.inf)
                 break
             started = time.perf_counter()
             ran = self._used.run(iterator, rest.first(part))
             total = total.then(ran)
             if not ran.finite or ran.done < part:
                 return total
-            self._tell(part, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._lasted += seconds
+            self._tell(part, seconds)
         if total.done == request.steps:
             return total
         self._used = self._chosen
@@ -104,14 +94,13 @@ class AutoLoop(InnerLoop):
 
     def _tell(self, steps: int, seconds: float) -> None:
         """Gives the trial the time of the steps that it wanted."""
-        self._lasted += seconds if math.isfinite(seconds) else 0.0
         try:
             self._wanted = self._trial.send((steps, seconds))
         except StopIteration as end:
             self._trial, self._chosen = None, end.value
 
     def _try_all(self) -> Generator[_Wanted, _Took, DeviceLoop]:
-        """Prepares the candidates, measures all in turns, and records the fastest."""
+        """Prepares the candidates, measures all in turns, records the fastest, and returns it."""
         loops = {"graph": self._graph}
         yield self._graph, 1  # in which the device allocates its memory
         yield from self._measure(self._graph)
@@ -131,7 +120,7 @@ class AutoLoop(InnerLoop):
         best = min(medians, key=medians.get)
         best = "graph" if medians["graph"] < _GAIN * medians[best] else best
         known = {name: round(value, 9) for name, value in medians.items() if math.isfinite(value)}
-        self._record = EngineChoice(best.partition(" ")[0], loops[best].round_size, known)
+        self.record = EngineChoice(best.partition(" ")[0], loops[best].round_size, known)
         found = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in medians.items())
         logging.info("selected engine: %s (milliseconds per step: %s)", best, found)
         return loops[best]
@@ -157,7 +146,6 @@ class AutoLoop(InnerLoop):
         """Compiles and traces a loop; returns whether it can run."""
         with self._clock.phase("compile"):
             try:
-                loop.prepare()
                 loop.trace(iterator)
             except Exception:  # XLA's have many types, and none is the user's concern
                 logging.debug("a way to run the loop is left out", exc_info=True)

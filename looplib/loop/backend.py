@@ -25,16 +25,9 @@ _PINNED_CHUNK = 20  # steps of a program with `loop="xla"`
 
 
 class Backend(abc.ABC):
-    """Makes the parts of a `TaskLoop` that depend on where its steps run.
+    """Makes the parts of a `TaskLoop` that depend on where its steps run."""
 
-    Args:
-      spec: of the loop.
-
-    Attributes:
-      remote_stream: makes the stream of workers that read by themselves; None where this process reads.
-    """
-
-    remote_stream: Callable[..., Stream] | None = None
+    remote_stream: Callable[..., Stream] | None = None  # of workers that read by themselves
 
     def __init__(self, spec: Specification) -> None:
         self._spec = spec
@@ -63,7 +56,7 @@ class Backend(abc.ABC):
 
 
 class LocalReplicas(Backend):
-    """Steps on the replicas of this process, in lockstep with those of other workers."""
+    """Runs steps on the replicas of this process, in lockstep with other workers."""
 
     def reducer(self) -> Reducer:
         """See `Backend`."""
@@ -95,44 +88,32 @@ class LocalReplicas(Backend):
             return HostLoop(step, collect)
         # An evaluation is one call, however many steps a training call does. A shown step is not one of the loop.
         steps_per_loop = spec.config.steps_per_loop if spec.training else min(stream.sure, 1000)
-        steps_per_loop -= bool(reducer.collects)
-        loop = self._device_loop(step, max(1, steps_per_loop), tracing)
-        return ShowingLoop(loop, first=not spec.training) if reducer.collects else loop
-
-    def _device_loop(self, step: Step, steps_per_loop: int, tracing: float) -> InnerLoop:
-        """Returns the loop of a traced step, with chunks in XLA if they are asked for, or faster.
-
-        Args:
-          step: the step.
-          steps_per_loop: steps of a call, which chunks should divide.
-          tracing: seconds that it took to trace the step.
-
-        Raises:
-          UsageError: if XLA is requested and cannot take the step.
-        """
-        spec = self._spec
+        steps_per_loop = max(1, steps_per_loop - bool(reducer.collects))
         if spec.config.loop == "xla":
-            return _xla_loop(step, steps_per_loop)
-        if spec.config.loop == "auto" and spec.may_compile:
-            return AutoLoop(step, steps_per_loop, spec.clock, tracing, spec.chosen)
-        return single_steps(step)
+            loop = _xla_loop(step, steps_per_loop)
+        elif spec.config.loop == "auto" and spec.may_compile:
+            loop = AutoLoop(step, steps_per_loop, spec.clock, tracing, spec.chosen)
+        else:
+            loop = single_steps(step)
+        return ShowingLoop(loop, first=not spec.training) if reducer.collects else loop
 
 
 def backend_of(spec: Specification) -> Backend:
-    """Returns the backend of a loop: that of a plug-in for the strategy, or `LocalReplicas`."""
+    """Returns the backend of a loop: from a plug-in for the strategy if there is one, else `LocalReplicas`."""
     plugin = remote.plugin_of(spec.strategy)
     return LocalReplicas(spec) if plugin is None else plugin.backend(spec)
 
 
 def _xla_loop(step: Step, steps_per_loop: int) -> DeviceLoop:
+    """Returns a loop of chunks, which divide `steps_per_loop`; raises `UsageError` if XLA cannot take the step."""
     if reason := why_not_xla(step):
         raise UsageError(f"loop is xla, and XLA cannot run the step: {reason}; use loop=graph, or auto")
-    loop = DeviceLoop(step, XlaChunk(step, size_of_chunk(_PINNED_CHUNK, step, steps_per_loop)))
+    chunk = XlaChunk(step, size_of_chunk(_PINNED_CHUNK, step, steps_per_loop))
     try:
-        loop.prepare()
+        chunk.prepare()
     except Exception as error:  # XLA's have many types
         raise UsageError(
             f"loop is xla, and XLA cannot compile the step: {gist(error)}; use loop=graph, or auto, which takes "
             "XLA only where it can"
         ) from error
-    return loop
+    return DeviceLoop(step, chunk)

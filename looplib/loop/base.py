@@ -28,21 +28,14 @@ Iterator = Any  # what the stream's `iterate` returns; only the stream knows its
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a caller asks an inner loop to do.
+    """What a caller asks an inner loop to do."""
 
-    Attributes:
-      steps: number of steps; -1 runs to the end of the data.
-      sure: number of steps for which the data certainly has batches of full size.
-      read: whether the caller reads the metrics next if all steps are done. A loop may fetch them in the same call.
-      horizon: number of steps that the run is known to do from here on. A loop may prepare itself for them.
-      show: whether the caller shows media of these steps, see `InnerLoop.shown`.
-    """
-
-    steps: int
-    sure: int = 0
+    steps: int  # number of steps; -1 runs to the end of the data
+    sure: int = 0  # number of steps for which the data certainly has batches of full size
+    # whether the caller reads the metrics next if all steps are done. A loop may fetch them in the same call.
     read: bool = False
-    horizon: int = 0
-    show: bool = False
+    horizon: int = 0  # number of steps that the run is known to do from here on. A loop may prepare itself for them.
+    show: bool = False  # whether the caller shows media of these steps, see `InnerLoop.shown`
 
     def after(self, done: int) -> "Request":
         """Returns the request for the rest of the steps, once some are done."""
@@ -56,29 +49,19 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class LoopResult:
-    """What one call of an inner loop did.
+    """What one call of an inner loop did."""
 
-    Attributes:
-      done: number of steps. It is less than requested if the data ended, a signal came or a value was not finite.
-      finite: whether all values that the reducer watches were finite.
-      stopped: whether a signal asked this worker, or another one, to end.
-      waited: seconds that steps waited for their data.
-      compiled: seconds in which TensorFlow optimized and compiled the loop, in its first call.
-      to_stop: seconds that a stop may take, where that is longer than a step.
-      counted: the counter of steps as the loop has read it after the last step; None if it has not.
-    """
-
-    done: int
-    finite: bool
-    stopped: bool = False
-    waited: float = 0.0
-    compiled: float = 0.0
-    to_stop: float = 0.0
-    counted: int | None = None
+    done: int  # number of steps. It is less than requested if the data ended, a signal came or a value was not finite.
+    finite: bool  # whether all values that the reducer watches were finite
+    stopped: bool = False  # whether a signal asked this worker, or another one, to end
+    waited: float = 0.0  # seconds that steps waited for their data
+    compiled: float = 0.0  # seconds in which TensorFlow optimized and compiled the loop, in its first call
+    to_stop: float = 0.0  # seconds that a stop may take, where that is longer than a step
+    counted: int | None = None  # the counter of steps as the loop has read it after the last step; None if it has not
 
     @property
     def go(self) -> bool:
-        """Whether nothing speaks against another step."""
+        """Whether another step may follow."""
         return self.finite and not self.stopped
 
     def then(self, other: "LoopResult") -> "LoopResult":
@@ -88,26 +71,17 @@ class LoopResult:
 
 
 class InnerLoop(abc.ABC):
-    """Runs many steps for one call from the host.
+    """Runs many steps for one call from the host."""
 
-    Attributes:
-      step: the traced step; None for a loop that traces none.
-      traces: how often TensorFlow traced the loop.
-      ends_steps: whether a KeyboardInterrupt reaches Python only after a complete step.
-    """
-
-    step: Step | None = None
-    traces: int = 0
-    ends_steps: bool = True
+    step: Step | None = None  # the traced step; None for a loop that traces none
+    traces: int = 0  # how often TensorFlow traced the loop
+    ends_steps: bool = True  # whether a KeyboardInterrupt reaches Python only after a complete step
+    # the choice of a loop that chooses between engines; None before it is made, and for all other loops
+    record: EngineChoice | None = None
 
     @abc.abstractmethod
     def run(self, iterator: Iterator, request: Request) -> LoopResult:
-        """Runs steps, until the requested number, the end of the data, a signal or a value that is not finite.
-
-        Args:
-          iterator: from the stream's `iterate`.
-          request: the steps to run.
-        """
+        """Runs steps, until the requested number, the end of the data, a signal or a value that is not finite."""
 
     @abc.abstractmethod
     def read(self) -> Metrics:
@@ -116,53 +90,35 @@ class InnerLoop(abc.ABC):
     def shown(self) -> dict[str, Shown]:
         """Returns the media of the last `run`, by name, and forgets them.
 
-        They are those of the first replica, if it had examples: in a training of the last step, if that was asked for
-        and reached; in an evaluation of the first.
+        They come from the first replica, if it had examples: from the last step of a training, if that was requested
+        and reached; from the first step of an evaluation.
         """
         return {}
 
     def trace(self, iterator: Iterator) -> None:
         """Traces the loop for an iterator, so that no later call does. A loop that traces nothing does nothing."""
 
-    @property
-    def record(self) -> EngineChoice | None:
-        """The choice of a loop that chooses between engines; None before it is made, and for all other loops."""
-        return None
-
 
 @dataclasses.dataclass(frozen=True)
 class Specification:
-    """What the loop of one trainer or evaluator is built from.
+    """What the loop of one trainer or evaluator is built from."""
 
-    Attributes:
-      split: "train" or the evaluator's name.
-      task: the `Trainer` or `Evaluator`.
-      strategy: the strategy that the steps run on.
-      clock: gets the time of tracing as "compile".
-      config: the settings of the controller; of an evaluator, with its own global batch size.
-      counter: int64 `tf.Variable` of finished steps, or None.
-      start_step: global batches that were consumed before.
-      earlier: those of other sizes.
-      non_finite: the policy of `guards.Guards`, for training.
-      chosen: the `Loop.chosen` of an earlier start of the run, or None.
-      left_out: the damaged records that the run has left out, and how many it may; None for none.
-    """
-
-    split: str
-    task: Trainer | Evaluator
-    strategy: tf.distribute.Strategy
-    clock: Clock
-    config: RunConfig
-    counter: tf.Variable | None = None
-    start_step: int = 0
-    earlier: tuple[Span, ...] = ()
-    non_finite: str = "off"
-    chosen: EngineChoice | None = None
+    split: str  # "train" or the evaluator's name
+    task: Trainer | Evaluator  # the `Trainer` or `Evaluator`
+    strategy: tf.distribute.Strategy  # the strategy that the steps run on
+    clock: Clock  # gets the time of tracing as "compile"
+    config: RunConfig  # the settings of the controller; of an evaluator, with its own global batch size
+    counter: tf.Variable | None = None  # int64 `tf.Variable` of finished steps, or None
+    start_step: int = 0  # global batches that were consumed before
+    earlier: tuple[Span, ...] = ()  # those of other sizes
+    non_finite: str = "off"  # the policy of `guards.Guards`, for training
+    chosen: EngineChoice | None = None  # the `Loop.chosen` of an earlier start of the run, or None
+    # the damaged records that the run has left out, and how many it may; None for none
     left_out: BadRecords | None = None
 
     @property
     def training(self) -> bool:
-        """Returns whether this is the loop of the trainer."""
+        """Whether this is the loop of the trainer."""
         return self.split == "train"
 
     @property
@@ -192,24 +148,15 @@ class Specification:
 
 
 class Loop(abc.ABC):
-    """The loop of one trainer or evaluator over its own data, as a controller calls it.
+    """The loop of one trainer or evaluator over its own data, as a controller calls it."""
 
-    Attributes:
-      task: the `Trainer` or `Evaluator`.
-      who: the class name of the user's object, for messages.
-      reducer: what the steps have added up since the last `read`.
-      traces: how often the loop was traced.
-      traced: the traced step; None where there is none to look at.
-      chosen: the choice of `loop="auto"`, or None.
-      metric_names: the names of the metrics that `read` returns; None where they are not known before.
-    """
-
-    task: Trainer | Evaluator
-    who: str
-    reducer: Accumulator
-    traces: int = 0
-    traced: Step | None = None
-    chosen: EngineChoice | None = None
+    task: Trainer | Evaluator  # the `Trainer` or `Evaluator`
+    who: str  # the class name of the user's object, for messages
+    reducer: Accumulator  # what the steps have added up since the last `read`
+    traces: int = 0  # how often the loop was traced
+    traced: Step | None = None  # the traced step; None where there is none to look at
+    chosen: EngineChoice | None = None  # the choice of `loop="auto"`, or None
+    # the names of the metrics that `read` returns; None where they are not known before
     metric_names: frozenset[str] | None = None
 
     @property
@@ -224,12 +171,7 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def run(self, request: Request, phase: str) -> LoopResult:
-        """Runs steps on the data that follows.
-
-        Args:
-          request: the steps to run.
-          phase: the clock's phase for the time that it takes, without tracing and without waiting for the input.
-        """
+        """Runs steps on the data that follows; `phase` of the clock gets the time without tracing and input."""
 
     @abc.abstractmethod
     def read(self) -> dict[str, int | float]:
@@ -241,22 +183,16 @@ class Loop(abc.ABC):
 
     @abc.abstractmethod
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
-        """Makes the next `run` start with the data after some global batches.
+        """Makes the next `run` start with the data after `start_step` global batches.
 
-        Args:
-          start_step: number of global batches.
-          position: bytes from `position` at that step, which spare the pipeline to read and skip earlier batches.
-          batches: the sizes of the global batches; None leaves them as they are.
+        The bytes from `position` at that step spare the pipeline to read and skip earlier batches. `batches` are the
+        sizes of the global batches; None leaves them as they are.
         """
 
     def retrace(self, layers: str) -> None:
-        """Traces the step again, and builds the data set, because constants of layers have changed.
+        """Traces the step again, and builds the data set, because constants of `layers`, their names, have changed.
 
-        Args:
-          layers: the names of the layers, for messages.
-
-        Raises:
-          UsageError: if what was traced is not looplib's, and may compute with the earlier constants.
+        Raises `UsageError` if what was traced is not looplib's, and may compute with the earlier constants.
         """
         raise UsageError(
             f"{self.who} has its own loop, which may have been traced with other constants of {layers} than those that "
@@ -277,18 +213,12 @@ class Loop(abc.ABC):
 
 
 class TrainingLoop(Loop):
-    """The loop of a trainer, whose position in the data is saved and restored.
+    """The loop of a trainer, whose position in the data is saved and restored."""
 
-    Attributes:
-      batches: the sizes of the global batches; None for data that looplib does not read.
-      epoch: how many examples are an epoch; None where that is not known.
-      examples: how many examples the data has; None where that is not known.
-      fingerprint: of the files of the data, see `input_context.Reader`; None where it is not known.
-    """
-
-    batches: Batches | None = None
-    epoch: Epoch | None = None
-    examples: int | None = None
+    batches: Batches | None = None  # the sizes of the global batches; None for data that looplib does not read
+    epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
+    examples: int | None = None  # how many examples the data has; None where that is not known
+    # of the files of the data, see `input_context.Reader`; None where it is not known
     fingerprint: dict[str, str] | None = None
 
     @property
@@ -316,28 +246,12 @@ class TrainingLoop(Loop):
         """Returns whether an error of the last `run` came between two steps, so that none has updated only a part."""
 
     def foresee_end(self, target: int) -> None:
-        """Warns of data that a training to a step leaves out, where that is known before it.
-
-        Args:
-          target: the step that is requested; -1 for the end of the data.
-        """
+        """Warns of data that a training to the step `target` (-1: the end) leaves out, if that is known before it."""
 
     @abc.abstractmethod
     def note_end(self, step: int, target: int) -> None:
-        """Warns that the data ended before the requested step.
-
-        Args:
-          step: the step at which it ended.
-          target: the step that was requested; -1 for the end of the data.
-
-        Raises:
-          UsageError: if there was no step at all.
-        """
+        """Warns that the data ended at a step before `target` (-1: the end); raises `UsageError` if it had no step."""
 
     @abc.abstractmethod
     def warn_of_what_is_not_saved(self, objects: dict[str, Any]) -> None:
-        """Warns of variables that the training uses and a checkpoint does not hold.
-
-        Args:
-          objects: the state of a checkpoint, a dict from name to trackable object.
-        """
+        """Warns of variables that the training uses and a checkpoint of these objects, by name, does not hold."""

@@ -29,19 +29,12 @@ Value = TypeVar("Value")  # what the rounds of a loop pass on: tensors of the sa
 
 
 class Numbers(NamedTuple):
-    """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing.
-
-    Attributes:
-      steps: steps to run.
-      rounds: how many rounds of them the data is sure to last for.
-      stride: steps between two looks at the stop flag.
-      read: 1 if the totals are to be read and reset after the last step.
-    """
+    """What the loop on the device is called with, as one int64 tensor `[4]`, so that a new number traces nothing."""
 
     steps: int
-    rounds: int
-    stride: int
-    read: int
+    rounds: int  # of these steps, that the data is sure to last for
+    stride: int  # steps between two looks at the stop flag
+    read: int  # 1 if the totals are to be read and reset after the last step
 
 
 class Status(NamedTuple):
@@ -60,55 +53,33 @@ Steps = tuple[tf.Tensor, tf.Tensor, Status, tf.Tensor]
 
 
 class Outcome(NamedTuple):
-    """What the loop on the device returns, as one float64 vector `[7 + n]` with the totals, read by the host at once.
+    """What the loop on the device returns, as one float64 vector `[7 + n]` with the totals."""
 
-    Attributes:
-      done: steps.
-      stopped: `Status.stopped` after the last step, 0 or 1.
-      finite: `Status.finite` after the last step, 0 or 1.
-      waited: seconds that steps waited for data.
-      seconds: of the loop, the mean of all workers.
-      counted: the step's counter after the last step.
-      taken: whether the totals were reset, 0 or 1.
-    """
-
-    done: float | tf.Tensor
-    stopped: float | tf.Tensor
-    finite: float | tf.Tensor
-    waited: float | tf.Tensor
-    seconds: float | tf.Tensor
-    counted: float | tf.Tensor
-    taken: float | tf.Tensor
+    done: float | tf.Tensor  # steps
+    stopped: float | tf.Tensor  # `Status.stopped` after the last step, 0 or 1
+    finite: float | tf.Tensor  # `Status.finite` after the last step, 0 or 1
+    waited: float | tf.Tensor  # seconds that steps waited for data
+    seconds: float | tf.Tensor  # of the loop, the mean of all workers
+    counted: float | tf.Tensor  # the step's counter after the last step
+    taken: float | tf.Tensor  # whether the totals were reset, 0 or 1
 
 
 class DeviceLoop(InnerLoop):
     """Steps in a `tf.range` loop inside one `tf.function`.
 
-    With a chunk, several steps make one round of the loop while the data is sure to last for them, and the others run
-    one by one.
-
-    Args:
-      step: the step.
-      chunk: several steps as one program; None for single steps.
-
-    Attributes:
-      round_size: steps of a round.
-      seconds_per_step: float, of the last call.
+    With a chunk of XLA, its steps make one round of the loop while the data is sure to last for them, and the others
+    run one by one.
     """
 
     _at_once = 10  # rounds, where they do not wait for each other's variables; TensorFlow's own default
 
     def __init__(self, step: Step, chunk: XlaChunk | None = None) -> None:
-        self.traces = 0
-        self._chunk = chunk
-        self.round_size = chunk.size if chunk else 1
-        self.seconds_per_step = math.inf
-        self.step = step
-        self._reducer = step.reducer
-        self._stream = step.stream
+        self.step, self._chunk = step, chunk
+        self._reducer, self._stream = step.reducer, step.stream
+        self._workers, self._stop = Workers(step.strategy), notice.flag
+        self.round_size = chunk.size if chunk else 1  # steps of a round
+        self._seconds_per_step = math.inf  # of the last call
         self._fetches_in_step = step.stream.infinite and not step.stream.ahead
-        self._stop = notice.flag
-        self._workers = Workers(step.strategy)
         self._spec = None
         self._taken: np.ndarray | None = None  # the totals that the last call has read
         self._ran: set[bool] = set()  # of the loop (False) and of one round (True), which have run
@@ -116,7 +87,7 @@ class DeviceLoop(InnerLoop):
         self._binds = step.stream.renew is not None  # training reads one iterator for long, evaluations many
         self._bound: tuple[Iterator, dict[bool, Callable[[], tf.Tensor]]] | None = None  # as in `_ran`
         self._looks_within = sum(step.op_counts.values()) >= _MANY_OPS
-        self._at_most = self._rounds_one_by_one()
+        self._most_alone = self._most_rounds_alone()
         self._numbers_now: Numbers | None = None
         self._numbers = tf.Variable(tf.zeros([4], tf.int64), trainable=False) if self._binds else None
         self._read = tf.function(step.reducer.read)
@@ -139,6 +110,7 @@ class DeviceLoop(InnerLoop):
         done = tf.constant(self.round_size, tf.int64)
         return self._outcome(done, status, waited, started, (numbers[3] > 0) & status.go)
 
+    @tf.autograph.experimental.do_not_convert
     def _outcome(
         self, done: tf.Tensor, status: Status, waited: tf.Tensor, started: tf.Tensor, take: tf.Tensor
     ) -> tf.Tensor:
@@ -147,20 +119,15 @@ class DeviceLoop(InnerLoop):
         with tf.control_dependencies([done, status.finite]):
             passed = self._workers.mean(now() - started)
         outcome = Outcome(done, status.stopped, status.finite, waited, passed, self.step.counted(), take)
-        return self._vector(outcome, self._reducer.take(take))
-
-    @tf.autograph.experimental.do_not_convert
-    def _vector(self, outcome: Outcome, totals: tf.Tensor) -> tf.Tensor:
-        return tf.concat([tf.stack([tf.cast(part, tf.float64) for part in outcome]), totals], axis=0)
+        numbers = tf.stack([tf.cast(part, tf.float64) for part in outcome])
+        return tf.concat([numbers, self._reducer.take(take)], axis=0)
 
     def _steps(self, iterator: Iterator, wanted: Numbers, status: Status) -> Steps:
         """Does the steps; returns how many, the seconds that they waited, the status, and whether the data ended."""
         done, waited, ended = tf.constant(0, tf.int64), tf.constant(0, tf.float64), tf.constant(False)
         if self._chunk is not None:
-            stride_of_chunks = -(-wanted.stride // self.round_size)
-            rounds, waited, status = self._repeat(
-                self._do_round, waited, iterator, wanted.rounds, stride_of_chunks, status
-            )
+            stride = -(-wanted.stride // self.round_size)
+            rounds, waited, status = self._repeat(self._do_round, waited, iterator, wanted.rounds, stride, status)
             done = rounds * self.round_size
         left = wanted.steps - done
         if self._fetches_in_step:
@@ -225,9 +192,7 @@ class DeviceLoop(InnerLoop):
             for _ in tf.range(tf.minimum(longest, rounds - done)):
                 self.step(self._stream.get_value(batch))
                 done += 1
-                batch, seconds = timed(
-                    lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
-                )
+                batch, seconds = timed(lambda: self._stream.next_as_optional(iterator), self._stream.has_value)
                 waited += seconds
                 ends = ~self._stream.has_value(batch)
                 if self._looks_within:
@@ -256,7 +221,7 @@ class DeviceLoop(InnerLoop):
 
     @tf.autograph.experimental.do_not_convert
     def _note(self, rounds: tf.Tensor) -> None:
-        """Counts what the rounds of a stride have not counted themselves: nothing here."""
+        """Counts the steps of a stride, where rounds do not count them; does nothing here."""
 
     @tf.autograph.experimental.do_not_convert
     def _look(self) -> Status:
@@ -282,7 +247,7 @@ class DeviceLoop(InnerLoop):
         steps = _TO_THE_END if request.steps < 0 else request.steps
         request = dataclasses.replace(request, steps=steps)
         first = self.round_size if self._fetches_in_step or self._chunk is None else self.round_size + 1
-        alone = 0 < self._rounds(request) <= self._at_most
+        alone = 0 < self._rounds(request) <= self._most_alone
         if alone in self._ran or steps < first or (self._chunk is not None and request.sure < self.round_size):
             return self._run_for(iterator, request, alone)
         # TensorFlow optimizes and compiles a program in its first run; this time is not training.
@@ -292,7 +257,7 @@ class DeviceLoop(InnerLoop):
         seconds = time.perf_counter() - started - ran.waited
         if ran.done == first < steps and ran.finite:
             ran = ran.then(self._run_for(iterator, request.after(first), alone))
-            seconds -= first * self.seconds_per_step
+            seconds -= first * self._seconds_per_step
         return dataclasses.replace(ran, compiled=max(0.0, seconds))
 
     def _rounds(self, request: Request) -> int:
@@ -300,46 +265,42 @@ class DeviceLoop(InnerLoop):
         steps = request.steps if self._fetches_in_step else request.steps - 1
         return min(steps, request.sure) // self.round_size
 
-    def _run_for(self, iterator: Iterator, request: Request, one_by_one: bool) -> LoopResult:
-        steps, rounds = request.steps, self._rounds(request)
-        if one_by_one and rounds:
-            return self._run_rounds(iterator, request, rounds)
-        stride = max(1, min(_LONGEST_STRIDE, int(_STRIDE_SECONDS / self.seconds_per_step)))
+    def _run_for(self, iterator: Iterator, request: Request, alone: bool) -> LoopResult:
+        """Runs steps in one call; rounds that run `alone` are called one by one before it."""
+        steps, rounds, ran = request.steps, self._rounds(request), LoopResult(0, True)
+        if alone and rounds:
+            for _ in range(rounds):
+                if notice.requested:
+                    return dataclasses.replace(ran, stopped=True)
+                read = int(request.read and ran.done + self.round_size == steps)
+                ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_round=True))
+                if not ran.finite or ran.done == steps:
+                    return ran
+            return ran.then(self._run_for(iterator, request.after(ran.done), False))
+        stride = max(1, min(_LONGEST_STRIDE, int(_STRIDE_SECONDS / self._seconds_per_step)))
         # A power of two, and no more than is needed, so that it is often the same as in the last call.
         stride = 1 << min(stride.bit_length() - 1, (steps - 1).bit_length())
         return self._run_once(iterator, Numbers(steps, rounds, stride, int(request.read)))
 
-    def _rounds_one_by_one(self) -> int:
-        """Returns how many rounds at most are called one by one; 0 for none."""
+    def _most_rounds_alone(self) -> int:
+        """Returns up to how many rounds are called one by one; 0 for none."""
         if not self._binds or self._workers.count > 1:
             return 0
         if self._chunk is None:  # the step's copy in another program would have its own state of random ops
             return int(self._fetches_in_step and not self.step.random_ops)
         return _FEW
 
-    def _run_rounds(self, iterator: Iterator, request: Request, rounds: int) -> LoopResult:
-        """Calls a few rounds one by one, then the loop for what is left."""
-        ran = LoopResult(0, True)
-        for _ in range(rounds):
-            if notice.requested:
-                return dataclasses.replace(ran, stopped=True)
-            read = int(request.read and ran.done + self.round_size == request.steps)
-            ran = ran.then(self._run_once(iterator, Numbers(self.round_size, 1, 1, read), one_round=True))
-            if not ran.finite:
-                return ran
-        return ran if ran.done == request.steps else ran.then(self._run_for(iterator, request.after(ran.done), False))
-
     def _run_once(self, iterator: Iterator, numbers: Numbers, one_round: bool = False) -> LoopResult:
-        alone = self._workers.count == 1
+        one_worker = self._workers.count == 1
         started = time.perf_counter()
         vector = self._call(iterator, numbers, one_round)
         outcome, totals = Outcome(*vector[: len(Outcome._fields)].tolist()), vector[len(Outcome._fields) :]
         done, self._taken = int(outcome.done), totals if outcome.taken else None
         if done:
             # What decides when workers ask each other has to be the same on all of them.
-            seconds = time.perf_counter() - started if alone else outcome.seconds or math.inf
-            self.seconds_per_step = seconds / done
-        stopped = bool(notice.requested if alone else outcome.stopped)
+            seconds = time.perf_counter() - started if one_worker else outcome.seconds or math.inf
+            self._seconds_per_step = seconds / done
+        stopped = bool(notice.requested if one_worker else outcome.stopped)
         return LoopResult(done, bool(outcome.finite), stopped, waited=outcome.waited, counted=int(outcome.counted))
 
     def _call(self, iterator: Iterator, numbers: Numbers, one_round: bool) -> np.ndarray:
@@ -365,13 +326,10 @@ class DeviceLoop(InnerLoop):
         totals, self._taken = self._taken, None
         return self._reducer.packer.unpack(*((totals, {}) if totals is not None else self._read()))
 
-    def prepare(self) -> None:
-        """Compiles the chunk, if there is one; raises an error if that is not possible."""
+    def trace(self, iterator: Iterator) -> None:
+        """See `InnerLoop`; raises one of XLA's errors if it cannot compile the chunk."""
         if self._chunk is not None:
             self._chunk.prepare()
-
-    def trace(self, iterator: Iterator) -> None:
-        """See `InnerLoop`."""
         if self._binds:
             self._bind(iterator, one_round=False)
         else:
@@ -381,7 +339,7 @@ class DeviceLoop(InnerLoop):
 
 
 def _strides(rounds: tf.Tensor, stride: tf.Tensor) -> tf.Tensor:
-    """Returns the number of strides that rounds take, the last of which may be shorter; 0 for no or negative rounds."""
+    """Returns the number of strides in some rounds, the last maybe shorter; 0 for no or negative rounds."""
     return tf.maximum(tf.constant(0, tf.int64), (rounds - 1) // stride + 1)
 
 
@@ -399,10 +357,13 @@ class EvaluationLoop(DeviceLoop):
         totals = self._reducer.totals()
         done, totals, status = self._repeat(self._add, totals, iterator, wanted.rounds, wanted.stride, status)
         waited, ends = tf.constant(0, tf.float64), not self._stream.infinite
-        if ends:
-            left = tf.where(status.go, wanted.steps - done, 0)
-            more, totals, waited = self._last(iterator, totals, left)
-            done += more
+        if ends:  # the last step may have no data
+            batch, waited = timed(lambda: self._stream.next_as_optional(iterator), self._stream.has_value)
+            one_more = status.go & (done < wanted.steps) & self._stream.has_value(batch)
+            for _ in tf.range(tf.cast(one_more, tf.int64)):
+                totals = self.step.added_to(totals, self._stream.get_value(batch))
+                self.step.count(1)
+                done += 1
             status = self._look()
         self._reducer.put(totals)
         # No batch follows the last step, so this call reads the metrics, although nothing has looked for one.
@@ -414,19 +375,6 @@ class EvaluationLoop(DeviceLoop):
     @tf.autograph.experimental.do_not_convert
     def _note(self, rounds: tf.Tensor) -> None:
         self.step.count(rounds)
-
-    def _last(self, iterator: Iterator, totals: Any, steps: tf.Tensor) -> tuple[tf.Tensor, Any, tf.Tensor]:
-        """Does the step that may have no data; returns how many, the totals, and its wait."""
-        batch, waited = timed(
-            lambda: self._stream.next_as_optional(iterator), lambda batch: [self._stream.has_value(batch)]
-        )
-        done = tf.constant(0, tf.int64)
-        one_more = (done < steps) & self._stream.has_value(batch)
-        for _ in tf.range(tf.cast(one_more, tf.int64)):
-            totals = self.step.added_to(totals, self._stream.get_value(batch))
-            self.step.count(1)
-            done += 1
-        return done, totals, waited
 
 
 def single_steps(step: Step) -> DeviceLoop:

@@ -23,15 +23,7 @@ def enabled() -> bool:
 
 
 def add_to(step_fn: Callable[[Any], Any], step: Callable[[], tf.Tensor]) -> Callable[[Any], Any]:
-    """Wraps a training step, so that its metrics have the checksum of its examples.
-
-    Args:
-      step_fn: one step on one replica.
-      step: function without arguments that returns the number of steps before this one, int64 scalar.
-
-    Returns:
-      A function of the same inputs.
-    """
+    """Wraps a step on one replica, of which `step` returns the number, to have the checksum of its examples too."""
 
     def checked(inputs: Any) -> Any:
         checksum = examples_checksum(inputs, step())
@@ -46,14 +38,9 @@ def add_to(step_fn: Callable[[Any], Any], step: Callable[[], tf.Tensor]) -> Call
 def examples_checksum(inputs: Any, step: tf.Tensor) -> tf.Tensor | None:
     """Sums a hash of every example's content and the step; the sum does not depend on the division over replicas.
 
-    Args:
-      inputs: one batch of one replica. Tensors without a batch dimension, or with another one than the first tensor,
-        are left out. So are zeros and "" in tensors whose static shape leaves a dimension open, because in a padded
-        batch the length of a row depends on the rows beside it. Padding by another value looks like content.
-      step: int64 scalar.
-
-    Returns:
-      int64 scalar tensor, or None where nothing in `inputs` can be hashed.
+    Tensors without a batch dimension, or with another one than the first tensor, are left out. So are zeros and "" in
+    tensors whose static shape leaves a dimension open, because in a padded batch the length of a row depends on the
+    rows beside it. Padding by another value looks like content. Returns None where nothing can be hashed.
     """
     columns = _columns(inputs)
     if not columns:
@@ -74,10 +61,10 @@ def _columns(inputs: Any) -> list[tf.Tensor]:
     if not leaves:
         return []
     first, *others = map(_fingerprints, leaves)
-    return [first, *(_of_rows(x, first) for x in others)]
+    return [first, *(_aligned(x, first) for x in others)]
 
 
-def _of_rows(column: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
+def _aligned(column: tf.Tensor, first: tf.Tensor) -> tf.Tensor:
     """Returns hashes of rows, or zeros if they are not as many as in the first column; both int64 `[rows]`."""
     if None not in (column.shape[0], first.shape[0]):  # XLA cannot choose between shapes that differ
         return column if column.shape[0] == first.shape[0] else tf.zeros_like(first)

@@ -24,10 +24,7 @@ _LONGEST = 10_000  # characters of a text
 
 
 class EagerStep(Step):
-    """A step without `tf.function`, for print, pdb and exact stack traces.
-
-    The structure of its outputs is known only after the first call.
-    """
+    """A step without `tf.function`, for print, pdb and exact stack traces; its first call learns its outputs."""
 
     def _trace(self) -> None:
         """Traces nothing."""
@@ -44,7 +41,7 @@ class EagerStep(Step):
         return results
 
     def learn_outputs(self) -> None:
-        """Traces the step, for the structure of what it returns."""
+        """Traces the step to learn the structure of its outputs."""
         super()._trace()
 
 
@@ -116,14 +113,11 @@ class HostLoop(InnerLoop):
                 (had_examples, {name: values[name] for name in shows}),
             )
         if self._reducer.hands_over:
-            self._collect_each((had_examples, {name: values[name] for name in values if name not in shows}))
-
-    def _collect_each(self, collected: tuple[Any, dict[str, Any]]) -> None:
-        """Gives the task what the replicas collected, those of all workers in order."""
-        parts = [self._step.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(collected)]
-        replicas = self._workers.gather_tensors(list(zip(*parts)))
-        replicas = [tf.nest.pack_sequence_as(collected, leaves) for leaves in replicas]
-        self._collect([values for had_examples, values in replicas if had_examples])
+            each = had_examples, {name: values[name] for name in values if name not in shows}
+            parts = [self._step.strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(each)]
+            replicas = self._workers.gather_tensors(list(zip(*parts)))  # of all workers, in order
+            replicas = [tf.nest.pack_sequence_as(each, leaves) for leaves in replicas]
+            self._collect([values for had_examples, values in replicas if had_examples])
 
     def shown(self) -> dict[str, Shown]:
         """See `InnerLoop`."""
@@ -159,7 +153,7 @@ class ShowingLoop(InnerLoop):
 
     @property
     def traces(self) -> int:
-        """How often TensorFlow traced the loop."""
+        """See `InnerLoop`."""
         return self._inner.traces
 
     @property
@@ -200,14 +194,7 @@ class ShowingLoop(InnerLoop):
 
 
 def as_shown(media: Mapping[str, Media]) -> dict[str, Shown]:
-    """Returns media for the writers, by their names.
-
-    Args:
-      media: with tensors of the host.
-
-    Raises:
-      UsageError: if `decode` of a text does not return text.
-    """
+    """Returns media, with tensors of the host, for the writers; raises `UsageError` if `decode` returns no text."""
     return {name: _shown(name, each) for name, each in media.items()}
 
 

@@ -36,20 +36,8 @@ _newest: weakref.WeakValueDictionary[int, "Loops"] = weakref.WeakValueDictionary
 class Loops:
     """The loops of a run, and the counters of their steps.
 
-    Args:
-      config: the settings that they share.
-      strategy: runs the steps of all of them.
-      clock: gets the time of all of them.
-      left_out: the damaged records that the run has left out, and how many it may; None for none.
-
-    Attributes:
-      config: the settings that they share.
-      strategy: runs the steps of all of them.
-      global_step: the variable that counts training steps.
-      training: the loop of the trainer, once it is built, or None.
-      evaluations: the loops of the evaluators that are built, by name.
-      closed: whether they are closed.
-      torn: whether a step has failed, which may have updated only a part of the variables.
+    They share a configuration and a strategy. The clock gets the time of all of them. `left_out` are the damaged
+    records that the run has left out.
     """
 
     def __init__(
@@ -59,9 +47,10 @@ class Loops:
         self._clock, self._left_out = clock, left_out
         self.global_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="global_step")
         self._evaluated = tf.Variable(0, dtype=tf.int64, trainable=False, name="evaluated_steps")
-        self.training: TrainingLoop | None = None
-        self.evaluations: dict[str, Loop] = {}
-        self.closed = self.torn = False
+        self.training: TrainingLoop | None = None  # once it is built
+        self.evaluations: dict[str, Loop] = {}  # by name
+        self.closed = False
+        self.torn = False  # whether a step has failed, which may have updated only a part of the variables
         self._lendings: weakref.WeakKeyDictionary[Loop, Lending] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
@@ -87,7 +76,7 @@ class Loops:
             return task_loop.make_loop(self._specification(split, task, chosen=record.engines.get(split), **others))
 
         for task in filter(None, (trainer, *evaluators.values())):
-            self.own(task)
+            self.attach(task)
         if trainer:
             self._warn_of_others(trainer)
             checks.build_optimizers(trainer, self.strategy, self.config.loop)
@@ -115,18 +104,12 @@ class Loops:
         size = self.config.global_batch_size
         return None if size is None else record.batches(step, size)
 
-    def of_prediction(self, name: str, task: Evaluator, start_step: int) -> TaskLoop:
-        """Returns a new loop that predicts, for the caller to close.
-
-        Args:
-          name: the evaluator's.
-          task: the prediction.
-          start_step: global batches of its data to leave out.
-        """
+    def prediction_loop(self, name: str, task: Evaluator, start_step: int) -> TaskLoop:
+        """Returns a new loop that predicts from `start_step` on by a named evaluator, for the caller to close."""
         return TaskLoop(self._specification(name, task, start_step=start_step, counter=self._evaluated))
 
-    def own(self, task: Trainer | Evaluator) -> None:
-        """Gives a task the attributes that it reads of the run; another controller may have set them since."""
+    def attach(self, task: Trainer | Evaluator) -> None:
+        """Sets the attributes of the run on a task, again before each use: another controller may have set its own."""
         task.global_step = self.global_step
         if isinstance(task, Trainer):
             task.global_batch_size, task.run_seed = self.config.global_batch_size, self.config.seed
@@ -162,11 +145,7 @@ class Loops:
         return self.training.steps_per_epoch if self.training else None
 
     def steps_of(self, steps: int | None, epochs: float | None) -> int:
-        """Returns a number of steps that was given as such, or as epochs.
-
-        Raises:
-          UsageError: if neither or both were given, or the length of an epoch is not known, or nothing is trained.
-        """
+        """Returns a number of steps that was given as such, or as epochs of known length; else raises `UsageError`."""
         if self.training is None:
             raise UsageError("this controller has no trainer; give Controller(trainer=...) to train")
         if (steps is None) == (epochs is None):
@@ -196,11 +175,7 @@ class Loops:
         return training.epoch
 
     def check_end(self, end: int) -> int | None:
-        """Checks the step to train to; returns it, or None for the end of the data.
-
-        Raises:
-          UsageError: if it is not a number of steps, or the data never ends.
-        """
+        """Returns the step to train to, None for the end of the data; raises `UsageError` if that never comes."""
         end = whole_number("the number of training steps", end, or_all=True)
         if end == -1 and self.training.endless:
             raise UsageError(
@@ -217,9 +192,6 @@ class Loops:
           step: the current step.
           boundary: where to stop.
           horizon: the last step that the training is known to reach.
-
-        Raises:
-          UsageError: if the user's program counts the steps too.
         """
         try:
             request = Request(boundary.step - step, read=boundary.report, horizon=horizon - step, show=boundary.shows)
@@ -233,9 +205,7 @@ class Loops:
     def refuse_if_unfit(self, what: str, kept: str | None) -> None:
         """Raises `UsageError` if the run is closed, or a failed step may have updated only a part of the variables.
 
-        Args:
-          what: the call that is refused then.
-          kept: the path of the newest checkpoint, or None.
+        The sentence names the call `what` that is refused, and the path `kept` of the newest checkpoint, if any.
         """
         if self.closed:
             raise UsageError(
@@ -253,12 +223,7 @@ class Loops:
             )
 
     def check_count(self, step: int, counted: int | None = None) -> None:
-        """Raises `UsageError` if the global step is not the one that the controller has counted.
-
-        Args:
-          step: what the controller has counted.
-          counted: the global step, if the loop has read it.
-        """
+        """Raises `UsageError` if the global step, which a loop may have read, is not what the controller counted."""
         counted = int(self.global_step) if counted is None else counted
         if counted != step:
             raise UsageError(
@@ -267,22 +232,17 @@ class Loops:
             )
 
     def progress(self) -> tuple[int, int, list[float]]:
-        """Returns numbers of which one changes while a loop makes progress, the global step first."""
-        own = [loop.progress() for loop in self.by_name.values()]
-        return int(self.global_step), int(self._evaluated), own
+        """Returns the global step and other numbers; at least one changes while a loop makes progress."""
+        within = [loop.progress() for loop in self.by_name.values()]
+        return int(self.global_step), int(self._evaluated), within
 
     def evaluate(self, name: str, steps: int) -> dict[str, float] | None:
-        """Runs an evaluator; returns its metrics, or None if a signal came before the end.
+        """Runs an evaluator for some steps, -1 for all data; returns its metrics, None if a signal ended it.
 
-        Args:
-          name: the evaluator's.
-          steps: number of steps; -1 for all data.
-
-        Raises:
-          UsageError: if there is no batch.
+        Raises `UsageError` if there is no batch.
         """
         loop = self.evaluations[name]
-        self.own(loop.task)
+        self.attach(loop.task)
         if name in self._unread:
             loop.reducer.clear()
         self._unread.add(name)
@@ -298,10 +258,7 @@ class Loops:
                 return metrics
         if ran.stopped:
             return None
-        raise UsageError(
-            f"the evaluation data set {name!r} is empty: {loop.who}.dataset has no batch; check where the data is read "
-            "from"
-        )
+        raise task_loop.no_batch(name, loop.who)
 
     def lending(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager for an evaluation or a prediction, see `Lending`."""
@@ -334,11 +291,6 @@ class Lending:
     Moving statistics and the like may differ between replicas: each of them evaluates with the values that an export
     writes. What the evaluation updates, such as the state of a stateful RNN, is put back. The variables are those that
     the traced steps use and update; where no step is traced, all of the trainer's that are no weights.
-
-    Args:
-      strategy: `tf.distribute.Strategy`.
-      training: the loop of the trainer.
-      evaluation: the loop that evaluates or predicts.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, training: Loop, evaluation: Loop) -> None:
@@ -367,8 +319,8 @@ class Lending:
         try:
             if self._differing:
                 values = [tf.identity(variable) for variable, _ in self._differing]
-                of_chief = self._workers.gather_tensors([values])[0]  # which writes an export
-                for (_, parts), value in zip(self._differing, of_chief):
+                from_chief = self._workers.gather_tensors([values])[0]  # which writes an export
+                for (_, parts), value in zip(self._differing, from_chief):
                     for part in parts:
                         part.assign(value)
             if self._kept:
@@ -380,7 +332,7 @@ class Lending:
 
 
 def _uses(strategy: tf.distribute.Strategy, loop: Loop, every: Iterable[tf.Variable]) -> tuple[_Variables, _Variables]:
-    """Returns the variables that the step of a loop uses, and those of them that it may update."""
+    """Returns the variables used by the step of a loop, and the subset that it may update."""
     variables = loop.traced.variables if loop.traced else every
     used = {_tf.identity_of(part): part for one in variables for part in strategy.experimental_local_results(one)}
     updated = _tf.updated_by(loop.traced.function) if loop.traced else used.keys()

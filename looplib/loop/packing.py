@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib.compat import keras as _keras
+from looplib.data.pipelines import num_rows
 from looplib.errors import UsageError, is_utf8
 from looplib.task.media import Media
 from looplib.task.plain import as_array, as_number
@@ -40,18 +41,13 @@ class Packer:
       who: the user's method, such as "Digits.step_fn", for messages.
       count_examples: adds the total `examples`, from the first dimension of the inputs.
       skips: makes room for `skipped_steps`, a count of steps that were undone.
-
-    Attributes:
-      slots: list of where each metric lies, once the structure is known; None before.
-      keras: dict from name to the Keras metric objects among the outputs, which keep their own sums.
-      media: dict from name to the `Media` among the outputs, with the tensors of the newest trace.
     """
 
     def __init__(self, who: str, count_examples: bool, skips: bool) -> None:
         self._who, self._count_examples, self._skips = who, count_examples, skips
-        self.slots = None
-        self.keras = {}
-        self.media: dict[str, Media] = {}
+        self.slots: list[_Slot] | None = None  # where each metric lies, once the structure is known
+        self.keras: dict[str, Any] = {}  # Keras metric objects among the outputs, which keep their own sums
+        self.media: dict[str, Media] = {}  # those among the outputs, with the tensors of the newest trace
 
     @property
     def size(self) -> int:
@@ -77,11 +73,7 @@ class Packer:
 
     @tf.autograph.experimental.do_not_convert
     def pack(self, outputs: object, inputs: Any) -> tuple[tf.Tensor, dict[str, Reduction | Media]]:
-        """Packs one step's outputs; in replica context.
-
-        Args:
-          outputs: the dict that `step_fn` returned.
-          inputs: its batch, for the number of examples.
+        """Packs the outputs of one step on a batch, which gives the number of examples; in replica context.
 
         Returns:
           `(contribution, collected)`: float64 tensor `[n]`, n fixed by the structure of `outputs`, and a dict of the
@@ -106,11 +98,10 @@ class Packer:
             check_metric_name(self._who, name)
             if _keras.is_metric(value):
                 metrics[name] = value
-                continue
-            if isinstance(value, Media) or (isinstance(value, Reduction) and value.kind == "each"):
+            elif isinstance(value, Media) or (isinstance(value, Reduction) and value.kind == "each"):
                 collected[name] = value
-                continue
-            reductions[name] = self._reduction(name, value, batch)
+            else:
+                reductions[name] = self._reduction(name, value, batch)
         self.media = {name: value for name, value in collected.items() if isinstance(value, Media)}
         each = collected.keys() - self.media.keys()
         if each and not self._count_examples:
@@ -167,14 +158,9 @@ class Packer:
         return Reduction("mean", value)
 
     def unpack(self, totals: tf.Tensor | np.ndarray, results: dict[str, Any]) -> dict[str, Any]:
-        """Turns the sums of `Reducer.read` into metrics.
+        """Turns sums, float64 `[n]`, and results of Keras metrics by name into metrics, see `Reducer.read`.
 
-        Args:
-          totals: float64 `[n]`.
-          results: dict from name to the result of a Keras metric.
-
-        Returns:
-          dict from name to a Python float or int, or a numpy array where the value was not a scalar.
+        They are Python numbers, or numpy arrays where the value was not a scalar.
         """
         totals = np.asarray(totals)
         metrics = {}
@@ -207,7 +193,7 @@ def _packed(reductions: dict[str, Reduction]) -> tuple[list[_Slot], tf.Tensor]:
 
 
 def _groups(reductions: dict[str, Reduction]) -> list[list[str]]:
-    """Divides metrics into those that are summed together: many of one kind, dtype and known shape, else each alone."""
+    """Groups metrics that are summed together: those of one kind, dtype and known shape; any other alone."""
     groups: dict[Any, list[str]] = {}
     for name, reduction in reductions.items():
         value, weight = reduction.value, reduction.weight
@@ -263,16 +249,8 @@ def batch_size(inputs: Any) -> BatchSize | None:
             if leaf.shape.rank is not None and leaf.shape[0] is not None:
                 known.add(leaf.shape[0])
             if size is None:
-                size = _rows(leaf)
+                size = num_rows(leaf)
     return None if size is None else (known, size)
-
-
-def _rows(leaf: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows(out_type=tf.int64)
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    return tf.shape(leaf, tf.int64)[0]
 
 
 def _numbers(name: str, result: Any) -> dict[str, Any]:

@@ -41,11 +41,9 @@ class Accumulator(abc.ABC):
 
     @abc.abstractmethod
     def first_bad(self) -> tuple[int, list[str]]:
-        """Returns which step was the first with a value that was not finite.
+        """Returns the first step with a value that was not finite, counted from the last report or `load`.
 
-        Returns:
-          `(steps, names)`: the step, counted from the last report or `load`; and the names of the losses and gradients
-          that were not finite in it.
+        With it come the names of the losses and gradients that were not finite in it.
         """
 
 
@@ -80,23 +78,17 @@ class Reducer(Accumulator):
         guarded: bool = False,
         skips: bool = False,
     ) -> None:
-        self._strategy = strategy
-        self._who = who
+        self._strategy, self._who, self._guarded = strategy, who, guarded
         self.packer = Packer(who, count_examples, skips)
-        self._guarded = guarded
         self._watched: list[str] = []  # names of the watched values
-        self._totals = None
-        self._pending = None
+        self._totals = self._pending = None
         self.collects: dict[str, Any] = {}
 
     def run_step(self, step_fn: Callable[[Any], Any], inputs: Any, may_be_empty: bool) -> Any:
         """Runs one step on one replica and packs its outputs; in replica context.
 
-        Args:
-          step_fn: the user's step.
-          inputs: one batch of this replica.
-          may_be_empty: leaves the step out where the batch has no example. Means of no example are NaN, and TensorFlow
-            2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
+        With `may_be_empty`, the step is left out where the batch has no example. Means of no example are NaN, and
+        TensorFlow 2.20 fails on some convolutions of an empty batch (CPU, fused with their activation).
 
         Returns:
           float64 tensor `[n]`, a step's contribution, zeros for an empty batch. If the step returns media or a
@@ -145,7 +137,7 @@ class Reducer(Accumulator):
         return self._with_collected(tf.concat([contribution, *watch], axis=0), collected)
 
     def divided(self, outputs: Any) -> tuple[Any, Any]:
-        """Returns of what `run_step` returned (the contribution, what is collected or None)."""
+        """Returns what `run_step` returned as (the contribution, what is collected or None)."""
         return outputs if self.collects else (outputs, None)
 
     @property
@@ -154,11 +146,7 @@ class Reducer(Accumulator):
         return self.collects.keys() != self.packer.media.keys()
 
     def gradient_norms(self, contribution: np.ndarray) -> dict[str, float]:
-        """Returns the norms of the gradients that one replica noted in an eager step, by the name of the variable.
-
-        Args:
-          contribution: float64 `[n]`, what `run_step` returned there for this step.
-        """
+        """Returns the norms of the gradients by variable, from what `run_step` returned in an eager step: `[n]`."""
         halves = dict(zip(self._watched, contribution[self.packer.size + 1 :]))  # of the squares
         prefix = non_finite.GRADIENT_OF
         return {
@@ -184,6 +172,7 @@ class Reducer(Accumulator):
             self.load(self._pending)
 
     def _make_totals(self, size: int) -> tf.Variable:
+        """Makes a variable of which each replica has its own; a subclass may keep the totals elsewhere."""
         with self._strategy.scope():
             return tf.Variable(
                 tf.zeros([size], tf.float64),
@@ -266,9 +255,9 @@ class Reducer(Accumulator):
         return self._strategy.run(on_replica, args=(contributions,))
 
     def first_bad(self) -> tuple[int, list[str]]:
-        """See `Accumulator`; the names are those of the replicas that were the first."""
+        """See `Accumulator`; the names come from the replicas that were first."""
         found = []
-        for totals in self._of_all_replicas():
+        for totals in self._totals_by_replica():
             watch = totals[self.packer.size :]
             names = [name for name, value in zip(self._watched, watch[1:]) if not np.isfinite(value)]
             if names:
@@ -295,14 +284,7 @@ class Reducer(Accumulator):
 
     @tf.autograph.experimental.do_not_convert
     def take(self, wanted: tf.Tensor) -> tf.Tensor:
-        """Reads inside of the `tf.function` of a loop that has no Keras metrics, which spares a call.
-
-        Args:
-          wanted: boolean scalar tensor, whether to reset; otherwise nothing changes.
-
-        Returns:
-          float64 tensor `[n]`, for `packer.unpack`.
-        """
+        """Reads in the `tf.function` of a loop without Keras metrics, for `packer.unpack`; resets only if `wanted`."""
         totals = self._sum_replicas()
         with tf.control_dependencies([totals]):
             self._strategy.run(self._reset_if, args=(wanted,))
@@ -332,14 +314,10 @@ class Reducer(Accumulator):
             metric.reset_state()
 
     def state(self) -> State:
-        """See `Accumulator`.
-
-        Returns:
-          `RunningTotals`; before the first step, the argument of `load`.
-        """
+        """See `Accumulator`; before the first step, the argument of `load`."""
         if not self.created:
             return self._pending or RunningTotals([], [])
-        totals = [totals[: self.packer.size].tolist() for totals in self._of_all_replicas()]
+        totals = [totals[: self.packer.size].tolist() for totals in self._totals_by_replica()]
         return RunningTotals(self.packer.names, totals)
 
     def load(self, state: State) -> None:
@@ -351,15 +329,15 @@ class Reducer(Accumulator):
         if not self.created:
             self._pending = state
             return
-        local, workers = self._local(self._totals), Workers(self._strategy)
+        local, workers = self._strategy.experimental_local_results(self._totals), Workers(self._strategy)
         replicas = len(local) * workers.count
-        totals = self._totals_of(state)
+        totals = self._loaded(state)
         if len(totals) != replicas:
             totals = np.stack([totals.sum(axis=0)] + [np.zeros_like(totals[0])] * (replicas - 1))
         for part, values in zip(local, totals[workers.index * len(local) :]):
             part.assign(np.pad(values, [0, int(part.shape[0]) - self.packer.size]))
 
-    def _totals_of(self, state: State) -> np.ndarray:
+    def _loaded(self, state: State) -> np.ndarray:
         """Returns the totals of a `state()` in this order of metrics, float64 `[replicas, n]`; zeros if they differ."""
         sizes = {slot.name: slot.size for slot in self.packer.slots}
         state = state if isinstance(state, RunningTotals) else RunningTotals([], [])
@@ -372,11 +350,7 @@ class Reducer(Accumulator):
         parts = dict(zip(earlier, np.split(totals, np.cumsum([*earlier.values()])[:-1], axis=1)))
         return np.concatenate([parts.get(name, np.zeros([len(totals), size])) for name, size in sizes.items()], axis=1)
 
-    def _of_all_replicas(self) -> np.ndarray:
+    def _totals_by_replica(self) -> np.ndarray:
         """Returns the accumulated vector of each replica, float64 `[replicas, n]`; workers wait for each other."""
-        local = np.stack([totals.numpy() for totals in self._local(self._totals)])
+        local = np.stack([part.numpy() for part in self._strategy.experimental_local_results(self._totals)])
         return Workers(self._strategy).gather(local).reshape(-1, local.shape[1])
-
-    def _local(self, variable: tf.Variable) -> tuple[tf.Variable, ...]:
-        """Returns the variables of this worker's replicas behind a distributed one."""
-        return self._strategy.experimental_local_results(variable)

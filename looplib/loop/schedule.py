@@ -7,21 +7,14 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """A step at which something is due.
+    """A step at which something is due."""
 
-    Attributes:
-      step: the global step.
-      report: whether the training metrics since the last report are due.
-      save: whether a checkpoint is due.
-      evaluate: whether an evaluation is due. False at the end, where the controller evaluates after the final save.
-      end: whether the training ends here.
-    """
-
-    step: int
-    report: bool
-    save: bool
+    step: int  # the global step
+    report: bool  # whether the training metrics since the last report are due
+    save: bool  # whether a checkpoint is due
+    # whether an evaluation is due. False at the end, where the controller evaluates after the final save.
     evaluate: bool
-    end: bool
+    end: bool  # whether the training ends here
 
     @property
     def shows(self) -> bool:
@@ -31,21 +24,13 @@ class Boundary:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Reports, saves and evaluations at exact multiples of their intervals, counted from step 0 of the run.
+    """Reports, saves and evaluations at exact multiples of their intervals, counted from step 0 of the run."""
 
-    Attributes:
-      report_every: steps between reports.
-      save_every: steps between checkpoints.
-      evaluate_every: steps between evaluations; None for a training without any.
-      end: the step to train to; None trains to the end of the data.
-      stops: further steps at which the inner loop returns.
-    """
-
-    report_every: int
-    save_every: int
-    evaluate_every: int | None = None
-    end: int | None = None
-    stops: tuple[int, ...] = ()
+    report_every: int  # steps between reports
+    save_every: int  # steps between checkpoints
+    evaluate_every: int | None = None  # steps between evaluations; None for a training without any
+    end: int | None = None  # the step to train to; None trains to the end of the data
+    stops: tuple[int, ...] = ()  # further steps at which the inner loop returns
 
     def boundaries(self, step: int) -> Iterator[Boundary]:
         """Yields the boundaries after a step, in order: each multiple of an interval, each stop, and the end."""

@@ -24,14 +24,14 @@ class Step:
 
     Args:
       strategy: `tf.distribute.Strategy`.
-      step_fn: one step on one replica.
+      step_fn: one step on one replica; `replica_step` is the same with its outputs packed.
       reducer: reduces what it returns.
       stream: reads the iterators that a loop is called with.
       counter: int64 `tf.Variable` that counts finished steps, or None.
       skip_bad: undoes a step in which a value is not finite.
 
     Attributes:
-      replica_step: function of one batch, which does the part of one replica.
+      function: the traced step.
     """
 
     def __init__(
@@ -43,11 +43,8 @@ class Step:
         counter: tf.Variable | None = None,
         skip_bad: bool = False,
     ) -> None:
-        self.reducer = reducer
-        self.stream = stream
-        self.strategy = strategy
-        self._counter = counter
-        self._skip_bad = skip_bad
+        self.strategy, self.reducer, self.stream = strategy, reducer, stream
+        self._counter, self._skip_bad = counter, skip_bad
 
         def replica_step(inputs: Any) -> Any:
             return reducer.run_step(step_fn, inputs, stream.may_be_empty)
@@ -64,26 +61,21 @@ class Step:
             return strategy.run(replica_step, args=(tf.nest.map_structure(lambda leaf: leaf, inputs),))
 
         try:
-            self._step = step.get_concrete_function()
+            self.function = step.get_concrete_function()
         except Exception as error:
             raise_refusal(error)
             raise
         self.reducer.create()
 
     @property
-    def function(self) -> tf.types.experimental.ConcreteFunction:
-        """The traced step."""
-        return self._step
-
-    @property
     def variables(self) -> tuple[tf.Variable, ...]:
         """The `tf.Variable`s that the step uses."""
-        return self._step.variables
+        return self.function.variables
 
     @property
     def ops(self) -> list[tf.compat.v1.NodeDef]:
         """The `NodeDef` of each op in the step, which takes 0.2 s for a model of 1,000 variables."""
-        return list(_tf.nodes_in(self._step.graph.as_graph_def()))
+        return list(_tf.nodes_in(self.function.graph.as_graph_def()))
 
     @functools.cached_property
     def op_counts(self) -> dict[str, int]:
@@ -96,20 +88,20 @@ class Step:
         random = _tf.RANDOM_OPS
         return [node.name for node in self.ops if node.op in random] if random & self.op_counts.keys() else []
 
-    @property
-    def unsaved_ops(self) -> list[str]:
-        """The types of the ops in the step whose state no checkpoint holds: those of queues and of Python functions."""
-        return sorted(op for op in self.op_counts if op.startswith("Queue") or op in ("PyFunc", "EagerPyFunc"))
+    def unsaved(self, saves_tables: bool) -> list[str]:
+        """Returns what may have a state in the step that no checkpoint holds: ops of queues and of Python functions.
 
-    @property
-    def changes_tables(self) -> bool:
-        """Whether the step changes a lookup table."""
-        return not self.op_counts.keys().isdisjoint(("LookupTableInsertV2", "LookupTableRemoveV2"))
+        So may a lookup table that the step changes, unless the checkpoint `saves_tables`.
+        """
+        ops = self.op_counts.keys()
+        names = sorted(op for op in ops if op.startswith("Queue") or op in ("PyFunc", "EagerPyFunc"))
+        changes = not ops.isdisjoint(("LookupTableInsertV2", "LookupTableRemoveV2"))
+        return names + ["a lookup table that is no attribute of the trainer"] * (changes and not saves_tables)
 
     @tf.autograph.experimental.do_not_convert
     def contribution(self, inputs: Any) -> Any:
         """Does one step; returns what each replica adds to the metrics. In a `tf.function`, across replicas."""
-        return self._step(inputs)
+        return self.function(inputs)
 
     @tf.autograph.experimental.do_not_convert
     def __call__(self, inputs: Any) -> Any:
@@ -145,27 +137,23 @@ class Step:
 
     def _undone_if_bad(self, inputs: Any) -> Any:
         """Does one step; if a value in it is not finite, undoes it, so that it contributes nothing."""
-        before = [variable.read_value() for variable in self._step.variables]
+        before = [variable.read_value() for variable in self.function.variables]
         contributions, collected = self.reducer.divided(self.contribution(inputs))
         with tf.control_dependencies(tf.nest.flatten(contributions, expand_composites=True)):
-            after = [variable.read_value() for variable in self._step.variables]
+            after = [variable.read_value() for variable in self.function.variables]
         finite = self.reducer.all_finite(contributions)
         for value in after:
             if value.dtype.is_floating:
                 finite = tf.logical_and(finite, tf.reduce_all(tf.math.is_finite(value)))
         finite = tf.logical_not(Workers(self.strategy).any(tf.logical_not(finite)))
-        for variable, old, new in zip(self._step.variables, before, after):
+        for variable, old, new in zip(self.function.variables, before, after):
             variable.assign(tf.where(finite, new, old))
         contributions = self.reducer.skip_unless(finite, contributions)
         return (contributions, collected) if self.reducer.collects else contributions
 
 
 def raise_refusal(error: Exception) -> None:
-    """Raises the `UsageError` that led to an error of tracing a step, or says what to do about it, where that is known.
-
-    Args:
-      error: what tracing has raised. AutoGraph hides its type.
-    """
+    """Raises the `UsageError` behind an error of tracing, whose type AutoGraph hides; or says what to do about it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, UsageError):
@@ -202,25 +190,15 @@ def now() -> tf.Tensor:
     return tf.timestamp()
 
 
-def _leaves(batch: object) -> list[tf.Tensor]:
-    return tf.nest.flatten(batch, expand_composites=True)
-
-
 # AutoGraph has to convert this: without it, TensorFlow refuses a trace with more than some 30 calls of next().
-def timed(
-    fetch: Callable[[], _Batch], ready: Callable[[_Batch], list[tf.Tensor]] = _leaves
-) -> tuple[_Batch, tf.Tensor]:
-    """Calls a function that fetches a batch, in a `tf.function`.
+def timed(fetch: Callable[[], _Batch], ready: Callable[[_Batch], Any] | None = None) -> tuple[_Batch, tf.Tensor]:
+    """Calls a function that fetches a batch, in a `tf.function`; returns the batch and the seconds, float64 scalar.
 
-    Args:
-      fetch: the function.
-      ready: returns the tensors that exist once the batch has arrived.
-
-    Returns:
-      (what `fetch` returned, the seconds until it was `ready` as a float64 tensor).
+    `ready` returns the tensors that exist once the batch has arrived; by default all of the batch.
     """
     start = now()
     with tf.control_dependencies([start]):
         batch = fetch()
-    with tf.control_dependencies(ready(batch)):
+    arrived = batch if ready is None else ready(batch)
+    with tf.control_dependencies(tf.nest.flatten(arrived, expand_composites=True)):
         return batch, now() - start

@@ -56,11 +56,7 @@ class BatchSizes:
         return measured
 
     def check(self, metrics: dict[str, object]) -> dict[str, object]:
-        """Takes the sizes out of the metrics of all steps since the last check; returns the others.
-
-        Raises:
-          UsageError: for batches of another size.
-        """
+        """Returns the metrics since the last check without the sizes; raises `UsageError` for batches of others."""
         if METRICS[0] not in metrics:
             return metrics
         self._seen += [metrics[name] for name in METRICS]
@@ -68,12 +64,7 @@ class BatchSizes:
         return {name: value for name, value in metrics.items() if name not in METRICS}
 
     def look(self, packer: Packer, totals: list[list[float]]) -> None:
-        """Raises as `check` does, for the steps since the last check, before they are saved.
-
-        Args:
-          packer: of the step's outputs.
-          totals: what each replica has added up since then.
-        """
+        """Raises as `check` does, from what each replica has added up since the last check, before it is saved."""
         if METRICS[0] in packer.names:
             places = [packer.start_of(name) for name in METRICS]
             self._refuse(self._seen + np.sum(totals, axis=0)[places])
@@ -102,7 +93,7 @@ def _size(inputs: object, outputs: dict[str, object]) -> tf.Tensor | None:
 
 
 def add_share(step_fn: StepFn, task: Trainer | Evaluator) -> StepFn:
-    """Wraps a step, so that what it computes is that of the examples of the global batch, however many there are."""
+    """Wraps a step so that its results are exact for a global batch of any size."""
     metrics = functools.cache(lambda: _metric_variables(vars(task)))  # a model may make some when it is called
 
     def with_share(inputs: Any) -> Any:
@@ -157,7 +148,7 @@ def _metric_variables(holder: Any) -> list[tf.Variable]:
 
 
 def _counted(step_fn: StepFn, share: Share, metrics: list[tf.Variable], training: bool) -> Any:
-    """Runs a step, of which nothing counts where the replica has no example of the global batch."""
+    """Runs a step; if the replica has no example of the global batch, the step counts nothing."""
     counts = share.examples > 0
     before = [variable.read_value() for variable in metrics]
     with replicas.in_use(share):

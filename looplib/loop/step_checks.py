@@ -28,9 +28,6 @@ class TracedValues:
     dicts and dataclasses of them, and functions such as an activation; also whether each layer is trainable, which
     models the task holds, and which optimizers it and its layers hold. An attribute that the step itself assigns is
     left out, because it may count the traces.
-
-    Args:
-      task: a trainer or evaluator whose step has just been traced.
     """
 
     def __init__(self, task: Any) -> None:
@@ -41,19 +38,13 @@ class TracedValues:
         ]
 
     def check(self, step_name: str) -> None:
-        """Checks that all values are as they were.
-
-        Args:
-          step_name: the name of the traced function, such as `Classifier.step_fn`.
-
-        Raises:
-          UsageError: if not.
-        """
+        """Raises `UsageError` if a value has changed since `step_name`, such as `Classifier.step_fn`, was traced."""
         for holder, name, who, value, then in self._values:
             now = getattr(holder, name, None)
-            if now is value and not _may_change_inside(value):
+            plain = _is_plain(value)
+            if now is value and (isinstance(value, _IMMUTABLE) or not plain):  # nothing changes inside of it
                 continue
-            if _is_plain(value) and repr(now) == then:
+            if plain and repr(now) == then:
                 continue
             cure = (
                 "start the run again with it and with --partial_restore (Start(partial=True)), which keeps "
@@ -74,7 +65,7 @@ def _holders(task: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the attributes of a task or a layer that a step reads and of which a change would not be seen."""
+    """Yields the attributes of a task or layer that a traced step has read as constants."""
     names = _read_by(type(holder))
     if _keras.is_layer(holder):
         yield "trainable", holder.trainable
@@ -87,10 +78,6 @@ def _values_of(holder: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(holder).items():
         if _keras.is_optimizer(value) or (_keras.is_layer(value) and not _keras.is_layer(holder)):
             yield name, value
-
-
-def _may_change_inside(value: Any) -> bool:
-    return _is_plain(value) and not isinstance(value, _IMMUTABLE)
 
 
 def _is_plain(value: Any) -> bool:
@@ -140,13 +127,8 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
     TensorFlow sums what replicas keep for a metric. That is the metric of the global batch only where every step adds
     to it, and adds a number that does not depend on the steps before: not for a maximum or a moving average.
 
-    Args:
-      step: the traced step, on several replicas, with its data.
-      who: the user's method, for the message.
-      metrics: dict from name to Keras metric, each of them returned by the step.
-
-    Raises:
-      UsageError: for a metric that is not such a sum.
+    The step, of the user's method `who`, is one on several replicas, and returns these Keras metrics by name. Raises
+    `UsageError` for a metric that is not such a sum.
     """
     kept = {f"the variable {_keras.variable_path(v)} of the metric {name!r}": v for name, v in _foreign(metrics)}
     if not kept:
@@ -161,8 +143,8 @@ def check_metrics(step: Step, who: str, metrics: Mapping[str, Any]) -> None:
         first = _sums_of_first_replica(step, kept)
         step.contribution(batch)
         second = _sums_of_first_replica(step, kept)
-        own = {id(part) for v in kept.values() for part in step.strategy.experimental_local_results(v)}
-        _put_back((variable, value) for variable, value in before if id(variable) not in own)
+        metric_ids = {id(part) for v in kept.values() for part in step.strategy.experimental_local_results(v)}
+        _put_back((variable, value) for variable, value in before if id(variable) not in metric_ids)
         step.contribution(batch)
         third = _sums_of_first_replica(step, kept)
     finally:

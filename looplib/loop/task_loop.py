@@ -43,9 +43,6 @@ class TaskLoop(TrainingLoop):
     """The loop of one trainer or evaluator, over its own data.
 
     Building it builds the data set and traces the step, so that an error in either is found before the first step.
-
-    Args:
-      spec: the task, and how to run it.
     """
 
     def __init__(self, spec: Specification) -> None:
@@ -56,7 +53,6 @@ class TaskLoop(TrainingLoop):
         self._build()
 
     def _build(self) -> None:
-        """Builds the data set and traces the step."""
         spec = self._spec
         self._iterator: Iterator = None
         self._position: bytes | None = None
@@ -64,26 +60,24 @@ class TaskLoop(TrainingLoop):
         self.batches = Batches(spec.config.global_batch_size, spec.earlier)
         self._failed: BaseException | None = None
         self._backend = backend = backend_of(spec)
-        self._stream = self._distribute()
-        properties = self._stream.properties
+        self.stream = self._distribute()
+        properties = self.stream.properties
         self.epoch, self.examples = properties.epoch, properties.examples
         self.fingerprint = properties.fingerprint or None
-        self._first_stream = self._stream  # which the inner loop reads all iterators with
-        backend.check(self._stream)
+        self._first_stream = self.stream  # which the inner loop reads all iterators with
+        backend.check(self.stream)
         self.reducer = backend.reducer()
         # From here until `close` the trainer's optimizers are looplib's.
         self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=spec.guarded) if spec.training else None
         if not spec.training and properties.unknown:
             self._check_for_a_batch()
-        self._sizes = (
-            None if self._stream.properties.sized else BatchSizes(self.who, self._stream.properties.batch_size)
-        )
-        self._tables = None if self._stream.arrays is None else backend.tables(self._stream.arrays)
+        self._sizes = None if properties.sized else BatchSizes(self.who, properties.batch_size)
+        self._tables = None if self.stream.arrays is None else backend.tables(self.stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
         if spec.training:
-            spec.clock.of_input = self._of_input
+            spec.clock.of_input = self._slowest_stage
         with spec.clock.phase("compile"):
-            self._inner = backend.inner_loop(step_fn, self.reducer, self._stream)
+            self._inner = backend.inner_loop(step_fn, self.reducer, self.stream)
         if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
             check_share(spec.task, self._inner.step)
             check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
@@ -91,15 +85,14 @@ class TaskLoop(TrainingLoop):
 
     def _decorators(self, backend: Backend) -> list[Decorator]:
         """Returns everything that is added to the user's step, innermost first."""
-        decorators: list[Decorator] = [
-            functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
-        ]
+        refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
+        decorators: list[Decorator] = [refuse]
         if self._spec.training and example_checksum.enabled():
             decorators.append(lambda step_fn: example_checksum.add_to(step_fn, lambda: self.task.global_step))
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)
         if self._tables is not None:
-            rows = _rows_in_turn if self._stream.properties.in_turn else tf.gather
+            rows = _rows_in_turn if self.stream.properties.in_turn else tf.gather
             decorators.append(functools.partial(_gathering, tables=self._tables, rows=rows))
         if self.task.batches == "global":
             decorators.append(functools.partial(add_share, task=self.task))
@@ -107,7 +100,6 @@ class TaskLoop(TrainingLoop):
 
     @property
     def _rates(self) -> Collection[str]:
-        """The names of the trainer's rates."""
         return rates_of(self.task).keys()
 
     def _distribute(self) -> Stream:
@@ -128,22 +120,14 @@ class TaskLoop(TrainingLoop):
         """Raises `UsageError` if data of unknown length has no batch, or cannot be read."""
         split = self._spec.split
         try:
-            has_a_batch = self._stream.has_value(self._stream.next_as_optional(self._stream.iterate()))
+            has_a_batch = self.stream.has_value(self.stream.next_as_optional(self.stream.iterate()))
         except (tf.errors.NotFoundError, tf.errors.DataLossError, tf.errors.PermissionDeniedError) as error:
             raise UsageError(
                 f"the evaluation data set {split!r} cannot be read: {gist(error)}; check where {self.who}.dataset "
                 "reads from"
             ) from error
         if not has_a_batch:
-            raise UsageError(
-                f"the evaluation data set {split!r} is empty: {self.who}.dataset has no batch; check where the data is "
-                "read from"
-            )
-
-    @property
-    def stream(self) -> Stream:
-        """The batches of the task."""
-        return self._stream
+            raise no_batch(split, self.who)
 
     @property
     def traced(self) -> Step | None:
@@ -160,7 +144,7 @@ class TaskLoop(TrainingLoop):
     @property
     def endless(self) -> bool:
         """See `Loop`."""
-        return self._stream.infinite
+        return self.stream.infinite
 
     @property
     def metric_names(self) -> frozenset[str] | None:
@@ -190,44 +174,43 @@ class TaskLoop(TrainingLoop):
             except BaseException as error:  # a KeyboardInterrupt too, after which a notebook may train on
                 self._failed = error
                 self._end_data()  # it has moved past examples that were not trained on
-                if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
-                    raise DataError(found.sentence) from error
-                if ops := _tf.lacking_in_xla(error):
-                    raise UsageError(
-                        f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
-                        f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
-                    ) from error
-                if lengths := _tf.lengths_of_a_wrong_epoch(error):
-                    raise DataError(
-                        f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
-                        "give each epoch as many, such as by a filter without random numbers, or train by steps"
-                    ) from error
-                self._name_the_record(error)
-                if not self.endless or not isinstance(error, tf.errors.OutOfRangeError):
-                    raise
-                raise UsageError(
-                    f"the data of {self.who}.dataset ended although its cardinality is infinite; check for repeat() of "
-                    "an empty data set, or of files without examples"
-                ) from error
+                if (explained := self._explained(error)) is not None:
+                    raise explained from error
+                raise
 
-    def _name_the_record(self, error: BaseException) -> None:
-        """Raises `DataError` for an error of the user's `dataset` that one record leads to."""
-        if not isinstance(error, tf.errors.OpError) or not _tf.is_of_the_input(error):
-            return
-        steps = int(self._spec.counter) - self._counted_before
-        steps = 0 if self._spec.config.overfit_batch else steps
-        named = diagnosis().refused_record(self.task.dataset, self._stream.context(), steps)
-        if named is not None:
-            raise DataError(
-                f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or fix "
-                f"{self.place_of(error) or 'the functions of its maps'}"
-            ) from error
+    def _explained(self, error: BaseException) -> Exception | None:
+        """Returns an error of the steps or their data as one that says its cause, where that is known."""
+        if isinstance(error, tf.errors.OpError) and (found := read(error)).kind in OURS:
+            return DataError(found.sentence)
+        if ops := _tf.lacking_in_xla(error):
+            return UsageError(
+                f"XLA cannot compile what {self._spec.step_name} computes with jit_compile, because it has no "
+                f"{join_names(ops)}; compute that outside of it, or leave out jit_compile"
+            )
+        if lengths := _tf.lengths_of_a_wrong_epoch(error):
+            return DataError(
+                f"{self.who}.dataset was to have {lengths[0]} batches in each epoch, and one had {lengths[1]}; "
+                "give each epoch as many, such as by a filter without random numbers, or train by steps"
+            )
+        if isinstance(error, tf.errors.OpError) and _tf.is_of_the_input(error):
+            steps = 0 if self._spec.config.overfit_batch else int(self._spec.counter) - self._counted_before
+            if (named := diagnosis().refused_record(self.task.dataset, self.stream.context(), steps)) is not None:
+                return DataError(
+                    f"{named}, is refused by {self.who}.dataset: {read(error)}; restore the file if it is damaged, or "
+                    f"fix {self.place_of(error) or 'the functions of its maps'}"
+                )
+        if self.endless and isinstance(error, tf.errors.OutOfRangeError):
+            return UsageError(
+                f"the data of {self.who}.dataset ended although its cardinality is infinite; check for repeat() of "
+                "an empty data set, or of files without examples"
+            )
+        return None
 
     def _iterate(self) -> None:
         self._counted_before = 0 if self._spec.training else int(self._spec.counter)
-        self._iterator, self._position = self._stream.iterate(self._position), None
+        self._iterator, self._position = self.stream.iterate(self._position), None
         _reading.add(self)
-        self._sure = self._stream.sure - self._stream.skipped_steps
+        self._sure = self.stream.sure - self.stream.skipped_steps
         if not self._inner.traces:
             with self._clock.phase("compile"):
                 self._inner.trace(self._iterator)
@@ -236,8 +219,7 @@ class TaskLoop(TrainingLoop):
         if self._traced:
             self._traced.check(self._spec.step_name)
         before, suspended = self._clock.of(phase), notice.suspended
-        sure = max(0, self._sure)
-        ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=sure))
+        ran = self._inner.run(self._iterator, dataclasses.replace(request, sure=max(0, self._sure)))
         self._sure -= ran.done
         suspended = notice.suspended - suspended
         if ran.done:
@@ -252,7 +234,7 @@ class TaskLoop(TrainingLoop):
 
     def progress(self) -> float:
         """See `Loop`; what counts is data that is read again by a run that resumes."""
-        return self._stream.passed
+        return self.stream.passed
 
     def read(self) -> dict[str, int | float]:
         """See `Loop`."""
@@ -275,7 +257,7 @@ class TaskLoop(TrainingLoop):
         """See `TrainingLoop`."""
         if self._sizes and self.reducer.created:
             self._sizes.look(self.reducer.packer, self.reducer.state().totals)
-        return self._stream.position(self._iterator) if self._iterator is not None else self._position
+        return self.stream.position(self._iterator) if self._iterator is not None else self._position
 
     def rewind(self, start_step: int = 0, position: bytes | None = None, batches: Batches | None = None) -> None:
         """See `Loop`."""
@@ -290,9 +272,9 @@ class TaskLoop(TrainingLoop):
     def renew(self) -> None:
         """See `TrainingLoop`."""
         self._end_data()
-        self._stream = self._distribute()
-        self._stream.share(self._first_stream)
-        self.epoch = self._stream.properties.epoch
+        self.stream = self._distribute()
+        self.stream.share(self._first_stream)
+        self.epoch = self.stream.properties.epoch
 
     def resume(self, step: int) -> None:
         """See `TrainingLoop`."""
@@ -314,22 +296,21 @@ class TaskLoop(TrainingLoop):
     def close(self) -> None:
         """See `Loop`; restores the optimizers' original methods."""
         if self._spec.training and self._clock.waits_for_input:
-            self._slowest = self._of_input()
+            self._slowest = self._slowest_stage()
         self._end_data()
         if self._optimizers is not None:
             self._optimizers.close()
 
-    def _of_input(self) -> tuple[str, str] | None:
+    def _slowest_stage(self) -> tuple[str, str] | None:
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        reader = self._stream.context().reader
-        reads = reader.reads if reader else ()
-        return diagnosis().slowest_stage(self._iterator, self._stream.copy_seconds(), reads)
+        reader = self.stream.context().reader
+        return diagnosis().slowest_stage(self._iterator, self.stream.copy_seconds(), reader.reads if reader else ())
 
     def _end_data(self, wait: bool = False) -> None:
         if self._iterator is not None:
-            self._stream.end(self._iterator, wait)
+            self.stream.end(self._iterator, wait)
         self._iterator = None
         _reading.discard(self)
 
@@ -350,10 +331,10 @@ class TaskLoop(TrainingLoop):
 
     def foresee_end(self, target: int) -> None:
         """See `TrainingLoop`."""
-        lengths = self._stream.properties.lengths
+        lengths = self.stream.properties.lengths
         if lengths is None or lengths.steps is None:
             return
-        last = lengths.steps + (0 if self._stream.positioned else self._start_step - self._stream.skipped_steps)
+        last = lengths.steps + (0 if self.stream.positioned else self._start_step - self.stream.skipped_steps)
         ends = target == -1 or target > last
         if ends and (left_out := lengths.left_out()) and Workers(self._strategy).is_chief:
             logging.warning(
@@ -365,9 +346,9 @@ class TaskLoop(TrainingLoop):
 
     def note_end(self, step: int, target: int) -> None:
         """See `TrainingLoop`; waits for the other workers."""
-        lengths = self._stream.properties.lengths
+        lengths = self.stream.properties.lengths
         foreseen = lengths is not None and lengths.steps is not None
-        left_out = "" if foreseen else self._first_stream.left_out(self._stream.sure - self._sure)
+        left_out = "" if foreseen else self._first_stream.left_out(self.stream.sure - self._sure)
         if left_out and Workers(self._strategy).is_chief:  # once is enough
             logging.warning(
                 "the training data ended at step %d on some workers only: %s; give each as many batches, or "
@@ -397,10 +378,7 @@ class TaskLoop(TrainingLoop):
                 self._spec.step_name,
                 ", ".join(sorted(names)[:10]),
             )
-        unsaved = self._inner.step.unsaved_ops
-        if self._inner.step.changes_tables and not tables_of(objects):
-            unsaved.append("a lookup table that is no attribute of the trainer")
-        if unsaved:
+        if unsaved := self._inner.step.unsaved(saves_tables=bool(tables_of(objects))):
             logging.warning(
                 "%s uses %s; if these keep a state, it is not saved, and a resumed run differs; keep state in "
                 "variables that are attributes of the trainer",
@@ -416,6 +394,13 @@ class TaskLoop(TrainingLoop):
                 self._spec.step_name,
                 join_names(random),
             )
+
+
+def no_batch(split: str, who: str) -> UsageError:
+    """Returns the error of an evaluation without data."""
+    return UsageError(
+        f"the evaluation data set {split!r} is empty: {who}.dataset has no batch; check where the data is read from"
+    )
 
 
 @atexit.register
@@ -439,17 +424,9 @@ def make_loop(spec: Specification) -> Loop:
 
 
 def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:
-    """Checks that there is something to evaluate, and that the evaluation ends.
+    """Returns a number of evaluation steps, -1 for all data; raises `UsageError` if the evaluation would not end.
 
-    Args:
-      evaluations: the loops by the names of the evaluators.
-      steps: number of steps that was requested; -1 for all data.
-
-    Returns:
-      The number of steps.
-
-    Raises:
-      UsageError: if not.
+    So it does where there is nothing to evaluate. The loops are given by the names of the evaluators.
     """
     if not evaluations:
         raise UsageError("this controller has no evaluator; give Controller(evaluator=...) to evaluate")
@@ -464,15 +441,7 @@ def check_evaluation(evaluations: Mapping[str, Loop], steps: int) -> int:
 
 
 def as_numbers(who: str, metrics: object) -> dict[str, int | float]:
-    """Checks the metrics that a `loop_end` returned; returns them as Python numbers.
-
-    Args:
-      who: the class name of the user's trainer or evaluator, for messages.
-      metrics: a dict from name to number is expected.
-
-    Raises:
-      UsageError: for something else.
-    """
+    """Returns the metrics of a `loop_end` as Python numbers; raises `UsageError` for anything but a dict of numbers."""
     if not isinstance(metrics, dict):
         raise UsageError(f"{who}.loop_end returned a {type(metrics).__name__}; expected the dict of metrics to report")
     converted = {}
@@ -482,15 +451,13 @@ def as_numbers(who: str, metrics: object) -> dict[str, int | float]:
     return converted
 
 
-def _gathering(
-    step_fn: StepFn, tables: Any, rows: Callable[[Any, tf.Tensor], tf.Tensor]
-) -> Callable[[tf.Tensor], object]:
+def _gathering(step_fn: StepFn, tables: Any, rows: Callable[[Any, tf.Tensor], tf.Tensor]) -> StepFn:
     """Makes a step of row numbers, int64 `[b]`, from a step of the rows."""
     return lambda ids: step_fn(tf.nest.map_structure(lambda table: rows(table, ids), tables))
 
 
 def _rows_in_turn(table: Any, ids: tf.Tensor) -> tf.Tensor:
-    """Returns rows that follow one another, of which a slice is no copy on a CPU."""
+    """Returns consecutive rows as a slice, which is no copy on a CPU."""
     first = tf.reduce_sum(ids[:1])  # 0 for a batch without examples
     count = tf.shape(ids, tf.int64)[0]
     begin, size = [first, *[0] * (len(table.shape) - 1)], [count, *table.shape[1:]]

@@ -8,12 +8,7 @@ from looplib.task.plain import as_number
 
 
 class Window:
-    """The training steps since the last report.
-
-    Args:
-      training: the loop that runs them.
-      clock: has their time as "train" and "input".
-      guards: what to check the metrics for.
+    """The training steps since the last report, which the clock has as "train" and "input".
 
     Attributes:
       start: the step of the last report, or the one that the training continued from. The first is part of the state of
@@ -22,9 +17,7 @@ class Window:
 
     def __init__(self, training: TrainingLoop, clock: Clock, guards: Guards) -> None:
         self.start = 0
-        self._training = training
-        self._clock = clock
-        self._guards = guards
+        self._training, self._clock, self._guards = training, clock, guards
         self._mark = (0, 0.0)
 
     def measure_from(self, step: int) -> None:
@@ -34,13 +27,8 @@ class Window:
     def read(self, step: int, losses: list[float], complete: int) -> dict[str, float]:
         """Ends the window at a step; returns its metrics, with `steps_per_second` and, if it is known, the `epoch`.
 
-        Args:
-          step: the global step.
-          losses: the last reported losses, of which this window's becomes one.
-          complete: steps of a complete window.
-
-        Raises:
-          Diverged: if the loss jumps, or every step was skipped.
+        This window's loss is added to the last reported `losses`; `complete` is the steps of a complete window. Raises
+        `Diverged` if the loss jumps, or every step was skipped.
         """
         steps, seconds = step - self._mark[0], self._seconds() - self._mark[1]
         with self._clock.phase("report"):

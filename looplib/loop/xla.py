@@ -13,12 +13,7 @@ LONGEST, _BYTES, _COPIED = 100, 8 * 2**20, 2**20
 
 
 class XlaChunk:
-    """A number of steps on one replica as one XLA program. Batches of different shapes run step by step.
-
-    Args:
-      step: the step.
-      size: number of steps.
-    """
+    """`size` steps on one replica as one XLA program. Batches of different shapes run step by step."""
 
     def __init__(self, step: Step, size: int) -> None:
         self.size = size
@@ -26,7 +21,9 @@ class XlaChunk:
         self._program: Any = None
 
     def prepare(self) -> None:
-        """Compiles the program; raises one of XLA's errors if the step has an op that XLA lacks."""
+        """Compiles the program, once; raises one of XLA's errors if the step has an op that XLA lacks."""
+        if self._program is not None:
+            return
         batches: Any = [self._stream.replica_spec] * self.size
         full: Any = [self._stream.full_spec] * self.size
         if self._stream.block > 1:
@@ -34,9 +31,10 @@ class XlaChunk:
                 lambda spec: tf.TensorSpec([self.size, *spec.shape], spec.dtype), self._stream.replica_spec
             )
         program = tf.function(self._steps_of, jit_compile=True)
-        self._program = program.get_concrete_function(batches)
+        concrete = program.get_concrete_function(batches)
         zeros = tf.nest.map_structure(lambda spec: tf.zeros(spec.shape, spec.dtype), full)
         program.experimental_get_compiler_ir(zeros)(stage="hlo")
+        self._program = concrete
 
     def run(self, iterator: Iterator) -> tf.Tensor:
         """Does the steps, in a `tf.function`; returns the seconds that they waited for data, float64."""

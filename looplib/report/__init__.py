@@ -5,9 +5,9 @@ Names that other rooms may use, by file:
     page: none
     program: DIFF, diff, git, this_program
     progress: format_number, format_seconds, headline, Progress
-    records: cut_short, each_record, key, read_jsonl, read_newest, Record, RecordFile
+    records: cut_short, each_record, JsonlWriter, key, read_jsonl, read_newest, Record, RecordFile
     reporter: Metrics, Reporter
     run_json: as_dict, changed_settings, path_of, read, Report, saved_step, Standing, Start
     shown: Histogram, Images, Shown, Texts
-    writers: DEFAULT_WRITERS, JsonlWriter, named_writers, Setting, Writer
+    writers: DEFAULT_WRITERS, named_writers, Setting, Writer
 """

@@ -1,4 +1,4 @@
-"""Where the time went: seconds by phase, adding up to the wall time; and how fast the training goes."""
+"""Time accounting: seconds by phase, which add up to the wall time, and the speed of the training."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from looplib.report.progress import Progress, format_share
 
 _IMPORTED = time.perf_counter()
-_SHORT_CALL = 0.002  # seconds; a call of the loop costs a few tenths of a millisecond, however many steps it runs
-_HALF_LIFE = 30.0  # seconds of training after which a measurement of its speed counts half
-_LONG_TRAINING = 0.5  # seconds, after which its wait for data is more than that for the first batch
+_SHORT_CALL = 0.002  # seconds; each call of the loop costs a few tenths of a millisecond, whatever its number of steps
+_HALF_LIFE = 30.0  # seconds of training after which a measurement of speed has half of its weight
+_LONG_TRAINING = 0.5  # seconds; in a shorter training, waiting means waiting for the first batch
 # The advice for the phase that takes most of the time.
 _AGAINST = {
     "train": "try --loop=auto, a lower precision, or more devices",
@@ -25,11 +25,11 @@ _NO_OVERHEAD = ("train", "input", "evaluate", "suspended")
 
 
 class Clock:
-    """Adds up the seconds of phases that never overlap: time in an inner phase does not count for the outer one.
+    """Adds up the seconds of phases. Phases do not overlap: time in an inner phase does not count for the outer one.
 
     Attributes:
-      of_process: whether it counts from the start of the process.
-      of_input: returns (a clause about the stage of the input that takes most of its time, what to change), or None.
+      of_process: whether time counts from the start of the process.
+      of_input: returns (clause that names the slowest stage of the input, advice), or None.
 
     Example:
         clock = Clock()
@@ -66,7 +66,7 @@ class Clock:
 
     @property
     def current(self) -> tuple[str, int]:
-        """The current phase, and how often it has changed: `(name, count)`; may be read by another thread."""
+        """`(current phase, number of changes of phase)`; may be read by another thread."""
         return self._stack[-1], self._entered
 
     def seconds(self) -> dict[str, float]:
@@ -76,24 +76,24 @@ class Clock:
         return {**{name: round(value, 3) for name, value in sorted(self._seconds.items())}, "wall": round(wall, 3)}
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Counts seconds of one phase for another, at most those that it has."""
+        """Moves seconds from one phase to another, at most as many as the first has."""
         seconds = min(seconds, self.of(source))
         self._seconds[source] -= seconds
         self._seconds[target] = self._seconds.get(target, 0.0) + seconds
 
     def add(self, name: str, seconds: float) -> None:
-        """Counts seconds that passed before there was a clock."""
+        """Adds seconds that passed before this clock was made."""
         self._started -= seconds
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def add_start(self) -> None:
-        """Counts the time from the start of the process to this clock's own as "start"."""
+        """Adds the time between the start of the process and that of this clock, as "start"."""
         self.of_process = True
         self.add("start", max(0.0, _process_seconds() - self.seconds()["wall"]))
 
     @contextlib.contextmanager
     def saving_for_an_evaluation(self) -> Iterator[None]:
-        """Notes that saves in a `with` block are made because of an evaluation, not because of the interval."""
+        """Counts the saves of a `with` block as caused by an evaluation, not by the interval."""
         before = self.of("save")
         try:
             yield
@@ -149,12 +149,12 @@ class Clock:
 
     @property
     def waits_for_input(self) -> bool:
-        """Whether training spends a considerable part of its time waiting for its data."""
+        """Whether training spends more than a fifth of its time waiting for data."""
         waited = self.of("input")
         return waited > 0.2 * (self.of("train") + waited)
 
     def left_of(self, limit: float | None) -> float | None:
-        """Returns the seconds left of a limit that counts from the start of the process, or else from now."""
+        """Returns the seconds left of a time limit. It counts from the start of the process, if that is known."""
         return limit - self.seconds()["wall"] if limit is not None and self.of_process else limit
 
     def of(self, name: str) -> float:
@@ -170,7 +170,7 @@ class Clock:
 
 
 class Pace:
-    """Measures how fast a training goes since this process started or resumed it.
+    """Measures the speed of a training since this process started or resumed it.
 
     Args:
       clock: has the time of the run by phase.
@@ -179,13 +179,13 @@ class Pace:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._overhead_start = self._outside()
-        self._ran = 0  # steps in all, those before a rollback too
-        self._steps = self._seconds = 0.0  # of which older ones count less
+        self._ran = 0  # all steps, including those before a rollback
+        self._steps = self._seconds = 0.0  # weighted: older ones count less
         self._waiting = 0.0
         self._mark = (0, 0.0, 0.0)
 
     def measure_from(self, step: int) -> None:
-        """Starts to measure at a step: where the training starts, resumes, or continues after a rollback."""
+        """Starts a measurement at a step: at the start, at a resume, or after a rollback."""
         self._mark = step, self._clock.of("train"), self._clock.of("input")
 
     def at(self, step: int, end: int | None, evaluation: int | None, evaluating: bool = False) -> Progress:
@@ -222,12 +222,12 @@ class Pace:
         )
 
     def _outside(self) -> float:
-        """Returns the seconds so far of what recurs in a training besides its steps: evaluations, saves, reports."""
+        """Returns the seconds spent in evaluations, saves and reports so far."""
         return sum(self._clock.of(name) for name in ("evaluate", "save", "report"))
 
 
 def _process_seconds() -> float:
-    """Returns the seconds since the process started; where the system does not say, since this file was imported."""
+    """Returns the seconds since the start of the process, or since the import of this file if that is unknown."""
     try:
         with open("/proc/self/stat") as file:
             started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""`report.html` of a run: written when the run ends, however it ends."""
+"""`report.html` of a run, written whenever the run ends, also by a failure."""
 
 import time
 from collections.abc import Callable
@@ -9,21 +9,21 @@ from absl import logging
 from looplib import plugins
 from looplib.errors import UsageError, with_cure
 
-_SHARE = 0.01  # of the time of a run that calls `train` many times
+_SHARE = 0.01  # maximum share of the time of a run that calls `train` many times
 
 
 class WrittenPage(Protocol):
-    """A page that was written; a notebook shows it below the cell that ends with it."""
+    """A page that was written. A notebook displays it as the value of a cell."""
 
     path: str
 
 
 class Page:
-    """The page of a run. A failure to write it is one warning, and changes nothing for the run.
+    """The page of a run. If it cannot be written, one warning is logged, and the run goes on.
 
     Args:
       directory: the run directory; None writes nothing.
-      check: called before; raises `UsageError` if the directory is not this process's any more.
+      check: called before each write; raises `UsageError` if another process has taken over the directory.
     """
 
     def __init__(self, directory: str | None, check: Callable[[], None]) -> None:
@@ -35,15 +35,15 @@ class Page:
 
     @property
     def path(self) -> str:
-        """The file, once it was written; "" before."""
+        """The path of the file; "" before it is written."""
         return self._page.path if self._page else ""
 
     def note_news(self) -> None:
-        """Notes that the run has reported something since the page was written."""
+        """Notes that the page is out of date."""
         self._stale = True
 
     def update(self) -> None:
-        """Writes the page, unless the last time was so recent that this would take more than 1% of the time."""
+        """Writes the page, unless that would take more than 1% of the time since the last write."""
         self._stale = True
         if self._closed or time.monotonic() - self._written >= self._took / _SHARE:
             self._write()
@@ -52,7 +52,7 @@ class Page:
         """Writes the page, and returns it.
 
         Raises:
-          UsageError: if there is no place for it.
+          UsageError: if there is no directory to write it to.
         """
         self._write()
         if self._directory is None or self._page is None:
@@ -60,7 +60,7 @@ class Page:
         return self._page
 
     def close(self) -> None:
-        """Writes the page if there are news; each later `update` writes it."""
+        """Writes the page if it is out of date. From then on each `update` writes it."""
         self._closed = True
         if self._stale:
             self._write()

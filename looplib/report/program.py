@@ -1,4 +1,4 @@
-"""The process of a run, how its program was started, and the version of its code that git knows."""
+"""The process of a run: its command, and the git commit of its code."""
 
 import contextlib
 import dataclasses
@@ -20,15 +20,15 @@ _MOST_SECONDS = 10.0  # for git
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The program of a process, as `run.json` names it.
+    """The program of a process, as recorded in `run.json`.
 
     Attributes:
-      arguments: those of Python before the program's own: ["-m", MODULE], or the path of a file.
+      arguments: the arguments of Python before those of the program: ["-m", MODULE], or the path of a file.
       directory: the working directory; "" if it was removed.
-      repository: the folder of the git repository that the program's file is in; "" for none.
+      repository: the root of the git repository that contains the program; "" for none.
       commit: its commit; "" for none.
-      changes: a checksum of `git diff HEAD`; "" for no changes.
-      diff: the text of `git diff HEAD`, which is in a file of its own, `DIFF`.
+      changes: checksum of `git diff HEAD`; "" for no changes.
+      diff: text of `git diff HEAD`, which is stored in a separate file, `DIFF`.
     """
 
     arguments: list[str]
@@ -39,7 +39,7 @@ class Program:
     diff: str
 
     def as_dict(self) -> dict[str, str | list[str]]:
-        """Returns all but the diff."""
+        """Returns all fields except the diff."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "diff"}
 
 
@@ -61,7 +61,7 @@ def this_program() -> Program:
 
 
 def diff(repository: str, commit: str) -> str:
-    """Returns how the files of a git repository differ from those of a commit; at most 1 MB of it, and no secrets.
+    """Returns the diff between the files of a git repository and a commit: at most 1 MB, with secrets masked.
 
     Args:
       repository: its folder.
@@ -71,11 +71,11 @@ def diff(repository: str, commit: str) -> str:
 
 
 def git(folder: str, *arguments: str) -> str:
-    """Returns what a git command prints, at most 1 MB of it; "" if there is no git, it fails or takes long.
+    """Returns the output of a git command, at most 1 MB; "" if git is missing, fails or takes too long.
 
     Args:
-      folder: where to run it.
-      *arguments: its command line.
+      folder: the folder to run it in.
+      *arguments: the arguments of git.
     """
     try:
         process = subprocess.Popen(
@@ -103,12 +103,12 @@ def git(folder: str, *arguments: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Process:
-    """A process, as run records name it.
+    """A process, as recorded in `run.json`.
 
     Attributes:
       host: the name of its machine.
-      pid: its number there.
-      since: when it began, in seconds since the epoch; before that, its number was another's.
+      pid: its process id on that machine.
+      since: its start in seconds since the epoch, because process ids are reused.
     """
 
     host: str

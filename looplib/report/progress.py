@@ -1,4 +1,4 @@
-"""Where a training stands, and numbers, shares and durations, as a person who watches it reads them."""
+"""The progress of a training, and numbers, shares and durations formatted for people."""
 
 import dataclasses
 import math
@@ -10,16 +10,16 @@ _NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_r
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a training stands.
+    """The progress of a training.
 
     Attributes:
       step: the global step.
-      end: the step to train to; None where the end is not known.
+      end: the step to train to; None if it is not known.
       evaluating: whether the evaluation of this step is under way.
       rate: steps per second of training, of about the last minute; None before the first loop.
-      left: seconds until the end, with the evaluations and saves on the way; None where it is not known.
+      left: seconds until the end, including evaluations and saves; None if it is not known.
       to_evaluation: seconds until the next evaluation; None without any.
-      waiting: share of the training's time that was spent waiting for input, since the measurement before.
+      waiting: share of the training time spent waiting for input since the last measurement.
     """
 
     step: int
@@ -45,7 +45,7 @@ class Progress:
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the loss and one more metric, for a line that has no room for all of them."""
+    """Selects the loss and one more metric, for a line without room for all of them."""
     names = [name for name in metrics if not _NOT_SHOWN.search(name)]
     losses = sorted((name for name in names if "loss" in name.lower()), key=lambda name: name != "loss")
     others = [name for name in names if name not in losses]

@@ -1,4 +1,4 @@
-"""What writers show besides metrics, as it is on the host: images, texts and histograms."""
+"""Media that writers record besides metrics, on the host: images, texts and histograms."""
 
 import dataclasses
 import functools
@@ -18,8 +18,8 @@ class Images:
 
     @functools.cached_property
     def files(self) -> tuple[bytes, ...]:
-        """The content of a PNG file for each; encoded when first asked for, in the thread of a writer."""
-        import tensorflow as tf  # here, because tools that read no images start without it
+        """Each image as the content of a PNG file; encoded on first use, in the thread of a writer."""
+        import tensorflow as tf  # here, because tools that read no images do without it
 
         with tf.device("cpu:0"):
             return tuple(tf.io.encode_png(self.pixels).numpy().tolist())  # one op for all of them
@@ -42,7 +42,7 @@ class Histogram:
 
     Attributes:
       edges: the edges of the bins, one more than there are bins, in ascending order.
-      counts: how many values are in each bin.
+      counts: number of values in each bin.
     """
 
     edges: tuple[float, ...]

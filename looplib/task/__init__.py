@@ -11,7 +11,7 @@ Names that other rooms may use, by file:
     gradient_trainer: GradientTrainer
     gradients: none
     learning_rates: constant_rate, learning_rate, LearningRates, updating
-    media: histogram, image, Media, text
+    media: Media
     metric_names: BATCH_SIZES, check, check_finished, CHECKSUM, mode_of, refuse_in
     micro_batches: none
     parts: none

@@ -177,23 +177,6 @@ def _hooked(actions: Sequence[Callable[[Event], object]]) -> list[Action]:
     return [action for action in actions if isinstance(action, Action)]
 
 
-def _has_memory(action: Action) -> bool:
-    """Returns whether an action has a `state` of its own."""
-    saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
-    if saves != loads:
-        names = ("state", "load") if saves else ("load", "state")
-        raise UsageError(f"{type(action).__name__} has a {names[0]} and no {names[1]}; define both, or neither")
-    return saves
-
-
-def _key(action: Action) -> str:
-    """Returns the name of an action's memory in a checkpoint."""
-    kind = type(action).__name__
-    if not isinstance(action.name, str):
-        raise UsageError(f"{kind}.name is {action.name!r:.100}; expected a text that says what the action watches")
-    return f"{kind}({action.name})"
-
-
 class ActionStates:
     """The states of a controller's actions that have `state` and `load`, by the names of their classes and their own.
 
@@ -204,9 +187,18 @@ class ActionStates:
     def __init__(self, actions: Sequence[Callable[[Event], object]]) -> None:
         self._actions: dict[str, Action] = {}
         for action in _hooked(actions):
-            if not _has_memory(action):
+            kind = type(action).__name__
+            saves, loads = type(action).state is not Action.state, type(action).load is not Action.load
+            if saves != loads:
+                names = ("state", "load") if saves else ("load", "state")
+                raise UsageError(f"{kind} has a {names[0]} and no {names[1]}; define both, or neither")
+            if not saves:
                 continue
-            key = _key(action)
+            if not isinstance(action.name, str):
+                raise UsageError(
+                    f"{kind}.name is {action.name!r:.100}; expected a text that says what the action watches"
+                )
+            key = f"{kind}({action.name})"
             if key in self._actions:
                 raise UsageError(
                     f"two actions are {key}, and a checkpoint could not tell which of them a memory belongs to; give "
@@ -244,7 +236,7 @@ class ActionStates:
 
 
 def warn_of_other_memories(of: str, without: Iterable[str], left: Iterable[str]) -> None:
-    """Says, in one line, where the memories in a checkpoint are not those that a start can have.
+    """Logs in one line which memories of a checkpoint do not fit the actions of this start.
 
     Args:
       of: what has the memories, in the plural.

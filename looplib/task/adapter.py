@@ -1,4 +1,4 @@
-"""What trainers and evaluators of adapters and libraries bring along, besides what a user's class has."""
+"""What adapters for other libraries provide, in addition to what a user's trainer or evaluator has."""
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Adapter:
 
     @property
     def own_actions(self) -> Sequence[Callable[[Event], object]]:
-        """Actions that it brings along, which the controller calls before those that it is given.
+        """Actions of this object, which the controller calls before the user's.
 
         Those of the trainer come before those of evaluators.
         """

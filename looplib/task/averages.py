@@ -15,7 +15,7 @@ from looplib.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class _Averaged:
-    """What is averaged; TensorFlow does not save what it holds, which is not part of the averages."""
+    """The averaged variables, which are not part of the averages, so that TensorFlow does not track this object."""
 
     variables: list[tf.Variable]
     made: list[int]  # checksums of the values that the averages were made with

@@ -32,7 +32,7 @@ class _Backward:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Which variables are trained, and by which optimizer; no state, and TensorFlow does not save what it holds."""
+    """Which variables are trained by which optimizer. It has no state, and TensorFlow does not track it."""
 
     trained: list[Any]
     trainable: list[Any]  # those that the layers have as trainable ones, of which `freeze` may leave out some

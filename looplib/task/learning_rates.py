@@ -1,4 +1,4 @@
-"""Learning rates: that of a step, and on resume, where they are a setting that optimizers keep as state.
+"""Learning rates: of the current step, and after a resume, because optimizers keep this setting as state.
 
 A Keras optimizer holds a constant learning rate in a variable, so a checkpoint holds it too. All other settings of a
 program take effect at the step at which a run is started with new ones, and here the learning rate does too: a number

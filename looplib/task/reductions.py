@@ -1,4 +1,4 @@
-"""Reductions: a step's author says with them how a value reduces over steps, replicas and workers."""
+"""Reductions: a step returns them to say how a value reduces over steps, replicas and workers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Reduction:
 def weighted_sum(
     values: tf.Tensor, weights: tf.Tensor, axis: Sequence[int] | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the sum of `values * weights` and that of the weights; a value whose weight is 0 is ignored.
+    """Returns the sum of `values * weights` and the sum of `weights`. A value of weight 0 is ignored, even NaN.
 
     Args:
       values: tensor of any shape.
@@ -48,13 +48,7 @@ def mean(value: Any, weight: Any = None) -> Reduction:
     Args:
       value: real tensor of any shape. Where the weight is 0 the value is ignored, even if it is not finite.
       weight: real tensor that broadcasts to `value`; default 1 for each element. A scalar `value` needs a weight, such
-        as the number of examples that it already averages.
-
-    Returns:
-      A `Reduction` to return from `step_fn`.
-
-    Raises:
-      UsageError: for a scalar without a weight.
+        as the number of examples that it already averages; it is a `UsageError` without.
     """
     value = tf.convert_to_tensor(value)
     if weight is None and value.shape.rank == 0:
@@ -71,9 +65,6 @@ def total(value: Any) -> Reduction:
 
     Args:
       value: real tensor whose shape is fully known, often a scalar; an array reaches `loop_end` as numpy.
-
-    Returns:
-      A `Reduction` to return from `step_fn`.
     """
     return Reduction("total", tf.convert_to_tensor(value))
 
@@ -84,9 +75,6 @@ def last(value: Any) -> Reduction:
 
     Args:
       value: real tensor whose shape is fully known, often a scalar such as a learning rate.
-
-    Returns:
-      A `Reduction` to return from `step_fn`.
     """
     return Reduction("last", tf.convert_to_tensor(value))
 
@@ -100,9 +88,6 @@ def each(value: Any) -> Reduction:
 
     Args:
       value: tensor or nested structure of tensors of any dtype.
-
-    Returns:
-      A `Reduction` to return from an evaluator's `step_fn`.
     """
     return Reduction("each", tf.nest.map_structure(tf.convert_to_tensor, value))
 

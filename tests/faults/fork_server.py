@@ -31,18 +31,18 @@ _CLONE_NEWNET = 0x40000000
 # What AutoGraph converts in many runs, which takes each new process a second: functions by their module or class. Of
 # those with a star a tf.function is made. After a slash, the name of a function inside of the one before.
 _CONVERTED = {
-    "looplib.loop.device_loop.DeviceLoop": "*_run *_run_round *_bind/<lambda> _steps _repeat _repeat_to_the_end _do_step _do_round _outcome",
+    "looplib.loop.device_loop.DeviceLoop": "*_run *_run_round *_bind/<lambda> _steps _repeat _repeat_to_the_end _do_step _do_round",
     "looplib.loop.device_loop": "_strides",
     "looplib.loop.reducer.Reducer": "*read run_step _reset_local",
     "looplib.loop.step.Step": "*_trace/step __init__/replica_step __call__",
     "looplib.loop.step": "timed",
     "looplib.loop.task_loop.TaskLoop": "_decorators/<lambda>/<lambda>",
     "looplib.loop.step_additions.BatchSizes": "add_to/measured",
-    "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _of_rows add_to/checked",
+    "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _aligned add_to/checked",
     "looplib.cluster.updates": "_apply _apply_pairs",
     "looplib.compat.optimizers.Replacement": "__call__",
     "looplib.compat.optimizers": "is_summed _place",
-    "looplib.loop.device_loop.EvaluationLoop": "_steps _add _last",
+    "looplib.loop.device_loop.EvaluationLoop": "_steps _add",
     "looplib.extras.outputs.prediction.Prediction": "step_fn",
     "looplib.health.non_finite": "run_watched",
     "looplib.data.order": "mix as_plan Plan.located Ids.endless Ids.once",

@@ -24,8 +24,7 @@ import looplib
 from looplib.__main__ import main as cli
 from looplib.checkpoint import commits
 from looplib.errors import UsageError
-from looplib.report.records import read_jsonl
-from looplib.report.writers import JsonlWriter
+from looplib.report.records import JsonlWriter, read_jsonl
 
 pytestmark = pytest.mark.any_engine
 

@@ -1,6 +1,7 @@
 """Profile: an action that records a profile of some steps, for TensorBoard, Perfetto and the run's report."""
 
 import os
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -40,6 +41,15 @@ class Profile(Action):
         self._end = self._start + whole_number("steps of a Profile", steps)
         self._known: set[str] | None = None  # the files of earlier profiles, while this one is recorded
         self._done = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Profile":
+        """Returns the profile that --profile asks for; `UsageError` for a text of another form."""
+        if not (found := re.fullmatch(r"(\d{1,18}):(\d{1,18})", text)) or not int(found[2]):
+            raise UsageError(
+                f"--profile is {text!r}; expected START:STEPS, such as 200:20 for the 20 steps after step 200"
+            )
+        return cls(int(found[1]), int(found[2]))
 
     def stops(self) -> tuple[int, ...]:
         """See `Action`."""

@@ -41,8 +41,10 @@ from looplib.extras.configuration.field_types import (
     update,
 )  # fmt: skip
 from looplib.masks import MASK, masked
+from looplib.report import run_json
 from looplib.settings import Flag
 
+_MOST_NAMED = 8  # settings that differ
 _MOST_BYTES = 1 << 18  # of a --config_file
 
 FLAGS = (
@@ -310,3 +312,17 @@ def write(directory: str, text: str) -> None:
         files.write_whole(path, text)
     except (OSError, tf.errors.OpError) as error:
         logging.warning("%s cannot be written: %s", path, with_cure(error))
+
+
+def warn_of_other_settings(model_dir: str, config: Any) -> None:
+    """Names the settings of a job that does not train that differ from those of the training."""
+    trained = run_json.read(run_json.path_of(model_dir, trains=True))
+    now = {"flags": {}, "config": run_json.as_dict(config)}
+    if changed := run_json.changed_settings({"config": trained.get("config")}, now):
+        texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]
+        kept = os.path.join(model_dir, CONFIG_FILE)  # Model Garden's experiments have none
+        logging.warning(
+            "settings differ from those of the training: %s; they are used as given%s",
+            ", ".join(texts[:_MOST_NAMED]) + (f" and {len(texts) - _MOST_NAMED} more" * (len(texts) > _MOST_NAMED)),
+            f". --config_file={kept} takes those of the training" if tf.io.gfile.exists(kept) else "",
+        )

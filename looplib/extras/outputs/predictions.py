@@ -105,8 +105,8 @@ def _predict_into(
     chief, step = folder is not None, int(loops.global_step)
     start = workers.agree(folder.finished.step if chief else 0)
     task = Prediction(evaluator, folder.take if chief else lambda records, examples: None)
-    loops.own(evaluator)
-    loop = loops.of_prediction(name, task, start)
+    loops.attach(evaluator)
+    loop = loops.prediction_loop(name, task, start)
     with loops.lending(loop), evaluator.evaluating():
         task_loop.check_evaluation({name: loop}, -1)
         in_order = loop.stream.positioned or task.batches == "global"

@@ -13,7 +13,8 @@ from looplib.console import printable
 from looplib.errors import EXIT_DONE, UsageError, with_cure
 from looplib.extras.page.html import FILE, page
 from looplib.extras.page.read import read
-from looplib.plugins import Command, path
+from looplib.extras.tools.options import path
+from looplib.plugins import Command
 
 _MOST_RUNS = 200  # of a page
 _DEEPEST = 2  # folders below a directory, in which runs are searched: a sweep has trial-0001/seed-0

@@ -251,7 +251,7 @@ class Buckets(RecordPlan):
       UsageError: for lengths that are no whole numbers, or boundaries that do not ascend to the longest.
     """
 
-    of_batches = True
+    chosen_by_batch = True
 
     def __init__(self, lengths: np.ndarray, boundaries: Sequence[int], source: Source | str | None = None) -> None:
         lengths = whole_numbers("the lengths of looplib.Buckets", lengths)

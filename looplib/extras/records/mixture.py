@@ -66,7 +66,7 @@ class Mixture(RecordPlan):
             )
         self.names = tuple(sources)
         self._plans = [_plan(name, source) for name, source in sources.items()]
-        if any(plan.of_batches for plan in self._plans):
+        if any(plan.chosen_by_batch for plan in self._plans):
             raise UsageError("a source of a mixture gives whole batches; expected one of single examples, not Buckets")
         self.size = sum(plan.size for plan in self._plans)
         self.width = max([plan.width for plan in self._plans], default=1)

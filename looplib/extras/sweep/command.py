@@ -4,7 +4,8 @@ import argparse
 from typing import Any
 
 from looplib.errors import UsageError
-from looplib.plugins import Command, path
+from looplib.extras.tools.options import path
+from looplib.plugins import Command
 
 
 def add(tools: Any) -> None:

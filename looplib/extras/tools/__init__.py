@@ -11,6 +11,7 @@ Names that other rooms may use, by file:
     export: none
     inspect: none
     local_launch: none
+    options: none
     perturbation: nudge
     player: none
     preflight: none

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from looplib import files
-from looplib.plugins import Command, arguments, path
+from looplib.extras.tools.options import arguments, path
+from looplib.plugins import Command
 
 _CHECK = """\
 COMMAND is your usual command without --model_dir, for example
