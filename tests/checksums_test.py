@@ -9,7 +9,7 @@ import toy
 from conftest import make_strategy, repetitions
 
 import looplib
-from looplib.loop.example_checksum import examples_checksum, hash_of_each
+from looplib.extras.tools.example_checksum import examples_checksum, hash_of_each
 
 BATCHES = {
     "numbers": tf.reshape(tf.range(8.0), [4, 2]),

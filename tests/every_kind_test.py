@@ -12,8 +12,8 @@ from conftest import make_strategy
 import looplib
 from looplib.__main__ import main
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE
+from looplib.extras.tools import example_checksum
 from looplib.extras.tools.compare import compare_tensors
-from looplib.loop import example_checksum
 from looplib.task.plain import as_array
 
 OTHER = {  # another value of each variable

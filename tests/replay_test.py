@@ -19,8 +19,7 @@ import looplib
 from looplib.__main__ import main
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN
 from looplib.extras.page.run_status import read_status
-from looplib.extras.tools import replay
-from looplib.loop import example_checksum
+from looplib.extras.tools import example_checksum, replay
 
 BAD = 37
 HANGS = 15

@@ -5,7 +5,6 @@ Names that other rooms may use, by file:
     backend: Backend, Decorator
     base: InnerLoop, Loop, LoopResult, Metrics, Request, Specification, TrainingLoop
     device_loop: none
-    example_checksum: hash_of_each, METRIC, VARIABLE
     host_loop: as_shown
     loops: Loops
     packing: batch_size

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
+from looplib import plugins
 from looplib.cluster.collectives import Workers
 from looplib.cluster.updates import TrainingOptimizers, refuse_others
 from looplib.compat import tensorflow as _tf
@@ -19,7 +20,6 @@ from looplib.data.stream import Stream
 from looplib.diagnosis import diagnosis
 from looplib.errors import OURS, DataError, UsageError, gist, join_names, read, whole_number
 from looplib.health.preemption import notice
-from looplib.loop import example_checksum
 from looplib.loop.backend import Backend, Decorator, backend_of
 from looplib.loop.base import Iterator, Loop, LoopResult, Request, Specification, TrainingLoop
 from looplib.loop.packing import check_metric_name
@@ -87,8 +87,9 @@ class TaskLoop(TrainingLoop):
         """Returns everything that is added to the user's step, innermost first."""
         refuse = functools.partial(metric_names.refuse_in, who=self._spec.step_name, rates=lambda: self._rates)
         decorators: list[Decorator] = [refuse]
-        if self._spec.training and example_checksum.enabled():
-            decorators.append(lambda step_fn: example_checksum.add_to(step_fn, lambda: self.task.global_step))
+        checksums = plugins.find("looplib.parts", "example_checksum") if self._spec.training else None
+        if checksums and checksums.enabled():
+            decorators.append(lambda step_fn: checksums.add_to(step_fn, lambda: self.task.global_step))
         if self._sizes is not None:
             decorators.append(self._sizes.add_to)
         if self._tables is not None:
@@ -243,7 +244,7 @@ class TaskLoop(TrainingLoop):
             return {}  # no step has been run, and the loop has warned of it
         metrics = self._sizes.check(metrics) if self._sizes else metrics
         # The user's `loop_end` does not see the checksum.
-        checksum = {name: metrics.pop(name) for name in [example_checksum.METRIC] if name in metrics}
+        checksum = {name: metrics.pop(name) for name in [metric_names.CHECKSUM] if name in metrics}
         before = dict(metrics)
         finished = as_numbers(self.who, self.task.loop_end(metrics))
         metric_names.check_finished(self.who, before, finished, self._rates)

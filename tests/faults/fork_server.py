@@ -38,7 +38,7 @@ _CONVERTED = {
     "looplib.loop.step": "timed",
     "looplib.loop.task_loop.TaskLoop": "_decorators/<lambda>/<lambda>",
     "looplib.loop.step_additions.BatchSizes": "add_to/measured",
-    "looplib.loop.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _aligned add_to/checked",
+    "looplib.extras.tools.example_checksum": "examples_checksum _columns _has_rows _fingerprints _hash _words _aligned add_to/checked",
     "looplib.cluster.updates": "_apply _apply_pairs",
     "looplib.compat.optimizers.Replacement": "__call__",
     "looplib.compat.optimizers": "is_summed _place",

@@ -9,7 +9,7 @@ import tensorflow as tf
 from looplib.data.input_context import InputContext
 from looplib.errors import UsageError
 from looplib.extras.outputs.pieces import Record, rows_of
-from looplib.loop import example_checksum
+from looplib.extras.tools import example_checksum
 from looplib.loop.packing import batch_size
 from looplib.task import reductions
 from looplib.task.evaluator import Evaluator

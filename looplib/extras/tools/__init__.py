@@ -8,6 +8,7 @@ Names that other rooms may use, by file:
     compare: none
     diff: none
     dry_run: none
+    example_checksum: hash_of_each
     export: none
     inspect: none
     local_launch: none

@@ -15,11 +15,10 @@ from typing import Any
 from looplib import files, folders
 from looplib.checkpoint.checkpointer import NUDGE
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError, with_cure
-from looplib.extras.tools import preflight
+from looplib.extras.tools import example_checksum, preflight
 from looplib.extras.tools.children import temporary_folder
 from looplib.extras.tools.compare import Comparison, compare, decided_by_rounding, first_moved_by_rounding
 from looplib.extras.tools.runs import run, run_killed, run_to_the_end, say
-from looplib.loop import example_checksum
 
 _SHOWN = 6
 _NUDGES = 2  # runs that measure how rounding grows

@@ -17,7 +17,7 @@ from looplib.checkpoint.restoring import peek
 from looplib.compat import tensorflow as _tf
 from looplib.errors import UsageError
 from looplib.extras.page import values
-from looplib.loop import example_checksum
+from looplib.extras.tools import example_checksum
 from looplib.report import run_json
 
 # Not compared bit by bit.

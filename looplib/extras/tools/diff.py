@@ -7,11 +7,11 @@ from typing import Any
 from looplib.checkpoint.commits import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, join_names, shown
 from looplib.extras.page import values
+from looplib.extras.tools import example_checksum
 from looplib.extras.tools.compare import compare_tensors, is_speed
 from looplib.extras.tools.player import CHECKSUM, Order, Trace
 from looplib.extras.tools.replay import Replayable
 from looplib.extras.tools.runs import say
-from looplib.loop import example_checksum
 from looplib.report import run_json
 from looplib.report.records import Record, key
 

@@ -21,12 +21,11 @@ from looplib.checkpoint import commits
 from looplib.checkpoint.commits import Commit
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_STALLED, UsageError, gist
 from looplib.extras.page import values
-from looplib.extras.tools import recorded_run, rerun
+from looplib.extras.tools import example_checksum, recorded_run, rerun
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.player import Answer, Order
 from looplib.extras.tools.recorded_run import Recorded
 from looplib.extras.tools.runs import say
-from looplib.loop import example_checksum
 from looplib.report import run_json
 from looplib.report.progress import format_seconds
 

@@ -16,11 +16,10 @@ import tensorflow as tf
 import looplib
 from looplib import files
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, UsageError, gist, shown
-from looplib.extras.tools import recorded_run
+from looplib.extras.tools import example_checksum, recorded_run
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.compare import compare
 from looplib.extras.tools.runs import say
-from looplib.loop import example_checksum
 from looplib.report import program, run_json
 from looplib.report.records import each_record
 

@@ -18,9 +18,8 @@ from looplib import files, folders
 from looplib.checkpoint.commits import latest_checkpoint
 from looplib.console import printable
 from looplib.errors import UsageError
-from looplib.extras.tools import children
+from looplib.extras.tools import children, example_checksum
 from looplib.extras.tools.compare import final_checkpoint
-from looplib.loop import example_checksum
 
 _MOST_SHOWN = 10_000  # characters
 _LAST_BYTES = 8192  # of a log

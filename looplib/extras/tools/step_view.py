@@ -19,8 +19,8 @@ from looplib.compat import keras as _keras
 from looplib.errors import gist
 from looplib.extras.diagnosis import model_table, places
 from looplib.extras.page import values
+from looplib.extras.tools import example_checksum
 from looplib.extras.tools.player import Answer, Order, Player
-from looplib.loop import example_checksum
 from looplib.report.progress import format_number
 from looplib.report.records import Record
 from looplib.task.gradient_trainer import GradientTrainer
