@@ -36,7 +36,6 @@ from looplib.health.preemption import notice
 from looplib.masks import masked
 from looplib.outcome import Session, failed
 from looplib.report import run_json
-from looplib.report.program import this_program
 from looplib.report.writers import DEFAULT_WRITERS, Writer, named_writers
 from looplib.run_config import RunConfig
 from looplib.settings import from_flags
@@ -243,7 +242,8 @@ def _make_controller(
     if controller.report.path:  # a controller with a trainer may be that of an export
         controller.report.path = run_json.path_of(values["model_dir"], mode in TRAINING_MODES)
     records_program = controller.is_chief and not values["dry_run"]  # whose directory is removed
-    controller.report.program = this_program() if records_program else None
+    this_program = plugins.find("looplib.parts", "this_program") if records_program else None
+    controller.report.program = this_program() if this_program else None
     controller.report.defaults = {
         "flags": {name: flags.FLAGS[name].default for name, *_ in FLAGS},
         "config": run_json.as_dict(binary.config),

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from looplib.report import program
+from looplib.extras.tools import code_version as program
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_git_that_takes_long_is_not_waited_for(repository, tmp_path_factory, m
     assert time.monotonic() - began < 30
 
 
-MAIN = "import sys, json; from looplib.report.program import this_program; print(json.dumps(this_program().as_dict()))"
+MAIN = "import sys, json; from looplib.extras.tools.code_version import this_program; print(json.dumps(this_program().as_dict()))"
 
 
 @pytest.mark.parametrize("module", [True, False], ids=["module", "file"])

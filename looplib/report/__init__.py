@@ -3,7 +3,7 @@
 Names that other rooms may use, by file:
     clock: Clock
     page: none
-    program: DIFF, diff, git, this_program
+    program: DIFF, Program
     progress: format_number, format_seconds, headline, Progress
     records: cut_short, each_record, JsonlWriter, key, read_jsonl, read_newest, Record, RecordFile
     reporter: Metrics, Reporter

@@ -4,11 +4,12 @@ Names that other rooms may use, by file:
     average: none
     check: none
     children: ended_by_signals
+    code_version: this_program
     commands: average, check, diff, export, inspect, launch, replay, rerun, status
     compare: none
     diff: none
     dry_run: none
-    example_checksum: hash_of_each
+    example_checksum: none
     export: none
     inspect: none
     local_launch: none

@@ -16,7 +16,7 @@ import tensorflow as tf
 import looplib
 from looplib import files
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, EXIT_UNKNOWN, UsageError, gist, shown
-from looplib.extras.tools import example_checksum, recorded_run
+from looplib.extras.tools import code_version, example_checksum, recorded_run
 from looplib.extras.tools.children import dying_with_parent
 from looplib.extras.tools.compare import compare
 from looplib.extras.tools.runs import say
@@ -112,16 +112,16 @@ def _differences_now(report: run_json.Report, directory: str) -> list[str]:
     then = report["program"]
     if not re.fullmatch("[0-9a-f]{7,64}", then["commit"]):  # git would take other text for an option
         return [*lines, "the version of the code was not recorded (its file was in no git repository)"]
-    commit = program.git(then["repository"], "rev-parse", "HEAD").strip()
+    commit = code_version.git(then["repository"], "rev-parse", "HEAD").strip()
     if commit != then["commit"]:
         lines.append(f"git commit {then['commit'][:12]} is now {commit[:12] or 'not known'}")
     try:
         before = files.read_text(os.path.join(directory, program.DIFF)) if then["changes"] else ""
     except (OSError, ValueError, tf.errors.OpError):
         return [*lines, f"the changes since the commit are not known ({program.DIFF} cannot be read)"]
-    if not program.git(then["repository"], "cat-file", "-t", then["commit"]):
+    if not code_version.git(then["repository"], "cat-file", "-t", then["commit"]):
         return [*lines, "the code cannot be compared, because git does not have that commit"]
-    now = program.diff(then["repository"], then["commit"])
+    now = code_version.diff(then["repository"], then["commit"])
     changes = list(
         difflib.unified_diff(before.splitlines(), now.splitlines(), "changes then", "changes now", n=2, lineterm="")
     )
