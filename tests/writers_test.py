@@ -26,8 +26,9 @@ from conftest import make_strategy, repetitions
 from tensorboard.backend.event_processing import event_accumulator
 
 from looplib import CheckpointPolicy, ConsoleWriter, JsonlWriter, KeepLast, TensorBoardWriter, UsageError
+from looplib.extras.writers.numbers import format_number
 from looplib.report.clock import Clock, Pace
-from looplib.report.progress import Progress, format_number
+from looplib.report.progress import Progress
 from looplib.report.records import read_jsonl
 from looplib.report.reporter import ThreadedWriter
 from looplib.report.writers import Writer

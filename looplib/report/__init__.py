@@ -4,7 +4,7 @@ Names that other rooms may use, by file:
     clock: Clock
     page: none
     program: DIFF, Program
-    progress: format_number, format_seconds, headline, Progress
+    progress: format_seconds, Progress
     records: cut_short, each_record, JsonlWriter, key, read_jsonl, read_newest, Record, RecordFile
     reporter: Metrics, Reporter
     run_json: as_dict, changed_settings, path_of, read, Report, saved_step, Standing, Start

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib import plugins
 from looplib.cluster import replicas, updates
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, join_names, whole_number
@@ -162,7 +163,7 @@ class GradientTrainer(Trainer):
         """See `Trainer.step_fn`; calls `loss_fn` and updates the weights."""
         _check_trainable(type(self).__name__, self.model, self._gradient_plan.trainable)
         if self.micro_batches is None:
-            self.micro_batches = splitting.fitting(self._probe, inputs)
+            self.micro_batches = plugins.load("looplib.parts", "fitting")(self._probe, inputs)
         backward = self._computed(inputs)
         reported = self._update(backward)
         if both := sorted(backward.metrics.keys() & reported.keys()):

@@ -9,8 +9,8 @@ from typing import Any
 
 from looplib.checkpoint import lock
 from looplib.extras.page import values
+from looplib.extras.writers.numbers import headline
 from looplib.report import run_json
-from looplib.report.progress import headline
 from looplib.report.records import Record, read_newest
 
 ENDED_EARLY = "a later start ended before it trained"

@@ -10,6 +10,7 @@ Names that other rooms may use, by file:
     diff: none
     dry_run: none
     example_checksum: none
+    fitting: fitting
     export: none
     inspect: none
     local_launch: none

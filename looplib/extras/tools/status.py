@@ -14,7 +14,8 @@ from looplib.checkpoint import lock
 from looplib.console import printable
 from looplib.errors import EXIT_DIFFERENT, EXIT_DONE, UsageError
 from looplib.extras.page.run_status import RunStatus, read_status
-from looplib.report.progress import format_number, format_seconds
+from looplib.extras.writers.numbers import format_number
+from looplib.report.progress import format_seconds
 
 _MOST_FOLDERS, _MOST_ENTRIES, _MOST_SECONDS, _DEEPEST = 10_000, 100_000, 60.0, 12
 _OF_A_RUN = ("run.json", "metrics.jsonl")

@@ -21,7 +21,7 @@ from looplib.extras.diagnosis import model_table, places
 from looplib.extras.page import values
 from looplib.extras.tools import example_checksum
 from looplib.extras.tools.player import Answer, Order, Player
-from looplib.report.progress import format_number
+from looplib.extras.writers.numbers import format_number
 from looplib.report.records import Record
 from looplib.task.gradient_trainer import GradientTrainer
 from looplib.task.plain import as_array, is_number

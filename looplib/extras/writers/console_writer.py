@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from looplib import console
-from looplib.report.progress import Progress, format_number, headline
+from looplib.extras.writers.numbers import format_number, headline
+from looplib.report.progress import Progress
 from looplib.report.writers import Writer
 
 if TYPE_CHECKING:

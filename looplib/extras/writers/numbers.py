@@ -1,0 +1,29 @@
+"""Numbers and metrics formatted for people."""
+
+import math
+import re
+from collections.abc import Mapping
+
+_NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Selects the loss and one more metric, for a line without room for all of them."""
+    names = [name for name in metrics if not _NOT_SHOWN.search(name)]
+    losses = sorted((name for name in names if "loss" in name.lower()), key=lambda name: name != "loss")
+    others = [name for name in names if name not in losses]
+    return {name: metrics[name] for name in losses[:1] + others[:1]}
+
+
+def format_number(value: float) -> str:
+    """Formats a number for a person: whole numbers as they are, others with four significant digits.
+
+    Args:
+      value: int or float.
+
+    Returns:
+      str, such as `1797`, `0.9833`, `1.2e-05`.
+    """
+    if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
+        return f"{value:.0f}"
+    return f"{value:.4g}"
