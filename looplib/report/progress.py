@@ -25,19 +25,6 @@ class Progress:
     to_evaluation: float | None = None
     waiting: float | None = None
 
-    def forecast(self) -> str:
-        """Describes what comes next, such as `19 s left, evaluation in 2 s, input 8%`; "" where nothing is known."""
-        texts = []
-        if self.left is not None and self.step != self.end:
-            texts.append(f"{format_seconds(self.left)} left")
-        if self.evaluating:
-            texts.append("evaluating")
-        elif self.to_evaluation is not None and self.step != self.end:
-            texts.append(f"evaluation in {format_seconds(self.to_evaluation)}")
-        if self.waiting is not None:
-            texts.append(f"input {format_share(self.waiting)}")
-        return ", ".join(texts)
-
 
 def format_share(share: float) -> str:
     """Formats a share of a whole for a person, such as `12%`, or `<1%` for less than that but not nothing."""

@@ -15,7 +15,7 @@ from looplib import plugins
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
 from looplib.report.clock import Clock, Pace
-from looplib.report.page import Page
+from looplib.report.page import make_page
 from looplib.report.progress import Progress
 from looplib.report.records import JsonlWriter
 from looplib.report.run_json import RunReport, path_of, settings_of
@@ -67,7 +67,7 @@ class Reporter:
             path=path_of(place, trains) if place else None,
             clock=clock,
             check=check,
-            page=Page(place if trains else None, self._flush_for_page),
+            page=make_page(place if trains else None, self._flush_for_page),
             **facts,
         )
         self.pace = Pace(clock)

@@ -273,7 +273,7 @@ class RunReport:
     speed: Any = None
     points: Points = dataclasses.field(init=False)
     defaults: dict[str, Any] | None = None
-    page: Page = dataclasses.field(default_factory=lambda: Page(None, lambda: None))
+    page: Page = dataclasses.field(default_factory=Page)
     _earlier: Report = dataclasses.field(default_factory=dict, init=False)
     _start: dict[str, Any] = dataclasses.field(default_factory=dict, init=False)
     _traceback: str = dataclasses.field(default="", init=False)

@@ -6,11 +6,12 @@ scripts in `assets/` draw with uPlot.
 Names that other rooms may use, by file:
     command: add
     curves: none
-    html: write_of_run
+    html: none
     marks: none
     phases: none
     read: none
     run: none
+    run_page: RunPage
     run_status: none
     samples: none
     values: none

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from looplib import console
-from looplib.extras.writers.numbers import format_number, headline
+from looplib.extras.writers.numbers import forecast, format_number, headline
 from looplib.report.progress import Progress
 from looplib.report.writers import Writer
 
@@ -48,7 +48,7 @@ class ConsoleWriter(Writer):
             return
         now = self._progress if self._progress and self._progress.step == step else Progress(step)
         percent = f"{step / now.end:.0%} of {now.end:,} steps" if now.end else ""
-        if known := ", ".join(filter(None, (percent, now.forecast()))):
+        if known := ", ".join(filter(None, (percent, forecast(now)))):
             line += f"  ({known})"
         if self._bar is None:
             self._print(line)
@@ -88,7 +88,7 @@ class ConsoleWriter(Writer):
         rate = f"{format_number(now.rate)} steps/s" if now.rate else ""
         with console.swallowing():
             self._bar.total, self._bar.n = now.end, now.step
-            self._bar.set_description_str(self._fitting(steps, rate, now.forecast().split(", ")), refresh=False)
+            self._bar.set_description_str(self._fitting(steps, rate, forecast(now).split(", ")), refresh=False)
             self._bar.refresh()
             console.bar_is_drawn()
 

@@ -4,6 +4,8 @@ import math
 import re
 from collections.abc import Mapping
 
+from looplib.report.progress import Progress, format_seconds, format_share
+
 _NOT_SHOWN = re.compile("per_second$|share_of_peak$|^epoch$|^examples|learning_rate")
 
 
@@ -27,3 +29,17 @@ def format_number(value: float) -> str:
     if isinstance(value, int) or (abs(value) >= 1000 and math.isfinite(value)):
         return f"{value:.0f}"
     return f"{value:.4g}"
+
+
+def forecast(now: Progress) -> str:
+    """Describes what comes next, such as `19 s left, evaluation in 2 s, input 8%`; "" where nothing is known."""
+    texts = []
+    if now.left is not None and now.step != now.end:
+        texts.append(f"{format_seconds(now.left)} left")
+    if now.evaluating:
+        texts.append("evaluating")
+    elif now.to_evaluation is not None and now.step != now.end:
+        texts.append(f"evaluation in {format_seconds(now.to_evaluation)}")
+    if now.waiting is not None:
+        texts.append(f"input {format_share(now.waiting)}")
+    return ", ".join(texts)
