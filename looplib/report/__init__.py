@@ -4,8 +4,8 @@ Names that other rooms may use, by file:
     clock: Clock
     page: none
     program: DIFF, Program
-    progress: format_seconds, Progress
-    records: cut_short, each_record, JsonlWriter, key, read_jsonl, read_newest, Record, RecordFile
+    progress: format_seconds, format_share, Progress
+    records: cut_short, each_record, JsonlWriter, key, parse_line, read_jsonl, Record, RecordFile
     reporter: Metrics, Reporter
     run_json: as_dict, changed_settings, path_of, read, Report, saved_step, Standing, Start
     shown: Histogram, Images, Shown, Texts

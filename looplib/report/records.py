@@ -68,7 +68,7 @@ def each_record(path: str) -> Iterator[Record]:
     with file:
         bad = 0
         for number, line in enumerate(_lines(file), 1):
-            if record := _parsed(line):
+            if record := parse_line(line):
                 yield record
             elif line.strip():
                 bad += 1
@@ -90,23 +90,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     yield begun
 
 
-def read_newest(path: str, most: int = 1 << 16) -> list[Record]:
-    """Returns the records in the last bytes of a local `metrics.jsonl`, in file order; [] where none can be read.
-
-    Args:
-      path: the file.
-      most: how many bytes are read.
-    """
-    try:
-        with files.open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
-            lines = file.read(most).splitlines()
-    except (OSError, files.NotRegularError):
-        return []
-    return list(filter(None, map(_parsed, lines)))
-
-
-def _parsed(line: bytes) -> Record | None:
+def parse_line(line: bytes) -> Record | None:
+    """Returns the record of a line; None if it holds none."""
     try:
         record = files.parse_json(line)
         fits = type(record["step"]) is int and abs(record["step"]) <= _LARGEST_STEP and isinstance(record["split"], str)

@@ -9,9 +9,10 @@ from typing import Any
 
 from looplib.checkpoint import lock
 from looplib.extras.page import values
+from looplib.extras.writers.newest import read_newest
 from looplib.extras.writers.numbers import headline
 from looplib.report import run_json
-from looplib.report.records import Record, read_newest
+from looplib.report.records import Record
 
 ENDED_EARLY = "a later start ended before it trained"
 _SILENT_SECONDS, _SILENT_REPORTS = 60.0, 20.0  # without news after which a run is called silent: the longer of the two

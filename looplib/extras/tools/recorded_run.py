@@ -14,9 +14,9 @@ from looplib.checkpoint.commits import Commit
 from looplib.errors import UsageError, whole_number
 from looplib.extras.page import values
 from looplib.extras.page.run_status import read_status
+from looplib.extras.writers.newest import read_newest
 from looplib.masks import MASK
 from looplib.report import run_json
-from looplib.report.records import read_newest
 
 
 def check_replay(

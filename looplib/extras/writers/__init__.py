@@ -7,6 +7,7 @@ Names that other rooms may use, by file:
     media: histogram, image, text
     media_writer: none
     mlflow_writer: MlflowWriter
+    newest: none
     numbers: none
     registered: console, csv, media, mlflow, tensorboard, wandb
     tensorboard_writer: TensorBoardWriter

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from looplib import folders
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from looplib.extras.writers import tracked
-from looplib.report.records import read_newest
+from looplib.extras.writers.newest import read_newest
 from looplib.report.shown import Histogram, Images, Shown
 from looplib.report.writers import Setting, Writer
 
