@@ -23,7 +23,7 @@ _GAP = b"\n(looplib: text is missing here: there was no reader)\n"
 _LOGGERS = (None, "absl", "tensorflow")  # whose handlers keep the stream that they were made with
 _CLEARED = b"\r\x1b[K"  # takes away the line that the cursor is in
 _sentences: list[str] = []
-_bar = threading.Event()  # whether the cursor is in the line of a progress bar
+bar_is_drawn = threading.Event()  # in the line of the cursor; the next text of a guarded stream replaces it
 
 
 def trouble() -> str:
@@ -49,11 +49,6 @@ def say(line: str, stream: TextIO | None = None) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     with swallowing(getattr(stream, "name", "the console")):
         print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
-
-
-def bar_is_drawn() -> None:
-    """Notes that the cursor is in the line of a progress bar, which the next text of a guarded stream then replaces."""
-    _bar.set()
 
 
 def last_line(line: str) -> None:
@@ -153,8 +148,8 @@ class _Raw(io.RawIOBase):
         return len(content)
 
     def _write(self, content: bytes) -> None:
-        if _bar.is_set() and self.isatty():
-            _bar.clear()
+        if bar_is_drawn.is_set() and self.isatty():
+            bar_is_drawn.clear()
             content = _CLEARED + content
         if self._stalled:
             if not _ready(self._target, 0.0):

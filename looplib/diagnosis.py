@@ -17,11 +17,6 @@ LIBRARIES = (
 )
 
 
-def is_installed(path: str) -> bool:
-    """Returns whether a file belongs to looplib or to an installed package, and not to the user's program."""
-    return path.startswith((OURS, *LIBRARIES))
-
-
 class Diagnosis:
     """Guesses at causes, for messages only: no run depends on one. This base class makes none; a plug-in does."""
 

@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     clock: Clock
-    page: none
+    page: Page, WrittenPage
     program: DIFF, Program
     progress: format_seconds, format_share, Progress
     records: cut_short, each_record, JsonlWriter, key, parse_line, read_jsonl, Record, RecordFile

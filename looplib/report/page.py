@@ -37,11 +37,6 @@ class Page:
 
 
 def make_page(directory: str | None, check: Callable[[], None]) -> Page:
-    """Returns the page of a run.
-
-    Args:
-      directory: the run directory; None writes nothing.
-      check: called before each write; raises `UsageError` if another process has taken over the directory.
-    """
+    """Returns the page of a run; `check` is called before each write, and raises `UsageError` to prevent it."""
     make = plugins.find("looplib.parts", "page") if directory else None
     return make(directory, check) if make else Page()

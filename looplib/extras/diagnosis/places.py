@@ -14,11 +14,16 @@ import tensorflow as tf
 
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.diagnosis import LIBRARIES, OURS, is_installed
+from looplib.diagnosis import LIBRARIES, OURS
 from looplib.extras.diagnosis import traced_ops
 from looplib.loop.reducer import Reducer
 
 _CALLS_THE_STEP = os.path.abspath(inspect.getfile(Reducer))
+
+
+def is_installed(path: str) -> bool:
+    """Returns whether a file belongs to looplib or to an installed package, and not to the user's program."""
+    return path.startswith((OURS, *LIBRARIES))
 
 
 def line_of(op: tf.Operation) -> str:

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from looplib.diagnosis import is_installed
 from looplib.errors import UsageError, gist, is_utf8, join_names, shown
+from looplib.extras.diagnosis.places import is_installed
 from looplib.extras.records.files import Files, absolute
 from looplib.extras.records.formats import ArrayRecords, FixedLength, Lines, Parquet, TFRecords
 from looplib.extras.records.indexed import BadRecordError, Numbered, ReadElsewhere, ends_process

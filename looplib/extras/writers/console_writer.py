@@ -90,7 +90,7 @@ class ConsoleWriter(Writer):
             self._bar.total, self._bar.n = now.end, now.step
             self._bar.set_description_str(self._fitting(steps, rate, forecast(now).split(", ")), refresh=False)
             self._bar.refresh()
-            console.bar_is_drawn()
+            console.bar_is_drawn.set()
 
     def _fitting(self, steps: str, rate: str, forecast: list[str]) -> str:
         """Joins as much as fits beside the bar, because a part of a number would read as another number."""
@@ -107,7 +107,7 @@ class ConsoleWriter(Writer):
             return
         with console.swallowing():
             self._bar.write(line, file=self._stream)
-            console.bar_is_drawn()
+            console.bar_is_drawn.set()
 
     def _print_held(self) -> None:
         held, self._held = self._held, None
