@@ -1,20 +1,12 @@
 """The hook for diagnosis: which line, record or stage of a pipeline a user should look at."""
 
 import functools
-import os
-import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from looplib import plugins
-
-OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-LIBRARIES = (
-    os.path.dirname(os.path.abspath(tf.__file__)) + os.sep,
-    *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib", "stdlib")),
-)
 
 
 class Diagnosis:

@@ -6,24 +6,30 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
+import looplib
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
-from looplib.diagnosis import LIBRARIES, OURS
 from looplib.extras.diagnosis import traced_ops
 from looplib.loop.reducer import Reducer
 
+_OURS = os.path.dirname(os.path.abspath(looplib.__file__)) + os.sep
+_LIBRARIES = (
+    os.path.dirname(os.path.abspath(tf.__file__)) + os.sep,
+    *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib", "stdlib")),
+)
 _CALLS_THE_STEP = os.path.abspath(inspect.getfile(Reducer))
 
 
 def is_installed(path: str) -> bool:
     """Returns whether a file belongs to looplib or to an installed package, and not to the user's program."""
-    return path.startswith((OURS, *LIBRARIES))
+    return path.startswith((_OURS, *_LIBRARIES))
 
 
 def line_of(op: tf.Operation) -> str:
@@ -72,7 +78,7 @@ def _frames_of_traceback(error: BaseException) -> list[tuple[str, int, str | Non
     if isinstance(error, SyntaxError) and error.filename:
         return [(error.filename, error.lineno or 0, (error.text or "").strip())]
     frames = traceback.extract_tb(error.__traceback__)
-    start = next((number for number, frame in enumerate(frames) if frame.filename.startswith(OURS)), 0)
+    start = next((number for number, frame in enumerate(frames) if frame.filename.startswith(_OURS)), 0)
     return [(frame.filename, frame.lineno or 0, None) for frame in frames[:start:-1] if is_users(frame.filename)]
 
 
@@ -119,8 +125,8 @@ def _as_text(filename: str, line: int, text: str | None = None) -> str:
 
 def is_ours(op: tf.Operation) -> bool:
     """Returns whether looplib made an op, and not the user's program that it called."""
-    frame = next((f for f in _frames(op) if not f.filename.startswith(LIBRARIES)), None)
-    return frame is not None and frame.filename.startswith(OURS)
+    frame = next((f for f in _frames(op) if not f.filename.startswith(_LIBRARIES)), None)
+    return frame is not None and frame.filename.startswith(_OURS)
 
 
 def is_of_keras(op: tf.Operation) -> bool:
