@@ -20,7 +20,7 @@ from looplib.extras.page import curves
 from looplib.extras.page.html import page
 from looplib.extras.page.read import read
 from looplib.extras.page.verdict import findings
-from looplib.report.page import Page
+from looplib.report.page import make_page
 from looplib.report.records import read_jsonl
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -437,7 +437,7 @@ def test_a_page_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, c
 def test_many_short_trainings_write_it_seldom_and_the_last_news_at_the_end(run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     (folder / "report.html").unlink()
-    own = Page(str(folder), lambda: None)
+    own = make_page(str(folder), lambda: None)
     written = set()
     started = time.monotonic()
     for _ in range(100):
