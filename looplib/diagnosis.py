@@ -54,7 +54,7 @@ class Diagnosis:
         Args:
           iterator: the iterator.
           copy: seconds to copy one element to its device.
-          reads: how records are read, see `records.reading.Reads`.
+          reads: how records are read, see `data.input_context.Reads`.
         """
         return None
 

@@ -34,14 +34,13 @@ def load(group: str, name: str) -> Any:
     Raises:
       UsageError: if no installed package registers it.
     """
-    found = _registered(group).get(name)
-    if found is None:
+    if (found := find(group, name)) is None:
         others = ", ".join(names(group)) or "none"
         raise UsageError(
             f"there is no plug-in {name!r} in {group}; installed are: {others}; install the package that has it, or "
             "install looplib again"
         )
-    return found.load()
+    return found
 
 
 def find(group: str, name: str) -> Any | None:
