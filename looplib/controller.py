@@ -17,7 +17,7 @@ from looplib.checkpoint.policy import CheckpointPolicy, KeepRule, Start
 from looplib.checkpoint.recorded import RecordedParts
 from looplib.cluster.collectives import Workers
 from looplib.compat.tensorflow import log_once, lost_server
-from looplib.data.input_context import BadRecords
+from looplib.data.asked import BadRecords
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError, shown, whole_number
 from looplib.health.guards import Diverged, Guards
@@ -31,6 +31,7 @@ from looplib.loop.schedule import Schedule
 from looplib.loop.window import Window
 from looplib.report.clock import Clock
 from looplib.report.reporter import Metrics, Reporter
+from looplib.report.run_json import RunReport
 from looplib.report.writers import Writer
 from looplib.run_config import RunConfig
 from looplib.settings import as_flags
@@ -71,13 +72,7 @@ class Controller:
       config: the program's own settings, for `run.json`: a dataclass, a dict, or an object with `as_dict`.
 
     Attributes:
-      clock: `Clock` with the seconds of compile, train, input (steps that wait for their data), evaluate, save, restore
-        and report; `clock.summary()` says what they mean.
       guards: the `Guards`.
-      model_dir: the run directory, or None.
-      policy: the `CheckpointPolicy`.
-      report: `RunReport`, which writes `run.json` when a training starts and ends (`run_eval.json` for a controller
-        without a trainer). `controller.report()` writes `report.html` as it is now, and shows it in a notebook.
 
     Raises:
       UsageError: for bad input, in a sentence, as all methods do.
@@ -110,29 +105,28 @@ class Controller:
         own_steps = trainer.own_steps_per_loop if isinstance(trainer, Adapter) and steps is None else lambda _: steps
         self._own_steps = functools.partial(own_steps, run_config.global_batch_size)
         run_config = dataclasses.replace(run_config, steps_per_loop=self.steps_per_loop)
-        self.model_dir = model_dir = resolve(model_dir) if model_dir else None
+        model_dir = resolve(model_dir) if model_dir else None
         checks.check_together(trainer, evaluators, strategy, run_config.loop)
         tasks = [*([trainer] if trainer else []), *evaluators.values()]
         own = [action for task in tasks if isinstance(task, Adapter) for action in task.own_actions]
         self._actions = [*own, *actions]
         rules = (*policy.keep, *(action for action in own if isinstance(action, KeepRule)))
-        self.policy = dataclasses.replace(policy, keep=rules)
+        policy = dataclasses.replace(policy, keep=rules)
         self._stops, self._stopped = stops_of(self._actions), False
         self._due = (False, False)  # whether the reported step is evaluated, and whether it is the last
-        self._trained = 0  # steps of this start
         log_once()
-        self.clock = Clock()
+        clock = Clock()
         left_out = BadRecords(run_config.bad_records, f"{model_dir}/bad_records" if model_dir else None)
-        self._loops = loops = Loops(run_config, strategy, self.clock, left_out)
+        self._loops = loops = Loops(run_config, strategy, clock, left_out)
         action_states = ActionStates(self._actions)
         if trainer:
-            self.policy.check(dict.fromkeys(evaluators))
+            policy.check(dict.fromkeys(evaluators))
             if self.guards.may_roll_back and not model_dir:
                 raise UsageError(
                     "a rollback needs checkpoints, but no model_dir is set; give Controller(model_dir=...)"
                 )
         self._directory = directory = RunDirectory(
-            model_dir, self.policy, start, trainer is not None, Workers(strategy), self.close
+            model_dir, policy, start, trainer is not None, Workers(strategy), self.close
         )
         self._reporter = Reporter(
             model_dir if directory.writable else None,
@@ -140,28 +134,27 @@ class Controller:
             is_chief=self.is_chief,
             trains=directory.trains,
             check=directory.check_lock,
-            clock=self.clock,
+            clock=clock,
             strategy=runtime.describe(strategy),
             num_replicas=strategy.num_replicas_in_sync,
             flags={
                 **as_flags(run_config),
-                "checkpoint_interval": self.policy.every_steps,
-                "keep_best": str(self.policy.best) if self.policy.best else None,
+                "checkpoint_interval": policy.every_steps,
+                "keep_best": str(policy.best) if policy.best else None,
                 "guards": dataclasses.asdict(self.guards),
             },
             config=config,
             standing=lambda: self._checkpointer.standing(),
         )
-        self.report = self._reporter.report
         loops.build(trainer, evaluators, *directory.peek(), self.guards.non_finite)
         self._window = None
         if trainer:
-            self.policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
-            self._window = Window(loops.training, self.clock, self.guards)
+            policy.check({name: loop.metric_names for name, loop in loops.evaluations.items()})
+            self._window = Window(loops.training, clock, self.guards)
             self.report.model = diagnosis().model(trainer)
             self.report.speed = diagnosis().speed(loops.training, strategy)
             logging.info("%s", self.report.speed or "the FLOPs of a step are not known")
-        self._watchdog = Watchdog(self.clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
+        self._watchdog = Watchdog(clock, loops.progress, lambda: directory.latest, self.guards.stall_limit)
         objects = checks.collect_state(trainer, evaluators)
         parts = RecordedParts(trainer, objects, loops, self._window, action_states)
         self._checkpointer = Checkpointer(directory, self._reporter, parts, self.guards, objects)
@@ -176,6 +169,32 @@ class Controller:
     def is_chief(self) -> bool:
         """Returns whether this process writes checkpoints and reports for all workers."""
         return self._directory.workers.is_chief
+
+    @property
+    def model_dir(self) -> str | None:
+        """The run directory, or None."""
+        return self._directory.model_dir
+
+    @property
+    def policy(self) -> CheckpointPolicy:
+        """What is saved when, and what is kept."""
+        return self._directory.policy
+
+    @property
+    def clock(self) -> Clock:
+        """The seconds of compile, train, input (steps that wait for their data), evaluate, save, restore and report.
+
+        `clock.summary()` says what they mean.
+        """
+        return self._reporter.clock
+
+    @property
+    def report(self) -> RunReport:
+        """Writes `run.json` when a training starts and ends (`run_eval.json` for a controller without a trainer).
+
+        `controller.report()` writes `report.html` as it is now, and shows it in a notebook.
+        """
+        return self._reporter.report
 
     @property
     def global_step(self) -> int:
@@ -292,7 +311,6 @@ class Controller:
                 action.on_leaving(step, self)
             result = loops.train(step, due, schedule.horizon(due))
             step += result.done
-            self._trained += result.done
             checkpointer.check(result.finite)
             for action in self._stops.get(step, ()):
                 action.on_reaching(step, self)
@@ -346,7 +364,7 @@ class Controller:
         if schedule.evaluate_every and checkpointer.lacks_evaluation():
             self._evaluate(schedule, eval_steps)
         self._reporter.writers.flush()
-        self._reporter.note_speed(self._loops.strategy, self._trained)
+        self._reporter.note_speed(self._loops.strategy, self._loops.trained)
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:

@@ -183,7 +183,7 @@ def test_a_changed_pipeline_is_skipped_to_with_a_warning(changed, caplog):
 def test_bytes_that_are_no_state_are_skipped_over(caplog):
     again = stream(make_strategy("default"), parallel, start_step=3)
     again.iterate()
-    for position in (b"", b"nonsense", again._digest + b"nonsense"):
+    for position in (b"", b"nonsense", again._saved._digest + b"nonsense"):
         iterator = again.iterate(position)
         assert "is not the pipeline whose state was saved" in caplog.text
         assert read(again, iterator, 4) == expected(make_strategy("default"), parallel, 7)[3:]

@@ -14,7 +14,7 @@ import tensorflow as tf
 from conftest import more, repetitions
 
 import looplib
-from looplib.data.input_context import BadRecords
+from looplib.data.asked import BadRecords
 from looplib.extras.diagnosis import refused
 from looplib.extras.records import order as orders
 

@@ -516,13 +516,15 @@ def test_a_stage_that_is_not_known_is_tried_out(monkeypatch):
     assert read(stream(lambda: numbers(40).shuffle(9), 3).iterate(position), 40) == read(iterator, 40)
     made, iterator = unknown(monkeypatch, lambda: csv(FILES.csv))
     assert made.position(iterator) is None
-    assert made._unsavable == "in a trial, TensorFlow did not restore CSV exactly"
+    assert made._saved.obstacle == "in a trial, TensorFlow did not restore CSV exactly"
 
 
 def test_a_stage_that_is_not_known_and_cannot_be_tried_out_skips(monkeypatch):
     made, iterator = unknown(monkeypatch, numbers)
-    made.renew = lambda: made.dataset
-    assert made.position(iterator) is None and "it is not known whether TensorFlow restores Range" in made._unsavable
+    made._saved._renew = lambda: made.dataset
+    assert (
+        made.position(iterator) is None and "it is not known whether TensorFlow restores Range" in made._saved.obstacle
+    )
 
 
 @pytest.mark.parametrize("name, doubt", [

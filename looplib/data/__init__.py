@@ -1,13 +1,15 @@
 """Batches to replicas: a task's pipeline for each worker, read as one stream whose position can be saved.
 
 Names that other rooms may use, by file:
+    asked: BadRecords, Reads
     batches: Batches, Epoch, Span
     block_stream: none
     distribution: distribute, runs_on_host
     host_stream: HostStream
-    input_context: BadRecords, InputContext, Reads
+    input_context: InputContext
     iterator_state: none
     order: as_plan, Ids, Locate, mix, OrderKey, Plan, seeds_at
     pipelines: num_rows
+    saved_position: none
     stream: Properties, Stream
 """

@@ -7,6 +7,7 @@ which the next batch begins whatever its size is.
 import dataclasses
 from fractions import Fraction
 
+import numpy as np
 import tensorflow as tf
 
 from looplib.errors import UsageError
@@ -177,6 +178,7 @@ class Positions:
     num_pipelines: int  # the number of input pipelines
     replicas_per_pipeline: int  # replicas that this pipeline feeds
     numbers: tf.data.Dataset | None  # the numbers of the batches to make, see `InputContext`; None for all
+    only: np.ndarray | None = None  # positions int64 `[n]` to make batches of one of, in place of all others
 
     @property
     def _batch(self) -> int:

@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
+from looplib.data.asked import BadRecords
 from looplib.data.batches import Batches, Span
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
 from looplib.data.host_stream import HostStream
-from looplib.data.input_context import BadRecords, InputContext, per_replica_batch_size
+from looplib.data.input_context import InputContext, per_replica_batch_size
 from looplib.data.pipelines import Pipelines, Task, makes_global_batches
 from looplib.data.stream import Lengths, Properties, Stream
 from looplib.errors import UsageError
@@ -100,7 +101,7 @@ def distribute(
     dataset, on_cpus = make(), runs_on_host(strategy)
     properties, context = _properties(pipelines, training, batch_size, whole, start_step, remote), pipelines.contexts[0]
     properties = dataclasses.replace(properties, in_turn=pipelines.in_turn and on_cpus)
-    stream, arrays = Stream, context.arrays
+    stream, arrays = Stream, context.asked.arrays
     if remote is not None:
         stream = functools.partial(remote, make=pipelines.build_on_worker)
     elif on_host and in_blocks and on_cpus and training and workers.count == 1:
@@ -114,7 +115,7 @@ def distribute(
         properties=properties,
         context=lambda: pipelines.contexts[-1],
         start_step=start_step,
-        positioned=context.positioned,
+        positioned=context.asked.positioned,
         skipped=pipelines.skipped * max(1, replicas // workers.count),
         arrays=arrays,
     )
@@ -139,9 +140,9 @@ def _properties(
         sure=min(pipelines.sure),
         batch_size=batch_size,
         sized=pipelines.sized,
-        epoch=context.epoch,
-        examples=context.examples,
-        fingerprint=context.reader.fingerprint() if training and context.reader else {},
+        epoch=context.asked.epoch,
+        examples=context.asked.examples,
+        fingerprint=context.asked.reader.fingerprint() if training and context.asked.reader else {},
         lengths=lengths,
     )
 
@@ -168,15 +169,15 @@ def _in_blocks(
     dataset: tf.data.Dataset, context: InputContext, batch_size: int
 ) -> tuple[Callable[..., Stream], tf.data.Dataset, Any]:
     """Returns the stream of a training on one CPU, its pipeline, and the arrays whose rows a step has to gather."""
-    arrays, block = context.arrays, block_size(dataset.element_spec)
+    call, arrays, block = context.asked.last, context.asked.arrays, block_size(dataset.element_spec)
     if block == 1:
         return HostStream, dataset, arrays
-    if dataset is not context.ids or context.draw is None:
+    if call is None or dataset is not call.ids or call.draw is None:
         return functools.partial(BlockStream, block=block), dataset, arrays
     rows = None
     if arrays is not None and (gathered := _gathered(dataset, arrays, batch_size)):
         (dataset, rows), arrays = gathered, None
-    stream = functools.partial(KeyedStream, block=block_size_of_ids(batch_size), draw=context.draw, rows=rows)
+    stream = functools.partial(KeyedStream, block=block_size_of_ids(batch_size), draw=call.draw, rows=rows)
     return stream, dataset, arrays
 
 

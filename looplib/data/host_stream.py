@@ -13,6 +13,7 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.data import iterator_state
+from looplib.data.saved_position import SavedPosition
 from looplib.data.stream import Stream, counted_from_0
 from looplib.diagnosis import diagnosis
 from looplib.errors import UsageError
@@ -38,9 +39,8 @@ class HostStream(Stream):
     def __post_init__(self) -> None:
         self._workers = Workers(self.strategy)
         self._local_replicas = self.strategy.num_replicas_in_sync // self._workers.count
-        self._savable = self.renew is not None and not self.positioned
-        self._digest, self._unsavable = None, ""  # of the pipeline; why its position cannot be saved
-        self._tried_out = self._said_between = False  # stages that are not known; that a state is not complete
+        renew = self.renew if not self.positioned else None
+        self._saved = SavedPosition(renew, self._local_replicas, lambda text: self._note(text))
         self._spec = self._had_batch = None
         self._started, self._is_short = 0.0, False
         self._nothing: tuple[tf.data.Dataset, tf.Tensor] | None = None  # a pipeline, and one like it without elements
@@ -70,12 +70,7 @@ class HostStream(Stream):
         """See `Stream`."""
         self._started = start = time.perf_counter()
         iterator = iter(self._untuned) if self._is_short else self._iter()
-        if self._savable:
-            try:
-                self._digest = iterator_state.digest(iterator, *self._kind())
-            except iterator_state.UnsavableError as error:
-                self._give_up(str(error))
-        if position is not None and self._savable:
+        if self._saved.begin(iterator, *self._kind()) and position is not None:
             if self._is_restored(iterator, position):
                 how = f"{len(position)} bytes, {1000 * (time.perf_counter() - start):.0f} ms"
                 self._note(f"resumes after step {self.start_step} from its saved state ({how})")
@@ -259,66 +254,28 @@ class HostStream(Stream):
 
     def position(self, iterator: tf.data.Iterator) -> bytes | None:
         """See `Stream`."""
-        if not self._savable:
-            return None
-        try:
-            packed, stages = iterator_state.save(iterator, self.dataset)
-            untried = sorted(stages - iterator_state.TRIED)
-            if untried and not self._tried_out:
-                self._try_out(untried)
-                self._tried_out = True
-            return self._digest + packed
-        except iterator_state.BetweenEpochsError as error:
-            if not self._said_between:
-                self._note(
-                    "has a shuffle that has ended or not begun in this epoch, so that its state is not complete, and a "
-                    f"run that resumes here will skip the data already used: {error}"
-                )
-            self._said_between = True
-            return None  # the next position can be saved again
-        except iterator_state.UnsavableError as error:
-            return self._give_up(str(error))
-
-    def _try_out(self, stages: list[str]) -> None:
-        """Saves and restores iterators of pipelines made for this; raises `UnsavableError` if that is not exact."""
-        first, second = self.renew(), self.renew()
-        named = ", ".join(stages)
-        if first is self.dataset:  # whose shuffles would continue with the order of the next epoch
-            raise iterator_state.UnsavableError(f"it is not known whether TensorFlow restores {named} exactly")
-        if not iterator_state.restores_exactly(first, second, self._local_replicas):
-            raise iterator_state.UnsavableError(f"in a trial, TensorFlow did not restore {named} exactly")
-
-    def _give_up(self, why: str) -> None:
-        """Logs this once, and does not try again, because each try may take seconds."""
-        self._savable, self._unsavable = False, why
-        self._note(f"has no position that can be saved; a resumed run will skip the data already used: {why}")
+        return self._saved.save(iterator, self.dataset)
 
     def _is_restored(self, iterator: tf.data.Iterator, position: bytes) -> bool:
         """Brings a new iterator to a position; returns whether it is one of this pipeline, and warns if it is not."""
-        try:
-            size = len(self._digest)
-            if position[:size] != self._digest:
-                raise ValueError("its stages, buffers, elements, batch size or length have changed")
-            iterator_state.restore(iterator, position[size:])
-            return True
-        except (tf.errors.OpError, ValueError) as error:
+        if why := self._saved.restore(iterator, position):
             logging.warning(
                 "%s.dataset is not the pipeline whose state was saved (%s); the batches up to step %d are read "
                 "again and skipped",
                 self.properties.who,
-                str(error).partition("\n")[0][:200],
+                why,
                 self.start_step,
             )
-            return False
+        return not why
 
     def _warn_of_what_skipping_cannot_repeat(self) -> None:
         """Warns if batches that are read again may differ, by TensorFlow's names of what keeps state."""
-        if condition := diagnosis().condition(self._unsavable, by_skipping=True):
+        if condition := diagnosis().condition(self._saved.obstacle, by_skipping=True):
             logging.warning(
                 "%s.dataset has no position that can be saved (%s), so the data already used is read again and "
                 "skipped; this is exact only if %s",
                 self.properties.who,
-                self._unsavable,
+                self._saved.obstacle,
                 condition,
             )
 

@@ -1,80 +1,21 @@
 """The input context: what a `dataset` function learns about its pipeline, batch sizes and the order of examples."""
 
-import dataclasses
 import functools
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from looplib import plugins
+from looplib.data.asked import Asked, BadRecords, Call
 from looplib.data.batches import CHUNK_IDS, Batches, Epoch, Positions, Span
 from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
 from looplib.errors import UsageError, whole_number
 
 _PARALLEL = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
-
-
-@dataclasses.dataclass
-class BadRecords:
-    """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
-
-    Raises:
-      UsageError: if `most` is not a whole number of at least 0.
-    """
-
-    most: int = 0  # how many there may be
-    # the folder in which the processes of the run note them; None counts those of this process alone
-    folder: str | None = None
-    names: set[str] = dataclasses.field(default_factory=set, init=False)  # of those that are known to this process
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)  # held while they are counted
-
-    def __post_init__(self) -> None:
-        self.most = whole_number("bad_records", self.most, least=0)
-
-
-class Reads(Protocol):
-    """How the records of a data set are read, for which tf.data shows only a map. Its text names the reader."""
-
-    calls: list[int]  # of its stages
-    records: int  # how many were read
-
-    @property
-    def at_once(self) -> int:
-        """How many are read at once."""
-
-    @property
-    def advice(self) -> str:
-        """What to change if reading takes the time."""
-
-
-class Reader(Protocol):
-    """Reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context."""
-
-    reads: list[Reads]  # of each call
-
-    def batches(
-        self,
-        source: Any,
-        *,
-        block: int | None,
-        shuffle: bool,
-        seeds: bool,
-        whole_epochs: bool,
-        name: str | None,
-        repeat: bool,
-    ) -> tf.data.Dataset:
-        """Makes the data set of a call; see `InputContext.records`."""
-
-    def fingerprint(self) -> dict[str, str]:
-        """Returns checksums of a part of what is read, by the name of the file."""
-
-    def name_of(self, number: int) -> str:
-        """Returns what an error calls the record that comes for an id of the first call."""
 
 
 class InputContext:
@@ -91,22 +32,15 @@ class InputContext:
       training: False for an evaluation.
       start_step: global batches that were consumed before this pipeline starts; 0 in a new run. Of a run whose batch
         size has changed, as many batches of the present size as have the examples of those.
-      arrays: the argument of `resident`, or None.
-      examples: how many examples `indices` was asked for, the most of all calls; None if it was not.
-      draw: makes the ids that `indices` was asked for last, in ops that XLA compiles: a function from the number of
-        batches of this pipeline before (int64 scalar tensor) and how many to make, to int64 `[batches, b]`; None for
-        other data.
       steps_per_epoch: steps in which the data comes once, for `epochs` and reports. `indices` sets it; after several
         calls it is that of the most examples, so that each example of all of them has come. A `dataset` may set it,
         such as one that repeats other data. None where it is not known.
-      epoch: how many examples come in `steps_per_epoch`; None where it is not known.
       global_batches: whether the task makes global batches, see `Trainer.batches`.
-      numbers: for workers that read by themselves (parameter servers), a data set of int64 scalars: the positions, in
-        the order of the run or of the evaluation, of the batches that `indices` makes; else None. `dataset` is called
-        in a `tf.function` then, and `pipeline_index` may be an int64 tensor.
       bad_records: the damaged records that `records` may leave out.
-      reader: what reads records, once `records` was called.
-      positions: what `indices` or `records` made its batches of last: chunks of positions in the run, int64 `[k, b]`.
+      places: makes the positions of the batches. For workers that read by themselves (parameter servers) its `numbers`
+        are a data set of int64 scalars: the positions of the batches to make, in their order; `dataset` is called in a
+        `tf.function` then, and `pipeline_index` may be an int64 tensor.
+      asked: what `dataset` has asked.
     """
 
     def __init__(
@@ -127,40 +61,20 @@ class InputContext:
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)
-        self.num_replicas = num_replicas
-        self.num_pipelines = num_pipelines
+        self.num_replicas, self.num_pipelines = num_replicas, num_pipelines
         self.replicas_per_pipeline = max(1, num_replicas // num_pipelines)
-        self.seed = seed
-        self.training = training
-        self.global_batches = global_batches
-        self.numbers = numbers
+        self.seed, self.training, self.global_batches = seed, training, global_batches
         self.bad_records = bad_records or BadRecords()
-        self._only = only
-        self.sizes = Batches(self.global_batch_size, tuple(earlier))
-        self._places = Positions(
-            self.sizes, start_step, num_replicas, pipeline_index, num_pipelines, self.replicas_per_pipeline, numbers
-        )
-        self.calls_without_name = 0  # of `indices`, `records` and `resident`
-        self._named: dict[str, int] = {}  # the examples of the calls with a name
-        self.batches: int | tf.Tensor | None = None  # that `indices` makes of an evaluation
-        self.positioned = False
-        self.asked_for_its_part = self.asked_for_its_start = False
-        self.arrays: Any = None
-        self.examples: int | None = None
-        self.ids: tf.data.Dataset | None = None  # what `indices` returned last, if an example has one
-        self.in_turn = False  # whether those of each batch follow one another
-        self.draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
-        self.epoch: Epoch | None = None
-        self.reader: Reader | None = None
-        self.positions: tf.data.Dataset | None = None
-        self.made: list[tf.data.Dataset] = []  # what `indices`, `records` and `resident` returned
+        sizes, replicas = Batches(self.global_batch_size, tuple(earlier)), self.replicas_per_pipeline
+        self.places = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, replicas, numbers, only)
+        self.asked = Asked()
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
         """Returns a new context of the same pipeline; `only` are positions int64 `[n]` to make batches of one of."""
         return InputContext(
             global_batch_size=self.global_batch_size,
             num_replicas=self.num_replicas,
-            pipeline_index=self._places.pipeline_index,
+            pipeline_index=self.places.pipeline_index,
             num_pipelines=self.num_pipelines,
             seed=self.seed,
             training=self.training,
@@ -168,7 +82,7 @@ class InputContext:
             global_batches=self.global_batches,
             bad_records=self.bad_records,
             only=only,
-            earlier=self.sizes.earlier,
+            earlier=self.places.sizes.earlier,
         )
 
     @property
@@ -178,8 +92,8 @@ class InputContext:
         On several workers, a `dataset` that neither reads it nor calls `indices`, `records` or `resident` is refused.
         Whether the parts differ is not checked: without a `shard` or the like, all workers train on the same examples.
         """
-        self.asked_for_its_part = True
-        return self._places.pipeline_index
+        self.asked.part = True
+        return self.places.pipeline_index
 
     @property
     def start_step(self) -> int:
@@ -187,19 +101,19 @@ class InputContext:
 
         A pipeline without these is made with 0 and then brought to its position, so a wrong use of it loses nothing.
         """
-        self.asked_for_its_start = True
-        return self.sizes.whole(self._places.start_step)
+        self.asked.start = True
+        return self.places.sizes.whole(self.places.start_step)
 
     @property
     def steps_per_epoch(self) -> float | None:
         """The steps in which the data comes once; None where that is not known."""
-        return self.epoch.steps(self.global_batch_size) if self.epoch else None
+        return self.asked.epoch.steps(self.global_batch_size) if self.asked.epoch else None
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: float | None) -> None:
         if steps is not None and not (math.isfinite(steps) and steps > 0):
             raise UsageError(f"context.steps_per_epoch is {steps}; expected a positive number or None")
-        self.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
+        self.asked.epoch = None if steps is None else Epoch(Fraction(float(steps)) * self.global_batch_size)
 
     def indices(
         self,
@@ -267,24 +181,24 @@ class InputContext:
             return *(given if type(given) is tuple else (given,)), seeds_at(positions, seed, self.training)
 
         most = max(1, CHUNK_IDS // (self.per_replica_batch_size * plan.width))
-        chunks = self.batch_positions(plan, "indices", whole_epochs, repeat, most)
-        self.in_turn = isinstance(plan, Ids) and not (self.training or seeds)  # then the positions are the ids
-        batches = (chunks if self.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
-        self.ids = batches if plan.width == 1 else None
+        chunks, call = self.positions_of(plan, "indices", whole_epochs, repeat, most)
+        ordered = isinstance(plan, Ids) and not seeds
+        call.in_turn = ordered and not self.training  # then the positions are the ids
+        call.batches = (chunks if call.in_turn else chunks.map(examples, **_PARALLEL)).unbatch()
+        call.ids = call.batches if plan.width == 1 else None
         epoch = Epoch(plan.size, whole_epochs)
-        drawn = isinstance(plan, Ids) and self.training and not seeds and self.sizes.full(epoch)
-        self.draw = functools.partial(_draw, plan, seed, self._places, epoch) if drawn else None
-        self.made.append(batches)
-        return batches
+        if ordered and self.training and self.places.sizes.full(epoch):
+            call.draw = functools.partial(_draw, plan, seed, self.places, epoch)
+        return call.batches
 
     def order_seed(self, plan: Plan, name: str | None) -> int:
         """Returns the seed of the order of the next call; for the name see `indices`."""
         if name is None:
-            number = self.calls_without_name = self.calls_without_name + 1
+            number = self.asked.unnamed = self.asked.unnamed + 1
             return self.seed if number == 1 else derived_seed(self.seed, f"call {number}")
         if not isinstance(name, str) or not name:
             raise UsageError(f"the name of an order of examples is {name!r}; expected a text")
-        others = self._named.setdefault(name, plan.size)
+        others = self.asked.named.setdefault(name, plan.size)
         if others != plan.size:
             raise UsageError(
                 f"two calls for {others} and for {plan.size} examples have the name {name!r}, by which they would "
@@ -294,7 +208,7 @@ class InputContext:
 
     def located(self, plan: Plan, seed: int) -> Locate:
         """Returns `Plan.located` of this training, whose order has a seed, or of this evaluation."""
-        return plan.located(OrderKey(seed, self.sizes) if self.training else None)
+        return plan.located(OrderKey(seed, self.places.sizes) if self.training else None)
 
     def records(
         self,
@@ -339,30 +253,34 @@ class InputContext:
           UsageError: if no file matches, a file is damaged, or there is no record, or fewer than a global batch of a
             training.
         """
-        if self.reader is None:
-            self.reader = plugins.load("looplib.parts", "records")(self)
-        return self.reader.batches(
+        if self.asked.reader is None:
+            self.asked.reader = plugins.load("looplib.parts", "records")(self)
+        return self.asked.reader.batches(
             source, block=block, shuffle=shuffle, seeds=seeds, whole_epochs=whole_epochs, name=name, repeat=repeat
         )
 
-    def batch_positions(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int) -> tf.data.Dataset:
+    def positions_of(
+        self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int
+    ) -> tuple[tf.data.Dataset, Call]:
         """Makes the positions of this pipeline's batches of a plan, for a method of that name with such arguments.
 
-        Returns chunks of at most `most` batches, int64 `[k, b]`; a batch that may be smaller is a chunk of its own.
+        Returns chunks of at most `most` batches, int64 `[k, b]`, and the call, for the method to complete. A batch that
+        may be smaller is a chunk of its own.
         """
         self._check(plan, f"context.{method}", whole_epochs, repeat)
-        self.positioned = self.asked_for_its_part = True
-        self.examples = max(self.examples or 0, plan.size)
+        asked, epoch, steps = self.asked, Epoch(plan.size, whole_epochs), None
+        asked.positioned = asked.part = True
+        asked.examples = max(asked.examples or 0, plan.size)
         if self.training:
-            epoch = Epoch(plan.size, whole_epochs)
-            self.positions = self._places.training_batches(epoch, most)
-            if plan.comes_in_epochs and (self.epoch is None or self.epoch.examples < plan.size):
-                self.epoch = epoch
+            positions = self.places.training_batches(epoch, most)
+            if plan.comes_in_epochs and (asked.epoch is None or asked.epoch.examples < plan.size):
+                asked.epoch = epoch
         else:
-            self.positions, self.batches = self._places.evaluation_batches(plan.size)
-        if self._only is not None:
-            return tf.data.Dataset.from_tensor_slices(self._only[:, None, None])
-        return self.positions
+            positions, steps = self.places.evaluation_batches(plan.size)
+        asked.calls.append(call := Call(positions=positions, steps=steps))
+        if self.places.only is not None:
+            positions = tf.data.Dataset.from_tensor_slices(self.places.only[:, None, None])
+        return positions, call
 
     def _check(self, plan: Plan, method: str, whole_epochs: bool, repeat: bool) -> None:
         """Raises `UsageError` if no batches can be made of the examples."""
@@ -383,11 +301,12 @@ class InputContext:
                 f"have examples several times; use a global batch size of up to {plan.size} (--global_batch_size), or "
                 "pass repeat=True if that is intended"
             )
-        if self.training and plan.chosen_by_batch and self.sizes.earlier:
+        if self.training and plan.chosen_by_batch and self.places.sizes.earlier:
             raise UsageError(
                 f"{method} was given looplib.{type(plan).__name__}, which chooses the examples of a global batch "
-                f"together, so that its order depends on the batch size, and this run had batches of {self.sizes}; "
-                f"continue with {self.sizes.original}, or start a new run from the weights (--warm_start)"
+                "together, so that its order depends on the batch size, and this run had batches of "
+                f"{self.places.sizes}; continue with {self.places.sizes.original}, or start a new "
+                "run from the weights (--warm_start)"
             )
 
     def resident(
@@ -427,13 +346,13 @@ class InputContext:
                 f"context.resident was given arrays of {', '.join(map(str, lengths)) or 'no'} rows; expected the same "
                 "number in each, that of the examples"
             )
-        self.arrays = arrays
+        self.asked.arrays = arrays
         return self.indices(lengths[0], shuffle=shuffle, whole_epochs=whole_epochs, name=name, repeat=repeat)
 
 
 @tf.autograph.experimental.do_not_convert
 def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
-    """Returns ids in ops that XLA compiles; see `InputContext.draw`."""
+    """Returns ids in ops that XLA compiles; see `Call.draw`."""
     positions = places.batches(first, count, epoch)
     return tf.reshape(ids.endless_in_xla(tf.reshape(positions, [-1]), seed), positions.shape)
 

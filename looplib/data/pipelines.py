@@ -82,14 +82,15 @@ class Pipelines:
         context, dataset = self._build(tf_context, 0 if self._overfit_batch else self._start_step)
         if self._overfit_batch:
             dataset = _first_again(dataset, context)
-        if self._workers.count > 1 and not context.asked_for_its_part and not self._whole:
+        if self._workers.count > 1 and not context.asked.part and not self._whole:
             raise UsageError(
                 f"{self.who}.dataset gives all {self._workers.count} workers the same data, because it does not use "
                 "context.pipeline_index; use context.indices, or dataset.shard(context.num_pipelines, "
                 "context.pipeline_index)"
             )
         training, replicas = context.training, context.replicas_per_pipeline
-        self.in_turn = context.in_turn and dataset is context.ids and not self._whole
+        call = context.asked.last
+        self.in_turn = call is not None and call.in_turn and dataset is call.ids and not self._whole
         self.fixed = have_size(dataset, context.per_replica_batch_size)
         if training and not self._task.batch_size_varies:
             self.sized = _check_batch_size(self.who, dataset, context.per_replica_batch_size)
@@ -97,7 +98,7 @@ class Pipelines:
         self.shares.append(int(dataset.cardinality()))
         if training and not self._on_host and self._workers.count > 1:
             dataset = self._ended_together(dataset)
-        self.skipped = 0 if context.positioned else self._to_skip()
+        self.skipped = 0 if context.asked.positioned else self._to_skip()
         if self.skipped and not self._on_host:
             dataset = dataset.skip(self.skipped * replicas)
         cardinality = int(dataset.cardinality())
@@ -152,26 +153,27 @@ class Pipelines:
             raise UsageError(
                 f"{self.who}.dataset returned a {type(dataset).__name__}; expected a tf.data.Dataset of batches"
             )
-        if context.training and context.calls_without_name > 1 and not self._said_orders:
+        if context.training and context.asked.unnamed > 1 and not self._said_orders:
             self._said_orders = True
             logging.warning(
                 "%s.dataset asks context for examples %d times without a name, and each time they come in another "
                 "order; those of inputs and targets that belong together need one name=, others may have one of their "
                 "own",
                 self.who,
-                context.calls_without_name,
+                context.asked.unnamed,
             )
-        positioned = context.training and context.positioned
-        if positioned and not _tf.is_by_element(dataset, context.made, any_other=context.asked_for_its_start):
+        asked, made = context.asked, [call.batches for call in context.asked.calls]
+        positioned = context.training and asked.positioned
+        if positioned and not _tf.is_by_element(dataset, made, any_other=asked.start):
             # A shuffle or the like behind `indices` depends on the batches before: its position is not that of the ids.
-            context.positioned, context.ids = False, None
+            asked.positioned, asked.calls[-1].ids = False, None
             return (context, dataset) if start_step == 0 else self._build(tf_context, 0)
-        if start_step and not context.positioned and context.asked_for_its_start:
+        if start_step and not asked.positioned and asked.start:
             # The pipeline of a new run, which is then brought to its position. One that is the same anyway is not built
             # twice: the seeds that TensorFlow derives for its shuffles depend on how many there were before.
             return self._build(tf_context, 0)
         if positioned:
-            self._warn_of_state(_tf.stateful_ops_of_maps(dataset, context.made), resumes=start_step > 0)
+            self._warn_of_state(_tf.stateful_ops_of_maps(dataset, made), resumes=start_step > 0)
         return context, dataset
 
     def _to_skip(self) -> int:
@@ -231,7 +233,7 @@ def _first_again(dataset: tf.data.Dataset, context: InputContext) -> tf.data.Dat
     first = dataset.take(context.replicas_per_pipeline)
     if 0 <= first.cardinality() < context.replicas_per_pipeline:
         return first
-    context.positioned = True  # every step has the same batch
+    context.asked.positioned = True  # every step has the same batch
     return first.cache().repeat()
 
 
@@ -250,7 +252,7 @@ def _check_batch_size(who: str, dataset: tf.data.Dataset, expected: int) -> bool
 
 def _check_resident(who: str, context: InputContext, dataset: tf.data.Dataset) -> None:
     spec = dataset.element_spec
-    if context.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
+    if context.asked.arrays is not None and not (isinstance(spec, tf.TensorSpec) and spec.dtype == tf.int64):
         raise UsageError(
             f"{who}.dataset changed what context.resident returned to elements of {spec}; return it unchanged, "
             "and process batches in step_fn"

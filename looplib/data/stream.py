@@ -74,7 +74,7 @@ class Properties:
     in_turn: bool = False  # whether the row numbers of a batch follow one another, and the rows are on CPUs
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples there are; None where that is not known
-    # of the files of a training, see `input_context.Reader`
+    # of the files of a training, see `asked.Reader`
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     lengths: Lengths | None = None  # how long the workers' shares of a training are; None where each reads by itself
 

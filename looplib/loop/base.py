@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from looplib.data.asked import BadRecords
 from looplib.data.batches import Batches, Epoch, Span
-from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
@@ -218,7 +218,7 @@ class TrainingLoop(Loop):
     batches: Batches | None = None  # the sizes of the global batches; None for data that looplib does not read
     epoch: Epoch | None = None  # how many examples are an epoch; None where that is not known
     examples: int | None = None  # how many examples the data has; None where that is not known
-    # of the files of the data, see `input_context.Reader`; None where it is not known
+    # of the files of the data, see `asked.Reader`; None where it is not known
     fingerprint: dict[str, str] | None = None
 
     @property

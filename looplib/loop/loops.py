@@ -13,8 +13,8 @@ from absl import logging
 
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
+from looplib.data.asked import BadRecords
 from looplib.data.batches import Batches, Epoch
-from looplib.data.input_context import BadRecords
 from looplib.errors import UsageError, whole_number
 from looplib.loop import task_loop
 from looplib.loop.base import Loop, LoopResult, Request, Specification, TrainingLoop
@@ -50,6 +50,7 @@ class Loops:
         self.training: TrainingLoop | None = None  # once it is built
         self.evaluations: dict[str, Loop] = {}  # by name
         self.closed = False
+        self.trained = 0  # steps of this start
         self.torn = False  # whether a step has failed, which may have updated only a part of the variables
         self._lendings: weakref.WeakKeyDictionary[Loop, Lending] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
@@ -200,6 +201,7 @@ class Loops:
             self.torn = not self.training.left_whole(error)
             raise
         self.check_count(step + ran.done, ran.counted)
+        self.trained += ran.done
         return ran
 
     def refuse_if_unfit(self, what: str, kept: str | None) -> None:

@@ -306,7 +306,7 @@ class TaskLoop(TrainingLoop):
         """Returns the slowest stage of the data, and what to change; see `Clock.of_input`."""
         if self._iterator is None:
             return self._slowest
-        reader = self.stream.context().reader
+        reader = self.stream.context().asked.reader
         return diagnosis().slowest_stage(self._iterator, self.stream.copy_seconds(), reader.reads if reader else ())
 
     def _end_data(self, wait: bool = False) -> None:

@@ -52,7 +52,7 @@ _CONVERTED = {
     "looplib.data.pipelines.Pipelines": "build_on_worker",
     "looplib.task.gradient_trainer.GradientTrainer": "step_fn _backward",
     "looplib.task.gradient_trainer": "_losses_and_metrics",
-    "looplib.data.input_context.InputContext": "indices batch_positions _check order_seed located",
+    "looplib.data.input_context.InputContext": "indices positions_of _check order_seed located",
     "looplib.data.batches.Positions": "training_batches evaluation_batches",
     "looplib.data.batches.Batches": "full before _examples",
     "looplib.data.batches.Epoch": "after",

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from looplib.data.input_context import Reads
+from looplib.data.asked import Reads
 
 # What a stage does, by a part of the name that TensorFlow gives it. The first that fits counts.
 _KINDS = {

@@ -6,7 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.compat import tensorflow as _tf
-from looplib.data.input_context import InputContext, Reads
+from looplib.data.asked import Reads
+from looplib.data.input_context import InputContext
 from looplib.diagnosis import Diagnosis
 from looplib.extras.diagnosis import bottleneck, model_table, places, refused
 from looplib.extras.diagnosis.speed import Speed, of_training, with_share

@@ -392,13 +392,13 @@ def _count_exactly(optimizer: Any) -> None:
 def _check_data(stream: RemoteStream) -> None:
     """Raises `UsageError` for data that workers cannot read by themselves."""
     context, who = stream.context(), stream.properties.who
-    if context.reader is not None:
+    if context.asked.reader is not None:
         raise UsageError(
             f"{who}.dataset uses context.records, which reads by Python, and the workers of a parameter server "
             "strategy run TensorFlow alone; use context.indices with data in memory, a pipeline of tf.data, or another "
             "strategy"
         )
-    if stream.training and context.made and not stream.by_number:
+    if stream.training and context.asked.calls and not stream.by_number:
         raise UsageError(
             f"{who}.dataset makes more or fewer batches than context.indices, or batches that depend on others (for "
             "example with filter, take or shuffle); with the strategy parameter_server it must make each batch from "

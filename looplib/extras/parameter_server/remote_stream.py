@@ -45,8 +45,10 @@ class RemoteStream(Stream):
 
     def __post_init__(self) -> None:
         context, cardinality = self.context(), int(self.dataset.cardinality())
-        endless_or_all = tf.data.INFINITE_CARDINALITY if self.training else context.batches
-        self.by_number = context.positioned and cardinality == endless_or_all
+        endless_or_all = (
+            tf.data.INFINITE_CARDINALITY if self.training else context.asked.last.steps if context.asked.last else None
+        )
+        self.by_number = context.asked.positioned and cardinality == endless_or_all
 
     @property
     def training(self) -> bool:

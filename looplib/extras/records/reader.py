@@ -23,7 +23,7 @@ _LEAST_BLOCKS = 16  # of a lane, so that an epoch mixes the data well
 
 
 class RecordReader:
-    """Reads the records of one `InputContext`; see `looplib.data.input_context.Reader`.
+    """Reads the records of one `InputContext`; see `looplib.data.asked.Reader`.
 
     Args:
       context: the context.
@@ -84,21 +84,20 @@ class RecordReader:
         tolerates = context.bad_records.most > 0
         if tolerates:
             self._tolerated = tolerant(source, context.bad_records, context.training, kept)
-        picked = context.batch_positions(plan, "records", whole_epochs, repeat, most).map(
-            picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-        )
-        context.ids = picked.map(_ids).unbatch()
+        positions, call = context.positions_of(plan, "records", whole_epochs, repeat, most)
+        picked = positions.map(picks, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        call.ids = picked.map(_ids).unbatch()
         if isinstance(source, Subset):
-            context.ids = context.ids.map(functools.partial(tf.gather, tf.constant(source.ids)))
+            call.ids = call.ids.map(functools.partial(tf.gather, tf.constant(source.ids)))
         chunks = read(
             self._tolerated if tolerates else source, picked, reads, may_lack=tolerates and not context.training
         )
-        context.made.append(batches := _batches(chunks))
-        return batches
+        call.batches = _batches(chunks)
+        return call.batches
 
     def _blocks(self, source: Source, seed: int, block: int | None) -> BlockOrder | None:
         """Returns the order by blocks of neighbouring records; None if each is read by itself."""
-        ordered = functools.partial(BlockOrder, len(source), seed, batch_size=self._context.sizes.original)
+        ordered = functools.partial(BlockOrder, len(source), seed, batch_size=self._context.places.sizes.original)
         if block is not None:
             block = whole_number("block of context.records", block)
         elif isinstance(source, Blocked):
@@ -109,11 +108,11 @@ class RecordReader:
         return ordered(block=block) if block > 1 else None
 
     def fingerprint(self) -> dict[str, str]:
-        """See `looplib.data.input_context.Reader`."""
+        """See `looplib.data.asked.Reader`."""
         return fingerprint([reads.source for reads in self.reads])
 
     def name_of(self, number: int) -> str:
-        """See `looplib.data.input_context.Reader`."""
+        """See `looplib.data.asked.Reader`."""
         source = self.reads[0].source
         if isinstance(source, Subset):
             number = int(np.flatnonzero(source.ids == number)[0])

@@ -1,0 +1,125 @@
+"""What a `dataset` function has asked of its input context, for whatever builds and reads its pipeline."""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import tensorflow as tf
+
+from looplib.data.batches import Epoch
+from looplib.errors import whole_number
+
+
+@dataclasses.dataclass
+class BadRecords:
+    """The damaged records that a run may leave out, counted over its data sets, workers and restarts.
+
+    Raises:
+      UsageError: if `most` is not a whole number of at least 0.
+    """
+
+    most: int = 0  # how many there may be
+    # the folder in which the processes of the run note them; None counts those of this process alone
+    folder: str | None = None
+    names: set[str] = dataclasses.field(default_factory=set, init=False)  # of those that are known to this process
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)  # held while they are counted
+
+    def __post_init__(self) -> None:
+        self.most = whole_number("bad_records", self.most, least=0)
+
+
+class Reads(Protocol):
+    """How the records of a data set are read, for which tf.data shows only a map. Its text names the reader."""
+
+    calls: list[int]  # of its stages
+    records: int  # how many were read
+
+    @property
+    def at_once(self) -> int:
+        """How many are read at once."""
+
+    @property
+    def advice(self) -> str:
+        """What to change if reading takes the time."""
+
+
+class Reader(Protocol):
+    """Reads records for `InputContext.records`: the plug-in `records` of `looplib.parts`, called with the context."""
+
+    reads: list[Reads]  # of each call
+
+    def batches(
+        self,
+        source: Any,
+        *,
+        block: int | None,
+        shuffle: bool,
+        seeds: bool,
+        whole_epochs: bool,
+        name: str | None,
+        repeat: bool,
+    ) -> tf.data.Dataset:
+        """Makes the data set of a call; see `InputContext.records`."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns checksums of a part of what is read, by the name of the file."""
+
+    def name_of(self, number: int) -> str:
+        """Returns what an error calls the record that comes for an id of the first call."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Call:
+    """A call of `indices`, `records` or `resident`: what it makes.
+
+    Attributes:
+      positions: chunks of the positions in the run of its batches, int64 `[k, b]`.
+      steps: how many batches it makes of an evaluation; None for a training.
+      batches: the data set that it returned.
+      ids: the ids of each batch, int64 `[b]`, if each example has one; else None.
+      in_turn: whether the ids of each batch follow one another.
+      draw: makes the ids in ops that XLA compiles: a function from the number of batches of this pipeline before (int64
+        scalar tensor) and how many to make, to int64 `[batches, b]`; None for other data.
+    """
+
+    positions: tf.data.Dataset
+    steps: int | tf.Tensor | None
+    batches: tf.data.Dataset | None = None
+    ids: tf.data.Dataset | None = None
+    in_turn: bool = False
+    draw: Callable[[tf.Tensor, int], tf.Tensor] | None = None
+
+
+@dataclasses.dataclass
+class Asked:
+    """What a `dataset` function has asked of its context.
+
+    Attributes:
+      part: whether it asked which part of the data is this pipeline's.
+      start: whether it asked after how many batches it starts.
+      positioned: whether the position of each batch in the run is known.
+      unnamed: how many calls had no name.
+      named: the number of examples of the calls with a name.
+      arrays: the argument of `resident`, or None.
+      examples: the most examples of all calls; None without a call.
+      epoch: how many examples come in an epoch; None where that is not known.
+      reader: what reads records, once `records` was called.
+      calls: the calls, in their order.
+    """
+
+    part: bool = False
+    start: bool = False
+    positioned: bool = False
+    unnamed: int = 0
+    named: dict[str, int] = dataclasses.field(default_factory=dict)
+    arrays: Any = None
+    examples: int | None = None
+    epoch: Epoch | None = None
+    reader: Reader | None = None
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    @property
+    def last(self) -> Call | None:
+        """The last call."""
+        return self.calls[-1] if self.calls else None
