@@ -14,7 +14,7 @@ from conftest import make_strategy, more
 
 import looplib
 from looplib.data import distribution
-from looplib.loop import auto, backend, xla
+from looplib.loop import backend, trial, xla
 
 RNG = np.random.default_rng(0)
 IMAGES, LABELS = RNG.normal(size=(50, 8, 8, 1)).astype("float32"), RNG.integers(0, 3, 50)
@@ -108,8 +108,8 @@ def graph_losses(make=Images, steps=200, *arguments):
 @pytest.fixture
 def fast_trials(monkeypatch):
     """Auto's trials at once and short, whether they pay or not."""
-    monkeypatch.setattr(auto, "_PAYS_BACK", 0)
-    monkeypatch.setattr(auto, "_SECONDS", 0.002)
+    monkeypatch.setattr(trial, "_PAYS_BACK", 0)
+    monkeypatch.setattr(trial, "_SECONDS", 0.002)
 
 
 def possible(params):
@@ -326,7 +326,7 @@ def test_what_auto_chose_is_kept_and_a_resumed_run_does_not_try_again(tmp_path, 
         controller, _ = train("auto", controller.global_step + 200, Quick(), model_dir=tmp_path)
     chosen, steps = controller.engines["train"], controller.global_step + 100
     assert chosen["seconds_per_step"].keys() >= {"graph", "xla x1"}  # longer chunks depend on the speed of a step
-    monkeypatch.setattr(auto.AutoLoop, "_try_all", lambda self: pytest.fail("it was tried again"))
+    monkeypatch.setattr(trial.Trial, "_try_all", lambda self: pytest.fail("it was tried again"))
     resumed, _ = train("auto", steps, Quick(), model_dir=tmp_path)
     assert resumed.engines["train"] == chosen and resumed.global_step == steps
 
@@ -344,13 +344,13 @@ def test_the_fastest_candidate_wins_and_graph_stays_where_none_is_faster_by_3_pe
     milliseconds, expected, fast_trials, monkeypatch
 ):
     if "xla x10" not in milliseconds:  # it takes seconds to compile
-        monkeypatch.setattr(auto.AutoLoop, "_sizes", lambda self, seconds: [1])
+        monkeypatch.setattr(trial.Trial, "_sizes", lambda self, seconds: [1])
 
     def measured(self, loop):
         yield loop, loop.round_size
         return milliseconds["graph" if loop is self._graph else f"xla x{loop.round_size}"] / 1e3
 
-    monkeypatch.setattr(auto.AutoLoop, "_measure", measured)
+    monkeypatch.setattr(trial.Trial, "_measure", measured)
     record = train("auto", 300, Quick())[0].engines["train"]
     assert (record["loop"], record["chunk"]) == expected
     assert record["seconds_per_step"] == pytest.approx({name: value / 1e3 for name, value in milliseconds.items()})
@@ -531,8 +531,8 @@ def test_batches_of_changing_size_are_no_trouble(loop, fast_trials):
     "steps_per_loop, interval, tried", [(1, 1000, {"graph", "xla x1"}), (50, 3, {"graph", "xla x1"})]
 )
 def test_calls_that_are_too_short_for_a_chunk_do_not_hold_the_trial_up(steps_per_loop, interval, tried, monkeypatch):
-    for name, value in {"_PAYS_BACK": 0, "_SECONDS": 0.0005, "_MISFITS": 2}.items():
-        monkeypatch.setattr(auto, name, value)
+    for name, value in {"_PAYS_BACK": 0, "_SECONDS": 0.0005}.items():
+        monkeypatch.setattr(trial, name, value)
     policy = looplib.CheckpointPolicy(interval)
     controller, _ = train("auto", 1000, Quick(), steps_per_loop=steps_per_loop, checkpoints=policy)
     found = set(controller.engines["train"]["seconds_per_step"])

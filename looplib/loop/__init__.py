@@ -14,6 +14,7 @@ Names that other rooms may use, by file:
     step_additions: none
     step_checks: none
     task_loop: as_numbers, check_evaluation, TaskLoop
+    trial: none
     window: Window
     xla: none
 """
