@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from benchmarks.scaling_model import all_reduce_seconds
 from looplib.cluster import environment
-from looplib.cluster.peers import Peers
 from looplib.errors import UsageError
+from looplib.extras.peers.watched import WatchedPeers
 
 SIZES = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 _ROUND_SECONDS = 0.3
@@ -33,8 +33,7 @@ def main(argv=None):
     me = environment.resolve()
     if me is None:
         raise UsageError(f"the environment does not list the workers; {environment.EXPECTED}")
-    peers = Peers(me)
-    peers.join()
+    peers = WatchedPeers(me)
     os.environ["TF_CONFIG"] = me.tf_config
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     times = {size: _measure(strategy, size, options.rounds) for size in SIZES}

@@ -200,8 +200,7 @@ def _multi_worker(join_limit: float, num_virtual_devices: int) -> tuple[tf.distr
     if _tf.started():  # TensorFlow has no collective ops then
         raise _too_late("the strategy multi_worker")
     os.environ["TF_CONFIG"] = found.tf_config  # where TensorFlow looks
-    peers.current = peers.Peers(found, join_limit=join_limit)
-    peers.current.join()
+    peers.join(found, join_limit)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     if threading.current_thread() is threading.main_thread():  # TensorFlow's server has replaced Python's handler
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)

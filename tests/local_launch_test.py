@@ -247,9 +247,8 @@ def test_workers_end_when_their_launcher_is_killed(tmp_path):
 
 
 WATCHED = """
-from looplib.cluster.peers import Peers
-peers = Peers(me, silence_limit=3.0)
-peers.join()
+from looplib.extras.peers.watched import WatchedPeers
+peers = WatchedPeers(me, silence_limit=3.0)
 if lives == 0 and index == 1:
     time.sleep(0.3)
     os.kill(os.getpid(), {signal})

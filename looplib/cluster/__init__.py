@@ -3,9 +3,8 @@
 Names that other rooms may use, by file:
     collectives: PEER_ERRORS, Workers
     environment: Cluster, EXPECTED, resolve
-    peers: current, Peers
+    peers: current, join, Peers
     remote: check_placement, RemoteStrategy, connect, connected, named, names, plugin_of
-    rendezvous: none
     replicas: counted, current, in_use, KINDS, of_means, over_replicas, Share, times, watching
     updates: apply_gradients, refuse_others, TrainingOptimizers
 """

@@ -14,8 +14,9 @@ import pytest
 from cluster_harness import ROOT, Loopback, Namespaces, Workers
 from conftest import more
 
+from looplib.cluster import peers
 from looplib.cluster.environment import Cluster
-from looplib.cluster.peers import Peers
+from looplib.extras.peers.watched import WatchedPeers
 
 AGAIN = "; run the same command on all workers to resume from the newest checkpoint"
 WORKER = str(ROOT / "tests" / "workers" / "pulse_worker.py")
@@ -268,16 +269,16 @@ def test_a_port_in_use_is_named(network, tmp_path):
 
 
 def test_one_worker_alone_needs_nobody():
-    peers = Peers(Cluster(("127.0.0.1:1",)))
-    peers.join()
-    peers.first_cause(0)
-    peers.last_words(1, "nobody hears it")
-    peers.leave()
+    peers.join(Cluster(("127.0.0.1:1",)), join_limit=60.0)
+    assert not peers.current.joined
+    peers.current.first_cause(0)
+    peers.current.last_words(1, "nobody hears it")
+    peers.current.leave()
 
 
 def test_peers_are_for_workers_that_train_in_step():
     with pytest.raises(ValueError, match="the evaluator of a cluster does not train in step"):
-        Peers(Cluster(("127.0.0.1:1",), task_type="evaluator"))
+        WatchedPeers(Cluster(("127.0.0.1:1",), task_type="evaluator"))
 
 
 # Over a network.

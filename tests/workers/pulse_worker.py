@@ -7,9 +7,10 @@ import time
 
 import without_tensorflow  # noqa: F401
 
-from looplib.cluster import environment, rendezvous
-from looplib.cluster.peers import Peers
+from looplib.cluster import environment
 from looplib.errors import UsageError
+from looplib.extras.peers import rendezvous
+from looplib.extras.peers.watched import WatchedPeers
 
 
 class _Stuck(io.RawIOBase):
@@ -22,9 +23,8 @@ class _Stuck(io.RawIOBase):
 
 def main(join_limit, silence_limit):
     me = environment.resolve()
-    peers = Peers(me, join_limit=join_limit, silence_limit=silence_limit)
     try:
-        peers.join()
+        peers = WatchedPeers(me, join_limit, silence_limit=silence_limit)
     except UsageError as error:
         sys.exit(f"looplib: error: {error}")
     print("joined", "tensorflow" in sys.modules, flush=True)
