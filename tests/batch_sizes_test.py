@@ -91,6 +91,12 @@ def test_in_elements_of_every_kind(element):
         train(Line(LARGE, element))
 
 
+def test_one_larger_batch_among_smaller_ones_is_enough():
+    make = lambda n: ids(n - 2).batch(n).concatenate(ids(n - 1).batch(n)).concatenate(ids(n + 1).batch(n + 1)).repeat()
+    with pytest.raises(looplib.UsageError, match="made larger batches .* the first 3 have 7.33333 examples on average"):
+        train(Line(make))
+
+
 def test_it_is_noticed_before_a_save(tmp_path):
     policy = looplib.CheckpointPolicy(every_steps=1)
     with pytest.raises(looplib.UsageError, match="the first 1 have 16 examples"):

@@ -20,25 +20,25 @@ from looplib.task.reductions import Reduction, total
 from looplib.task.state import state_of, variables_of
 from looplib.task.trainer import Trainer
 
-# Totals of a step: larger batches less smaller ones, examples more than expected, batches.
+# Totals of a step: the examples that larger batches have too many, full batches, examples more than expected, batches.
 METRICS = metric_names.BATCH_SIZES
 
 
 class BatchSizes:
     """Compares the sizes of training batches with what is expected.
 
-    The size is that of the first value per example that the step returns, or of its input if it returns none. A smaller
-    batch is right as the last one of the data or of an epoch, so that smaller ones are wrong only if they are more than
-    half of all. The two are subtracted from each other, because each op here is a part of every step; equal numbers of
-    both are not noticed.
+    The size is that of the first value per example that the step returns, or of its input if it returns none. No batch
+    may be larger. A smaller one may be the last of the data or of an epoch, so that after more than one step some batch
+    has to be full.
 
     Args:
       who: the class name of the user's trainer, for messages.
       expected: examples of a batch.
+      replicas: batches of a step.
     """
 
-    def __init__(self, who: str, expected: int) -> None:
-        self._who, self._expected = who, expected
+    def __init__(self, who: str, expected: int, replicas: int) -> None:
+        self._who, self._expected, self._replicas = who, expected, replicas
         self._seen = np.zeros(len(METRICS))
 
     def add_to(self, step_fn: Callable[[object], object]) -> Callable[[object], object]:
@@ -50,7 +50,7 @@ class BatchSizes:
             if size is None:
                 return outputs
             more = size - self._expected
-            parts = tf.sign(more), more, tf.constant(1, tf.float64)
+            parts = tf.maximum(more, 0), tf.cast(more == 0, tf.float64), more, tf.constant(1, tf.float64)
             return {**outputs, **{name: total(part) for name, part in zip(METRICS, parts)}}
 
         return measured
@@ -70,10 +70,10 @@ class BatchSizes:
             self._refuse(self._seen + np.sum(totals, axis=0)[places])
 
     def _refuse(self, seen: np.ndarray) -> None:
-        large, more, count = seen
-        if large > 0 or -large > count / 2 + 1:
+        larger, full, more, count = seen
+        if larger > 0 or (full == 0 and count > self._replicas):
             raise UsageError(
-                f"{self._who}.dataset made {'larger' if large > 0 else 'smaller'} batches than "
+                f"{self._who}.dataset made {'larger' if larger > 0 else 'smaller'} batches than "
                 f"context.per_replica_batch_size, which is {self._expected}: the first {int(count)} have "
                 f"{self._expected + more / count:g} examples on average, so that means and gradients are scaled "
                 "wrongly; batch by that size, with drop_remainder=True to have it checked before the first step, or "

@@ -71,14 +71,15 @@ class TaskLoop(TrainingLoop):
         self._optimizers = TrainingOptimizers(spec.task, spec.strategy, noted=spec.guarded) if spec.training else None
         if not spec.training and properties.unknown:
             self._check_for_a_batch()
-        self._sizes = None if properties.sized else BatchSizes(self.who, properties.batch_size)
+        replicas = spec.strategy.num_replicas_in_sync
+        self._sizes = None if properties.sized else BatchSizes(self.who, properties.batch_size, replicas)
         self._tables = None if self.stream.arrays is None else backend.tables(self.stream.arrays)
         step_fn = functools.reduce(lambda step, add: add(step), self._decorators(backend), spec.task.step_fn)
         if spec.training:
             spec.clock.of_input = self._slowest_stage
         with spec.clock.phase("compile"):
             self._inner = backend.inner_loop(step_fn, self.reducer, self.stream)
-        if self._inner.step is not None and spec.strategy.num_replicas_in_sync > 1:
+        if self._inner.step is not None and replicas > 1:
             check_share(spec.task, self._inner.step)
             check_metrics(self._inner.step, spec.step_name, self.reducer.packer.keras)
         self._traced = TracedValues(spec.task) if self._inner.step is not None else None

@@ -7,7 +7,7 @@ from typing import Any
 from looplib.errors import UsageError
 
 CHECKSUM = "examples_checksum"
-BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/more", "batch_sizes/count")
+BATCH_SIZES = ("batch_sizes/larger", "batch_sizes/full", "batch_sizes/more", "batch_sizes/count")
 _OWN = frozenset({"epoch", "examples", "skipped_steps", "steps_per_second", CHECKSUM, *BATCH_SIZES})
 # Words of a metric's name, between "/", "_" and the like, that say which of two values is better.
 _LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
