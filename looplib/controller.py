@@ -483,7 +483,7 @@ class Controller:
             self._reporter.show_progress(step, schedule.next_evaluation(step))
 
     def _report(self, step: int) -> None:
-        self._publish("train", step, self._window.read(step, self._checkpointer.record.losses, self.steps_per_loop))
+        self._publish("train", step, self._window.metrics(step, self._checkpointer.record.losses, self.steps_per_loop))
 
     def _publish(self, split: str, step: int, metrics: Metrics) -> None:
         """Gives metrics to the writers and the actions, and notes that they are reported."""

@@ -7,7 +7,7 @@ Names that other rooms may use, by file:
         SET_ASIDE, verify
     directory: resolve, RunDirectory
     lock: acquire, Holder, holder, Kind, RunLock
-    names: groups, in_order, Leaf, Live, Normal, Saved
+    names: groups, in_order, NamedVariable, LiveVariables, Normal, SavedVariables
     policy: CheckpointPolicy, KeepBest, KeepEvery, KeepLast, KeepRule, Start
     recorded: RecordedParts
     restoring: check_contents, describe_differences, objects_of, peek

@@ -35,7 +35,7 @@ class Share(NamedTuple):
     of: tf.Tensor
 
 
-class _Step(_tf.ReplicaLocal):
+class _ReplicaStep(_tf.ReplicaLocal):
     """The step that a replica does."""
 
     share: Share | None = None  # of the global batch; None for batches of a fixed size
@@ -43,7 +43,7 @@ class _Step(_tf.ReplicaLocal):
     gradients: list[tuple[str, Gradient]] | None = None  # by variables' names, of optimizers; None: not watched
 
 
-_step = _Step()
+_step = _ReplicaStep()
 
 
 def current() -> Share | None:

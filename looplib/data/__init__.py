@@ -2,7 +2,7 @@
 
 Names that other rooms may use, by file:
     asked: BadRecords, Reads
-    batches: Batches, Epoch, Span
+    batches: Batches, BatchSizePeriod, Epoch
     block_stream: none
     distribution: distribute, runs_on_host
     host_stream: HostStream

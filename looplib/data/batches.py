@@ -20,7 +20,7 @@ _MOST_POSITIONS = 2**62  # which fit into int64
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class BatchSizePeriod:
     """Global batches of one size, up to the start of a run that continued with another one.
 
     Raises:
@@ -83,14 +83,14 @@ class Batches:
     """The sizes of a run's global batches."""
 
     size: int  # examples of each from now on
-    earlier: tuple[Span, ...] = ()  # those of other sizes, in their order
+    earlier: tuple[BatchSizePeriod, ...] = ()  # those of other sizes, in their order
 
     def resized(self, size: int, step: int, batch: int) -> "Batches":
         """Returns those of a run that continues with another size, at a step and after so many global batches."""
         if size == self.size:
             return self
-        now = Span(step, batch, self.size)
-        before = self.earlier[-1] if self.earlier else Span(0, 0, size)
+        now = BatchSizePeriod(step, batch, self.size)
+        before = self.earlier[-1] if self.earlier else BatchSizePeriod(0, 0, size)
         if (now.step, now.batch) != (before.step, before.batch):
             return Batches(size, (*self.earlier, now))
         earlier = self.earlier[:-1] if before.size == size else self.earlier  # no step had the size between

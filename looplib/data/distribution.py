@@ -11,11 +11,11 @@ import tensorflow as tf
 from looplib.cluster.collectives import Workers
 from looplib.compat import tensorflow as _tf
 from looplib.data.asked import BadRecords
-from looplib.data.batches import Batches, Span
+from looplib.data.batches import Batches, BatchSizePeriod
 from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size, block_size_of_ids
 from looplib.data.host_stream import HostStream
 from looplib.data.input_context import InputContext, per_replica_batch_size
-from looplib.data.pipelines import Pipelines, Task, makes_global_batches
+from looplib.data.pipelines import Pipelines, PipelineTask, makes_global_batches
 from looplib.data.stream import Lengths, Properties, Stream
 from looplib.errors import UsageError
 from looplib.run_config import RunConfig
@@ -47,13 +47,13 @@ def runs_on_host(strategy: tf.distribute.Strategy) -> bool:
 
 def distribute(
     strategy: tf.distribute.Strategy,
-    task: Task,
+    task: PipelineTask,
     config: RunConfig,
     left_out: BadRecords | None = None,
     *,
     training: bool,
     start_step: int = 0,
-    earlier: Sequence[Span] = (),
+    earlier: Sequence[BatchSizePeriod] = (),
     in_blocks: bool = False,
     remote: Callable[..., Stream] | None = None,
 ) -> Stream:

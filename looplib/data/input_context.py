@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from looplib import plugins
 from looplib.data.asked import Asked, BadRecords, Call
-from looplib.data.batches import CHUNK_IDS, Batches, Epoch, Positions, Span
+from looplib.data.batches import CHUNK_IDS, Batches, BatchSizePeriod, Epoch, Positions
 from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
 from looplib.errors import UsageError, whole_number
 
@@ -57,7 +57,7 @@ class InputContext:
         numbers: tf.data.Dataset | None = None,
         bad_records: BadRecords | None = None,
         only: np.ndarray | None = None,
-        earlier: Sequence[Span] = (),
+        earlier: Sequence[BatchSizePeriod] = (),
     ) -> None:
         self.global_batch_size = whole_number("global_batch_size", global_batch_size)
         self.per_replica_batch_size = per_replica_batch_size(global_batch_size, num_replicas)

@@ -18,7 +18,7 @@ from looplib.errors import UsageError
 _ENDLESS = 2**62
 
 
-class Task(Protocol):
+class PipelineTask(Protocol):
     """What is read of a `Trainer` or an `Evaluator`; see there."""
 
     batches: str  # "per_replica" or "global"
@@ -28,7 +28,7 @@ class Task(Protocol):
         """Makes the batches of one pipeline."""
 
 
-def makes_global_batches(task: Task) -> bool:
+def makes_global_batches(task: PipelineTask) -> bool:
     """Returns whether a task makes global batches; raises `UsageError` if its `batches` is of no kind."""
     if task.batches not in KINDS:
         raise UsageError(f"{type(task).__name__}.batches is {task.batches!r}; expected one of {', '.join(KINDS)}")
@@ -51,7 +51,7 @@ class Pipelines:
 
     def __init__(
         self,
-        task: Task,
+        task: PipelineTask,
         settings: dict[str, Any],
         start_step: int,
         sizes: Batches,

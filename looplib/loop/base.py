@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from looplib.data.asked import BadRecords
-from looplib.data.batches import Batches, Epoch, Span
+from looplib.data.batches import Batches, BatchSizePeriod, Epoch
 from looplib.errors import UsageError
 from looplib.loop.reducer import Accumulator
 from looplib.loop.step import Step
@@ -110,7 +110,7 @@ class Specification:
     config: RunConfig  # the settings of the controller; of an evaluator, with its own global batch size
     counter: tf.Variable | None = None  # int64 `tf.Variable` of finished steps, or None
     start_step: int = 0  # global batches that were consumed before
-    earlier: tuple[Span, ...] = ()  # those of other sizes
+    earlier: tuple[BatchSizePeriod, ...] = ()  # those of other sizes
     non_finite: str = "off"  # the policy of `guards.Guards`, for training
     chosen: EngineChoice | None = None  # the `Loop.chosen` of an earlier start of the run, or None
     # the damaged records that the run has left out, and how many it may; None for none
@@ -152,11 +152,11 @@ class Loop(abc.ABC):
 
     task: Trainer | Evaluator  # the `Trainer` or `Evaluator`
     who: str  # the class name of the user's object, for messages
-    reducer: Accumulator  # what the steps have added up since the last `read`
+    reducer: Accumulator  # what the steps have added up since the last `read_metrics`
     traces: int = 0  # how often the loop was traced
     traced: Step | None = None  # the traced step; None where there is none to look at
     chosen: EngineChoice | None = None  # the choice of `loop="auto"`, or None
-    # the names of the metrics that `read` returns; None where they are not known before
+    # the names of the metrics that `read_metrics` returns; None where they are not known before
     metric_names: frozenset[str] | None = None
 
     @property
@@ -174,7 +174,7 @@ class Loop(abc.ABC):
         """Runs steps on the data that follows; `phase` of the clock gets the time without tracing and input."""
 
     @abc.abstractmethod
-    def read(self) -> dict[str, int | float]:
+    def read_metrics(self) -> dict[str, int | float]:
         """Returns the metrics since the last read, finished by the task's `loop_end`, and resets them."""
 
     def shown(self) -> dict[str, Shown]:

@@ -255,7 +255,7 @@ class Loops:
                 loop.rewind()  # now, so that its data takes no memory and no time from the training that follows
             if ran.done and not ran.stopped:
                 with self._clock.phase("report"):
-                    metrics = loop.read()
+                    metrics = loop.read_metrics()
                 self._unread.remove(name)
                 return metrics
         if ran.stopped:

@@ -1,7 +1,7 @@
-"""`run.json`: what ran, with which settings, and how each start of it ended. `read` reads it, `RunReport` writes it.
+"""`run.json`: what ran, with which settings, and how each start ended. `RunReport` writes it.
 
-The file may come from somebody else, so `read` is the only one that reads it: a part that is not of its type is left
-out. What a newer looplib has added is kept.
+Only `read_report` reads it, as it may come from somebody else: a part that is not of its type is left out. What a newer
+looplib has added is kept.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class ProgramFields(TypedDict, total=False):
     changes: str
 
 
-class Start(TypedDict, total=False):
+class StartRecord(TypedDict, total=False):
     """One start of a run; see `RunReport`. Fields that are only shown are not listed, and may have any value."""
 
     started: str
@@ -72,7 +72,7 @@ class Start(TypedDict, total=False):
     changed: dict[str, tuple[Any, Any]]
 
 
-class Report(Start, total=False):
+class Report(StartRecord, total=False):
     """A run: its newest start, and what is known of all of them; see `RunReport`."""
 
     final_step: int | None
@@ -83,7 +83,7 @@ class Report(Start, total=False):
     config: dict[str, Any]
     metrics: dict[str, dict[str, float | None]]
     restarts: int
-    starts: list[Start]
+    starts: list[StartRecord]
 
 
 def path_of(model_dir: str, trains: bool) -> str:
@@ -93,10 +93,10 @@ def path_of(model_dir: str, trains: bool) -> str:
 
 def saved_step(model_dir: str | None, trains: bool) -> int | None:
     """Returns the step of the newest checkpoint that a report knows of; None without one."""
-    return read(path_of(model_dir, trains)).get("saved_step") if model_dir else None
+    return read_report(path_of(model_dir, trains)).get("saved_step") if model_dir else None
 
 
-def read(path: str) -> Report:
+def read_report(path: str) -> Report:
     """Returns the content of a report, without what is not of its type; {} if none can be read."""
     try:
         report = _typed(parse_json(read_text(path)), Report)
@@ -107,7 +107,7 @@ def read(path: str) -> Report:
     return {**report, "starts": kept(report.get("starts", [report] if "started" in report else []))}
 
 
-def kept(starts: list[Start]) -> list[Start]:
+def kept(starts: list[StartRecord]) -> list[StartRecord]:
     """Returns the starts of which a report has room."""
     return [*starts[:1], *starts[1:][1 - MOST_STARTS :]]
 
@@ -315,7 +315,7 @@ class RunReport:
         self.write("done")
 
     def _begin(self, restored_from: str | None) -> None:
-        self._earlier = read(self.path) if self.path else {}
+        self._earlier = read_report(self.path) if self.path else {}
         if self.path and not self._earlier and files.exists(self.path):
             self._keep_aside(self.path)
         changed = changed_settings(self._earlier, {"flags": self.flags, "config": as_dict(self.config)})

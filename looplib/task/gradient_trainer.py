@@ -32,7 +32,7 @@ class _Backward:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _UpdatePlan:
     """Which variables are trained by which optimizer. It has no state, and TensorFlow does not track it."""
 
     trained: list[Any]
@@ -134,7 +134,7 @@ class GradientTrainer(Trainer):
         trained = parts.freeze(model, freeze)
         parts.rematerialize(model, rematerialize)
         optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
-        self._gradient_plan = _Plan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
+        self._gradient_plan = _UpdatePlan(trained, list(model.trainable_variables), parts.divided(optimizers, trained))
         parts.leave_out_of_decay(self._gradient_plan.parts, no_decay)
         _keras.check_one_family(
             {"model": model, **{f"optimizer {p!r}": each for p, each, _ in self._gradient_plan.parts}}

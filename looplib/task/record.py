@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from looplib import files
 from looplib.compat.tensorflow import python_state_key
-from looplib.data.batches import Batches, Span
+from looplib.data.batches import Batches, BatchSizePeriod
 from looplib.errors import UsageError
 from looplib.folders import is_name
 
@@ -136,7 +136,7 @@ class RunRecord:
     engines: dict[str, EngineChoice] = dataclasses.field(default_factory=dict)
     seed: int | None = None
     global_batch_size: int | None = None
-    earlier_batches: list[Span] = dataclasses.field(default_factory=list)
+    earlier_batches: list[BatchSizePeriod] = dataclasses.field(default_factory=list)
     loop: str | None = None
     examples: int | None = None
     files: dict[str, str] | None = None

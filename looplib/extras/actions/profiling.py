@@ -121,7 +121,7 @@ class Profile(Action):
             tf.profiler.experimental.stop()
             paths = sorted(_recorded(folder) - known)
             steps = step - self._start
-            profile = op_times.read(paths)
+            profile = op_times.read_profile(paths)
             if profile is None:
                 logging.info("profiled steps %d to %d: tensorboard --logdir=%s", self._start + 1, step, model_dir)
                 return

@@ -96,7 +96,7 @@ def _read(config: Any, experiments: Mapping[str, Any], found: Mapping[str, Any])
         merge(
             tree,
             type(config),
-            read(files.resolve(file, "--config_file")),
+            read_yaml(files.resolve(file, "--config_file")),
             lambda where, file=file: f"{where} in {file}",
         )
     for path, hint in sorted(found.items(), key=lambda item: item[0].count(".")):
@@ -285,7 +285,7 @@ def text_in(path: str) -> str:
     return files.read_text(path if files.is_remote(path) else os.path.realpath(path), _MOST_BYTES)
 
 
-def read(path: str) -> Mapping[str, Any]:
+def read_yaml(path: str) -> Mapping[str, Any]:
     """Returns the settings of a YAML file.
 
     Raises:
@@ -316,7 +316,7 @@ def write(directory: str, text: str) -> None:
 
 def warn_of_other_settings(model_dir: str, config: Any) -> None:
     """Names the settings of a job that does not train that differ from those of the training."""
-    trained = run_json.read(run_json.path_of(model_dir, trains=True))
+    trained = run_json.read_report(run_json.path_of(model_dir, trains=True))
     now = {"flags": {}, "config": run_json.as_dict(config)}
     if changed := run_json.changed_settings({"config": trained.get("config")}, now):
         texts = [f"{name}={shown(new)} (the training has {shown(old)})" for name, (old, new) in sorted(changed.items())]

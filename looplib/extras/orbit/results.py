@@ -11,7 +11,7 @@ from looplib.task.plain import as_array, as_number, is_number
 from looplib.task.record import RunningTotals
 
 
-class Results(Accumulator):
+class OrbitResults(Accumulator):
     """The metrics of the last call, in place of the sums of a `Reducer`.
 
     Attributes:
@@ -27,7 +27,7 @@ class Results(Accumulator):
         """Replaces the metrics by those of a call of so many steps."""
         self._metrics, self._steps = metrics, self._steps + steps
 
-    def read(self) -> dict[str, np.ndarray]:
+    def metrics(self) -> dict[str, np.ndarray]:
         """Returns the metrics and forgets them."""
         metrics = self._metrics
         self.clear()

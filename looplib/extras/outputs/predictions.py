@@ -15,7 +15,7 @@ from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
 from looplib.extras.outputs import pieces
-from looplib.extras.outputs.folder import PredictionFolder, Source, unwritable
+from looplib.extras.outputs.folder import PredictionFolder, PredictionSource, unwritable
 from looplib.extras.outputs.prediction import Prediction
 from looplib.loop import task_loop
 from looplib.loop.base import Request
@@ -116,7 +116,7 @@ def _predict_into(
                 "order is not known; make it with context.indices, or predict in one process"
             )
         if chief:
-            source = Source(
+            source = PredictionSource(
                 step=step,
                 weights=_checksum(loops.strategy, evaluator),
                 examples=loop.stream.properties.examples,

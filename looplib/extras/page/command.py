@@ -12,7 +12,7 @@ from looplib import files
 from looplib.console import printable
 from looplib.errors import EXIT_DONE, UsageError, with_cure
 from looplib.extras.page.html import FILE, page
-from looplib.extras.page.read import read
+from looplib.extras.page.read import read_run
 from looplib.extras.tools.options import path
 from looplib.plugins import Command
 
@@ -67,7 +67,7 @@ def report(directories: Sequence[str], output: str | None = None) -> int:
     found = list(dict.fromkeys(run for directory in directories for run in _runs_in(os.path.normpath(directory))))
     shown = found[:_MOST_RUNS]
     place = output or (os.path.join(directories[0], FILE) if len(directories) == 1 else FILE)
-    runs = [read(directory, name) for directory, name in zip(shown, _names(shown))]
+    runs = [read_run(directory, name) for directory, name in zip(shown, _names(shown))]
     title = runs[0].name if len(runs) == 1 else os.path.basename(os.path.abspath(directories[0]))
     text = page(runs, title if len(directories) == 1 else "Comparison")
     try:

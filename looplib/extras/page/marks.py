@@ -7,7 +7,7 @@ from typing import Any
 from looplib.errors import UsageError
 from looplib.extras.page import values
 from looplib.extras.page.curves import Curve
-from looplib.extras.page.run import Mark, Saved, Start
+from looplib.extras.page.run import Mark, SavedCheckpoint, ShownStart
 from looplib.task.metric_names import mode_of
 
 _MOST = 200  # marks of skipped steps
@@ -32,7 +32,7 @@ def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
     return "", ""
 
 
-def with_best(saved: list[Saved], metric: str, mode: str) -> list[Saved]:
+def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:
     """Returns the checkpoints, of which the best by a metric says so; of equal ones the newest.
 
     Args:
@@ -47,7 +47,7 @@ def with_best(saved: list[Saved], metric: str, mode: str) -> list[Saved]:
     return [dataclasses.replace(one, best=one is best) for one in saved]
 
 
-def of_starts(starts: Sequence[Start]) -> Iterator[Mark]:
+def of_starts(starts: Sequence[ShownStart]) -> Iterator[Mark]:
     """Yields the restarts of a run, and its rollbacks."""
     trained = [start for start in starts if start.trained]
     for before, start in zip(trained, trained[1:]):
@@ -67,7 +67,7 @@ def of_curves(found: Sequence[Curve]) -> Iterator[Mark]:
             )
 
 
-def of_checkpoints(saved: Sequence[Saved], metric: str) -> Iterator[Mark]:
+def of_checkpoints(saved: Sequence[SavedCheckpoint], metric: str) -> Iterator[Mark]:
     """Yields the best checkpoint by a metric."""
     yield from (
         Mark("best", one.step, f"best checkpoint: {metric} {one.scores[metric]:.4g}") for one in saved if one.best

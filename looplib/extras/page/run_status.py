@@ -56,7 +56,7 @@ def read_status(folder: str) -> RunStatus:
     Args:
       folder: the run directory, whose contents may be anything.
     """
-    report = run_json.read(run_json.path_of(folder, trains=True))
+    report = run_json.read_report(run_json.path_of(folder, trains=True))
     records = read_newest(os.path.join(folder, "metrics.jsonl"))
     train = next((record for record in reversed(records) if record["split"] == "train"), None)
     rate = values.number(train.get("steps_per_second")) if train else None

@@ -21,7 +21,7 @@ from looplib.data.batches import Batches
 from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.extras.parameter_server.processes import counts
-from looplib.extras.parameter_server.remote_stream import Place, RemoteStream
+from looplib.extras.parameter_server.remote_stream import DataPosition, RemoteStream
 from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
@@ -148,7 +148,7 @@ class RemoteLoop(InnerLoop):
         self._workers = counts()[0]
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._seconds_per_step = _LONGEST
-        self._place: Place | None = None
+        self._place: DataPosition | None = None
         self._iterators: Any = None
         self._ticket: tf.Variable | None = None
         self._queues = [f"looplib_{uuid.uuid4().hex}" for _ in range(2)]
@@ -168,7 +168,7 @@ class RemoteLoop(InnerLoop):
     def _by_number(self) -> bool:
         return self._stream.by_number and not self._reducer.has_keras_metrics
 
-    def run(self, iterator: Place, request: Request) -> LoopResult:
+    def run(self, iterator: DataPosition, request: Request) -> LoopResult:
         """See `InnerLoop`; returns when no worker has any step left, and moves the place."""
         steps = request.steps
         return self._guarded(lambda: self._train(iterator, steps) if self._stream.training else self._evaluate(steps))
@@ -180,7 +180,7 @@ class RemoteLoop(InnerLoop):
             return {}
         return self._reducer.packer.unpack(*self._reducer.read())
 
-    def _train(self, place: Place, steps: int) -> LoopResult:
+    def _train(self, place: DataPosition, steps: int) -> LoopResult:
         if place is not self._place and not self._by_number:
             self._iterators = self._iterate(lambda: self._draw_own_share(place.skipped // self._workers))
         self._place = place

@@ -59,7 +59,7 @@ def _of_files(files: Files) -> list[tuple[str, str]]:
     def digest(index: int) -> str:
         size = files.sizes[index]
         starts = {part * max(0, size - _PIECE_BYTES) // (_PIECES - 1) for part in range(_PIECES)}
-        return _hash(size, files.read([(index, at, min(at + _PIECE_BYTES, size)) for at in sorted(starts)]))
+        return _hash(size, files.read_at([(index, at, min(at + _PIECE_BYTES, size)) for at in sorted(starts)]))
 
     with ThreadPoolExecutor(THREADS) as pool:
         return list(zip(files.paths, pool.map(digest, range(len(files.paths)))))

@@ -76,7 +76,7 @@ def _scan_tfrecords(files: Files, index: int) -> np.ndarray:
     unpack = _LENGTH.unpack_from
     window = _WINDOW
     while at < size:
-        raw = files.read([(index, at, min(at + window, size))])
+        raw = files.read_at([(index, at, min(at + window, size))])
         place, last, before = 0, len(raw) - _BEFORE, len(starts)
         while place <= last:
             starts.append(at + place)
@@ -95,7 +95,7 @@ def _scan_tfrecords(files: Files, index: int) -> np.ndarray:
 
 def _fits_tfrecords(files: Files, index: int, starts: np.ndarray, stops: np.ndarray) -> bool:
     """See `Layout`."""
-    raw = files.read([(index, start, start + _BEFORE) for start in starts.tolist()])
+    raw = files.read_at([(index, start, start + _BEFORE) for start in starts.tolist()])
     heads = np.frombuffer(raw, np.uint8).reshape(-1, _BEFORE)
     lengths = heads[:, :8].copy().view("<u8")[:, 0]
     wrong = _wrong_lengths(heads) | (lengths != (stops - starts - _BEFORE - _AFTER).astype(np.uint64))
@@ -160,7 +160,7 @@ class Lines(IndexedFiles):
 def _scan_lines(files: Files, index: int) -> np.ndarray:
     size, found = files.sizes[index], [np.zeros(1, np.int64)]
     for at in range(0, size, _WINDOW):
-        raw = files.read([(index, at, min(at + _WINDOW, size))])
+        raw = files.read_at([(index, at, min(at + _WINDOW, size))])
         if at == 0:
             refuse_compressed(files.paths[index], raw)
         found.append(np.flatnonzero(np.frombuffer(raw, np.uint8) == _END) + (at + 1))
@@ -172,7 +172,7 @@ def _fits_lines(files: Files, index: int, starts: np.ndarray, stops: np.ndarray)
     """See `Layout`; only the first bytes of a long line are looked at."""
     size = files.sizes[index]
     for start, stop in zip(starts.tolist(), stops.tolist()):
-        raw = files.read([(index, max(0, start - 1), min(stop, start + _WINDOW))])
+        raw = files.read_at([(index, max(0, start - 1), min(stop, start + _WINDOW))])
         raw = raw if start else b"\n" + raw
         is_open = stop == size or stop > start + _WINDOW
         if raw[:1] != b"\n" or b"\n" in raw[1:-1] or not (is_open or raw.endswith(b"\n")):

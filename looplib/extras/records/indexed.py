@@ -189,7 +189,7 @@ class IndexedFiles(Numbered):
         joined = (file[1:] == file[:-1]) & (starts[1:] == stops[:-1])
         heads = np.concatenate([[0], np.flatnonzero(~joined) + 1])
         tails = np.concatenate([heads[1:], [len(numbers)]]) - 1
-        raw = self.files.read(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()), self._named)
+        raw = self.files.read_at(zip(file[heads].tolist(), starts[heads].tolist(), stops[tails].tolist()), self._named)
         ends = np.cumsum(stops - starts)
         with self._taking:
             records, bad = self._take(raw, np.concatenate([[0], ends[:-1]]), ends, stops == self._sizes[file])

@@ -13,7 +13,7 @@ from looplib.extras.records.damage import given, tolerant
 from looplib.extras.records.fingerprint import fingerprint
 from looplib.extras.records.order import BlockOrder, Picks
 from looplib.extras.records.plans import Kept, RecordPlan
-from looplib.extras.records.reading import RecordReads, read
+from looplib.extras.records.reading import RecordReads, read_records
 from looplib.extras.records.sources import Blocked, Source, Subset, mean_bytes, named, opened
 
 _CHUNK_BYTES = 1 << 22  # of records that are drawn at once
@@ -89,7 +89,7 @@ class RecordReader:
         call.ids = picked.map(_ids).unbatch()
         if isinstance(source, Subset):
             call.ids = call.ids.map(functools.partial(tf.gather, tf.constant(source.ids)))
-        chunks = read(
+        chunks = read_records(
             self._tolerated if tolerates else source, picked, reads, may_lack=tolerates and not context.training
         )
         call.batches = _batches(chunks)

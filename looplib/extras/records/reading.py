@@ -80,7 +80,7 @@ class RecordReads:
         return next((part for part in parts if not isinstance(part, Numbered)), None)
 
 
-def read(
+def read_records(
     source: Source, picks: tf.data.Dataset, reads: RecordReads, *, lanes: int = 64, may_lack: bool = False
 ) -> tf.data.Dataset:
     """Reads the records that an order picks.
@@ -195,7 +195,7 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
         .batch(_BATCH)
         .map(lambda ids: (Picks(ids[None], ids[None], ids[None] + 1),))
     )
-    batches = read(source, picks, RecordReads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
+    batches = read_records(source, picks, RecordReads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
     measured = batches.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)
     spec = measured.element_spec
     found = [] if tf.nest.is_nested(spec) else list(measured.as_numpy_iterator())

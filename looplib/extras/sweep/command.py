@@ -42,10 +42,10 @@ def _sweep(options: argparse.Namespace) -> int:
         import optuna  # noqa: F401
     except ImportError as error:
         raise UsageError(f"a sweep needs {error.name}; install it with pip install 'looplib[sweep]'") from error
-    from looplib.extras.sweep.study import Plan
+    from looplib.extras.sweep.study import SweepPlan
     from looplib.extras.sweep.sweep import sweep
 
-    plan = Plan(
+    plan = SweepPlan(
         options.command, options.search, options.metric, options.goal, options.prune, options.seeds, options.value
     )
     return sweep(options.dir, plan, options.parallel, options.trials)

@@ -45,7 +45,7 @@ _LONGEST = 300  # characters of a setting in a sentence
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What a sweep does; it stays as it is when the sweep is started again.
 
     Attributes:
@@ -89,7 +89,7 @@ class Study:
         has no end.
     """
 
-    def __init__(self, directory: str, plan: Plan, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, directory: str, plan: SweepPlan, parameters: Sequence[Parameter]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._plan, self._parameters = plan, parameters
         self._grid = {one.flag: one.grid() for one in parameters} if plan.search == "grid" else {}
@@ -108,7 +108,7 @@ class Study:
             self._study = optuna.load_study(study_name=_NAME, storage=self._storage, pruner=PRUNERS[plan.prune]())
             before = json.loads(self._study.user_attrs[_PLAN])
             for name, new in dataclasses.asdict(plan).items():
-                if (old := before.get(name, Plan.value if name == "value" else None)) != new:
+                if (old := before.get(name, SweepPlan.value if name == "value" else None)) != new:
                     old, new = (" ".join(masked(v)) if isinstance(v, list) else str(v) for v in (old, new))
                     raise UsageError(
                         f"{directory} holds a sweep whose {name} is {printable(old[:_LONGEST])}, not {new[:_LONGEST]}; "
@@ -228,7 +228,7 @@ def _seed(number: int, attempt: int = 0) -> int:
     return int(np.random.SeedSequence((0, number, attempt)).generate_state(1)[0])
 
 
-def _create(path: str, plan: Plan) -> None:
+def _create(path: str, plan: SweepPlan) -> None:
     """Makes the database in another folder first: a kill in the middle leaves no half of one."""
     directory = os.path.dirname(path)
     had_runs = any(re.fullmatch(r"trial-\d{4,}", name) for name in os.listdir(directory))

@@ -217,7 +217,7 @@ def _counting(folder: str | os.PathLike[str]) -> dict[str, float]:
 
 
 def _report(folder: str | os.PathLike[str]) -> run_json.Report:
-    return run_json.read(run_json.path_of(os.fspath(folder), trains=True))
+    return run_json.read_report(run_json.path_of(os.fspath(folder), trains=True))
 
 
 def _numbers(folder: str | os.PathLike[str], replicas_differ: bool) -> dict[tuple[str, str], Any]:

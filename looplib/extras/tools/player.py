@@ -92,7 +92,7 @@ class Answer:
     traces: list[Trace] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def read(cls, path: str) -> "Answer":
+    def from_file(cls, path: str) -> "Answer":
         """Reads the answer that a process has written."""
         content = json.loads(files.read_text(path))
         return cls(content["lines"], content["equal"], [Trace(**trace) for trace in content["traces"]])
@@ -170,13 +170,13 @@ class Player:
                     f"step {bad} has values that are not finite already ({join_names(names)}); replay --step={bad}"
                 )
             if boundary.report:
-                self.reported[boundary.step] = self.loop.read()
+                self.reported[boundary.step] = self.loop.read_metrics()
                 self._metrics_since = boundary.step
 
     def play_one(self) -> dict[str, int | float]:
         """Does the next step; returns the metrics since the last report."""
         self._run(Request(1, read=True))
-        return self.loop.read()
+        return self.loop.read_metrics()
 
     def _run(self, request: Request) -> bool:
         """Runs steps; returns whether all values were finite."""

@@ -50,7 +50,7 @@ def report_of(directory: str) -> run_json.Report:
       UsageError: if it cannot be read.
     """
     path = run_json.path_of(directory, trains=True)
-    if report := run_json.read(path):
+    if report := run_json.read_report(path):
         return report
     sweep = "; a trial of a sweep is a folder in its directory" if os.path.exists(f"{directory}/sweep.db") else ""
     raise UsageError(f"{path} cannot be read; name the run directory of a training{sweep}")

@@ -155,7 +155,7 @@ def environment(directory: str) -> dict[str, str]:
 
 def _verdict(report: run_json.Report, directory: str, to: str) -> int:
     """Compares both runs, prints the result, and returns the exit code."""
-    again = run_json.read(run_json.path_of(to, trains=True))
+    again = run_json.read_report(run_json.path_of(to, trains=True))
     for name, (before, now) in sorted(run_json.changed_settings(report, again).items()):
         say(f"setting {name} was {shown(before)} and is now {shown(now)}, though the command does not say so")
     found = compare(directory, to)

@@ -130,7 +130,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _BatchTensor:
     """One tensor of a batch, of all replicas together."""
 
     name: str
@@ -160,15 +160,15 @@ class _View:
 
     # The batch.
 
-    def _joined(self) -> list[_Leaf]:
+    def _joined(self) -> list[_BatchTensor]:
         """Returns the tensors of the global batch; the rows in place of the numbers of rows of `context.resident`."""
         replicas = self._step.strategy.experimental_local_results
         batch, arrays = self._batch, self._player.loop.stream.arrays
         batch = batch.inputs if isinstance(batch, Share) else batch
-        found = [_Leaf(name, _concatenated(replicas(value))) for name, value in _named(batch)]
+        found = [_BatchTensor(name, _concatenated(replicas(value))) for name, value in _named(batch)]
         if arrays is None:
             return found
-        return [_Leaf(name, tf.gather(array, found[0].value)) for name, array in _named(arrays)]
+        return [_BatchTensor(name, tf.gather(array, found[0].value)) for name, array in _named(arrays)]
 
     def batch_lines(self) -> list[str]:
         """Returns a line for each tensor of the batch, and one for the ids of its examples."""

@@ -10,7 +10,7 @@ from absl import logging
 
 from looplib import files
 from looplib.checkpoint import choice, commits
-from looplib.checkpoint.names import Leaf, Saved
+from looplib.checkpoint.names import NamedVariable, SavedVariables
 from looplib.checkpoint.restoring import check_contents, describe_differences, objects_of
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
@@ -60,7 +60,7 @@ class _Taken:
     """
 
     count: int
-    missing: list[Leaf]
+    missing: list[NamedVariable]
     reshaped: list[str]
     unused: list[str]
 
@@ -79,7 +79,7 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
         raise ValueError(f"TensorFlow {tf.__version__} keeps the structure of a checkpoint in a way unknown to looplib")
     record = RunRecord.in_checkpoint(reader, path)
     check_contents(objects, record, path)
-    saved = Saved(reader, graph, record.names, objects)
+    saved = SavedVariables(reader, graph, record.names, objects)
     live = saved.live
     if weights_only:
         live.leaves = [leaf for leaf in live.leaves if not (leaf.owned or leaf.name.endswith("seed_generator_state"))]
