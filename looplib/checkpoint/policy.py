@@ -45,8 +45,8 @@ class KeepBest:
 
     Attributes:
       metric: evaluator and metric, such as "eval/accuracy".
-      mode: "max" or "min", which of two values is better. The default, None, reads it from the metric's name: "min" for
-        names with a word such as "loss", "error" or "perplexity", "max" for "accuracy", "auc" or "f1".
+      mode: "max" or "min", which of two values is better. The default, None, is for well-known names such as "loss" and
+        "accuracy" (`looplib/task/metric_names.py` lists them), not for others that contain such a word.
       number: how many checkpoints to keep; default 1.
 
     Raises:

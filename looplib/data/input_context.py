@@ -277,7 +277,8 @@ class InputContext:
                 asked.epoch = epoch
         else:
             positions, steps = self.places.evaluation_batches(plan.size)
-        asked.calls.append(call := Call(positions=positions, steps=steps))
+        call = Call(positions=positions, steps=steps)  # not in the next line: AutoGraph takes no walrus
+        asked.calls.append(call)
         if self.places.only is not None:
             positions = tf.data.Dataset.from_tensor_slices(self.places.only[:, None, None])
         return positions, call

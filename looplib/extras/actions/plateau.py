@@ -105,7 +105,7 @@ class EarlyStopping(_Patient):
       metric: evaluator and metric, such as "eval/loss"; "train/loss" for one of the training's reports.
       patience: evaluations (or reports) in a row without an improvement, after which the training ends.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
-      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       restore_best: whether the controller is at its best checkpoint once a training has ended, early or not: step,
         weights and the rest of the state, as by `controller.restore_checkpoint("best")`. It needs a `model_dir` and
         `KeepBest` of this metric in `CheckpointPolicy.keep`. Jobs that evaluate, predict or export take this
@@ -175,7 +175,7 @@ class ExportBest(_Patient):
         which a file in it names: another run, also one that continues in a copy of a run directory, is refused.
       number: how many exports to keep, the newest; those before, which this run has made, are removed.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
-      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       averages: whether averaged weights are exported, if there are any.
       tflite: whether to write a TFLite file too.
       name: distinguishes it from another one of this class for this metric and mode; default "".
@@ -271,7 +271,7 @@ class ReduceOnPlateau(_Patient):
       factor: the new rate is the old one times this.
       patience: evaluations (or reports) in a row without an improvement, after which the rate is reduced.
       min_change: an improvement is a change by more than this; default 0. NaN is never one.
-      mode: "max" or "min", which of two values is better; default None reads it from the name, as `KeepBest` does.
+      mode: "max" or "min", which of two values is better; default None is for the names that `KeepBest` knows.
       cooldown: evaluations (or reports) after a reduction that do not count as ones without an improvement.
       min_rate: the rate is not reduced below this.
       name: distinguishes it from another one of this class for this metric and mode; default "".

@@ -1,16 +1,26 @@
 """What the charts mark: restarts, rollbacks, skipped steps and the best checkpoint."""
 
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from looplib.errors import UsageError
 from looplib.extras.page import values
 from looplib.extras.page.curves import Curve
 from looplib.extras.page.run import Mark, SavedCheckpoint, ShownStart
-from looplib.task.metric_names import mode_of
 
 _MOST = 200  # marks of skipped steps
+# Words of a metric's name, for a guess at which of two values is better. Being wrong costs nothing here: the page only
+# shows what it takes for the best. Whatever chooses by a metric asks the user (`looplib.task.metric_names.mode_of`).
+_LESS = set("loss losses error err mae mse rmse mape perplexity ppl nll wer cer fid".split())
+_MORE = set("accuracy acc auc precision recall f1 bleu rouge map ap iou miou dice psnr ssim r2".split())
+
+
+def guessed_mode(metric: str) -> str | None:
+    """Returns "max" or "min", guessed from words in a metric's name such as "eval/accuracy"; None if none tells."""
+    words = set(re.split(r"[^a-z0-9]+", metric.partition("/")[2].lower()))
+    less, more = bool(words & _LESS), bool(words & _MORE)
+    return None if less == more else "min" if less else "max"
 
 
 def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
@@ -23,13 +33,11 @@ def best_metric(kept: Any, found: Sequence[Curve]) -> tuple[str, str]:
     mode, _, wanted = values.text(kept, 200).rpartition(":")
     metrics = [f"{curve.split}/{curve.name}" for curve in found if curve.split != "train"]
     metrics.sort(key=lambda metric: "loss" in metric)  # an accuracy says more than a loss
-    candidates = [(wanted, mode or None)] if wanted else []
-    for metric, mode in [*candidates, *((metric, None) for metric in metrics)]:
-        try:
-            return metric, mode_of("the page", metric, mode)
-        except UsageError:
-            continue
-    return "", ""
+    if "/" in wanted and mode in ("max", "min"):
+        return wanted, mode
+    candidates = [wanted] if not mode else []
+    guesses = ((metric, guessed_mode(metric)) for metric in [*candidates, *metrics])
+    return next(((metric, guess) for metric, guess in guesses if guess), ("", ""))
 
 
 def with_best(saved: list[SavedCheckpoint], metric: str, mode: str) -> list[SavedCheckpoint]:

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from looplib.errors import UsageError
 from looplib.extras.page.curves import Curve, last_of
+from looplib.extras.page.marks import guessed_mode
 from looplib.extras.page.run import Run
-from looplib.task.metric_names import mode_of
 
 _FEWEST = 8  # points that a curve needs for a trend
 _MUCH = 0.05  # the part of the time from which on restarts are worth a word
@@ -90,7 +89,7 @@ def _of_learning(run: Run) -> Iterator[Remark]:
         steps, found = curve.finite
         if len(found) < 3:
             continue
-        rises = mode_of("the page", metric, None) == "max"
+        rises = guessed_mode(metric) == "max"
         better = found if rises else -found
         best, first = last_of(better, better.max()), int(better.argmax())
         lost, span = better[best] - better[-1], np.ptp(found)
@@ -134,11 +133,7 @@ def _evaluated(run: Run) -> Iterator[tuple[str, Curve]]:
     """Yields (metric, curve) of evaluations where the name says which of two values is better."""
     for curve in run.curves:
         metric = f"{curve.split}/{curve.name}"
-        if curve.split != "train" and not curve.undone:
-            try:
-                mode_of("the page", metric, None)
-            except UsageError:
-                continue
+        if curve.split != "train" and not curve.undone and guessed_mode(metric):
             yield metric, curve
 
 

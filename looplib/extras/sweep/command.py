@@ -29,7 +29,7 @@ def add(tools: Any) -> None:
     parser.add_argument(
         "--value", default="last", help="last or best: which value of a run's metric ranks it (default %(default)s)"
     )
-    parser.add_argument("--goal", help="max or min (default: by the name of the metric, so min for a loss)")
+    parser.add_argument("--goal", help="max or min (default: by a well-known name, so min for loss)")
     parser.add_argument(
         "--prune", default="none", help="rule that stops hopeless runs: none, median, halving or hyperband"
     )
