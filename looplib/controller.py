@@ -344,7 +344,7 @@ class Controller:
         else:
             logging.warning("the run is at step %d, beyond the requested step %d", step, schedule.end)
         reporter.last_evaluation = {}
-        reporter.pace.measure_from(step)
+        reporter.speed_meter.measure_from(step)
         reporter.show_progress(step, schedule.next_evaluation(step))
         if schedule.evaluates_at(step) and checkpointer.lacks_evaluation():
             self._evaluate(schedule, eval_steps, saves=False)  # the run stopped between the save and the evaluation

@@ -162,7 +162,7 @@ class LiveVariables:
     def record(self) -> VariableNames:
         """Returns the names to save with a checkpoint. Each process that runs this program has the same."""
         places = sorted(self._places, key=lambda place: in_order(place[0]))
-        counted = Normal(self).counted(leaf.name for _, leaf in places if not leaf.origin)
+        counted = NameNormalizer(self).counted(leaf.name for _, leaf in places if not leaf.origin)
         return VariableNames(
             {path: counted(leaf.name) for path, leaf in places if not leaf.origin},
             {path: [leaf.kind, leaf.origin.path] for path, leaf in places if leaf.origin},
@@ -225,7 +225,7 @@ class SavedVariables:
                 self.leaves[number] = NamedVariable(name, tuple(shape), floating, dict(paths), key=key, node=number)
 
 
-class Normal:
+class NameNormalizer:
     """Takes out of names what Keras has counted in one process: `dense_7/kernel` becomes `dense/kernel`.
 
     The name of a model that is an attribute of the trainer is left out too: the attribute stands for it.
@@ -281,7 +281,7 @@ def stable_names(objects: Mapping[str, Any], variables: Sequence[tf.Variable]) -
     if not variables:
         return {}
     live = LiveVariables(objects)
-    normal = Normal(live)
+    normal = NameNormalizer(live)
     alike: dict[str, list[NamedVariable]] = {}
     for leaf in sorted(map(live.leaf_of, variables), key=lambda leaf: in_order(leaf.path)):
         alike.setdefault(f"{min(leaf.paths)}/{normal(leaf.name)}", []).append(leaf)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from looplib import files, plugins
 from looplib.checkpoint import commits
-from looplib.checkpoint.names import LiveVariables, NamedVariable, Normal, SavedVariables, groups
+from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalizer, SavedVariables, groups
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.compat import tensorflow as _tf
@@ -181,7 +181,7 @@ def objects_of(graph: Any, checkpoint: Any) -> dict[int, Any]:
 def misplaced(saved: SavedVariables, objects: Mapping[int, Any]) -> list[str]:
     """Lists the saved variables at whose place, there is another one now, as "la/kernel there, lb/kernel here"."""
     live = saved.live
-    normal = Normal(live)
+    normal = NameNormalizer(live)
     here = {number: leaf for number in saved.leaves if (leaf := live.leaf_of(objects.get(number)))}
     names = {normal(leaf.name) for leaf in live.leaves}
     found = []
@@ -204,7 +204,7 @@ def differences(saved: SavedVariables) -> dict[str, list[str]]:
 
     These are the names of layers, and not their places in lists, under the attribute of the trainer.
     """
-    normal = Normal(saved.live)
+    normal = NameNormalizer(saved.live)
 
     def key(leaf: NamedVariable) -> tuple[str, str]:
         if leaf.origin:
@@ -244,7 +244,7 @@ def contents_of(objects: Mapping[str, Any]) -> dict[str, Contents]:
     found: dict[str, list[Contents]] = {}
     normal = None
     for name, entries in _found_in(objects):
-        normal = normal or Normal(LiveVariables(objects))
+        normal = normal or NameNormalizer(LiveVariables(objects))
         found.setdefault(normal(name), []).append(_contents(entries))
     return {
         name if len(alike) == 1 else f"{name} {number} of {len(alike)}": one

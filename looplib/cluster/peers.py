@@ -63,7 +63,7 @@ class Peers:
         self.silence_limit = silence_limit
         self._join_limit = join_limit
         self._beat = min(1.0, silence_limit / 5)
-        self._links: dict[int, rendezvous.Link] = {}
+        self._links: dict[int, rendezvous.Connection] = {}
         self._thread: threading.Thread | None = None
         self._ending = ""  # how this process ends: "last words" or "goodbye"
         self._done = threading.Event()  # the others have noted it, or none is left
@@ -167,7 +167,7 @@ class Peers:
         self._done.set()
         self._close()
 
-    def _hear(self, link: rendezvous.Link) -> None:
+    def _hear(self, link: rendezvous.Connection) -> None:
         for message in link.receive():
             if "cause" in message:
                 return self._end_for(_Cause(**message["cause"]))
@@ -190,7 +190,7 @@ class Peers:
         elif link.silence > self.silence_limit:
             self._give_up(link, f"sent nothing for {self.silence_limit:g} s: it is frozen or disconnected")
 
-    def _give_up(self, link: rendezvous.Link, what: str) -> None:
+    def _give_up(self, link: rendezvous.Connection, what: str) -> None:
         cause = _Cause(link.index, EXIT_FAILED, f"{what}; {_AGAIN}")
         link.send(cause.as_message())  # a frozen worker may wake up
         self._end_for(cause)

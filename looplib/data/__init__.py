@@ -11,5 +11,5 @@ Names that other rooms may use, by file:
     order: as_plan, Ids, Locate, mix, OrderKey, Plan, seeds_at
     pipelines: num_rows
     saved_position: none
-    stream: Properties, Stream
+    stream: BatchProperties, Stream
 """

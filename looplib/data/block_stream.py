@@ -187,7 +187,7 @@ class KeyedStream(BlockStream):
     Of `dataset` only the specs are used, which are those of the rows.
 
     Attributes:
-      draw: returns ids from a number of batches of this pipeline on; see `asked.Call`.
+      draw: returns ids from a number of batches of this pipeline on; see `asked.DatasetCall`.
       rows: returns rows by their numbers; None leaves the ids.
     """
 

@@ -16,7 +16,7 @@ from looplib.data.block_stream import BlockStream, KeyedStream, Rows, block_size
 from looplib.data.host_stream import HostStream
 from looplib.data.input_context import InputContext, per_replica_batch_size
 from looplib.data.pipelines import Pipelines, PipelineTask, makes_global_batches
-from looplib.data.stream import Lengths, Properties, Stream
+from looplib.data.stream import BatchProperties, ShareLengths, Stream
 from looplib.errors import UsageError
 from looplib.run_config import RunConfig
 
@@ -123,16 +123,16 @@ def distribute(
 
 def _properties(
     pipelines: Pipelines, training: bool, batch_size: int, whole: bool, start_step: int, remote: Any
-) -> Properties:
+) -> BatchProperties:
     """Returns what is known of the batches of built pipelines; raises `UsageError` if there is none to begin with."""
     context, replicas = pipelines.contexts[0], pipelines.replicas
     cardinalities, shares = pipelines.gather_lengths()
     per_worker = max(1, replicas // len(shares))
-    lengths = Lengths(shares, 1 if whole else per_worker) if training and remote is None else None
+    lengths = ShareLengths(shares, 1 if whole else per_worker) if training and remote is None else None
     if start_step == 0:
         _refuse_without_batches(pipelines, training, cardinalities, lengths)
     infinite = all(cardinality == tf.data.INFINITE_CARDINALITY for cardinality in cardinalities)
-    return Properties(
+    return BatchProperties(
         who=pipelines.who,
         infinite=infinite,
         unknown=tf.data.UNKNOWN_CARDINALITY in cardinalities,
@@ -148,7 +148,7 @@ def _properties(
 
 
 def _refuse_without_batches(
-    pipelines: Pipelines, training: bool, cardinalities: list[int], lengths: Lengths | None
+    pipelines: Pipelines, training: bool, cardinalities: list[int], lengths: ShareLengths | None
 ) -> None:
     """Raises `UsageError` where a run begins with data that has not a batch for each replica."""
     if not any(cardinalities):

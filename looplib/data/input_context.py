@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from looplib import plugins
-from looplib.data.asked import Asked, BadRecords, Call
+from looplib.data.asked import BadRecords, DatasetCall, DatasetRequests
 from looplib.data.batches import CHUNK_IDS, Batches, BatchSizePeriod, Epoch, Positions
 from looplib.data.order import Ids, Locate, OrderKey, Plan, as_plan, derived_seed, seeds_at
 from looplib.errors import UsageError, whole_number
@@ -67,7 +67,7 @@ class InputContext:
         self.bad_records = bad_records or BadRecords()
         sizes, replicas = Batches(self.global_batch_size, tuple(earlier)), self.replicas_per_pipeline
         self.places = Positions(sizes, start_step, num_replicas, pipeline_index, num_pipelines, replicas, numbers, only)
-        self.asked = Asked()
+        self.asked = DatasetRequests()
 
     def again(self, start_step: int = 0, only: np.ndarray | None = None) -> "InputContext":
         """Returns a new context of the same pipeline; `only` are positions int64 `[n]` to make batches of one of."""
@@ -261,7 +261,7 @@ class InputContext:
 
     def positions_of(
         self, plan: Plan, method: str, whole_epochs: bool, repeat: bool, most: int
-    ) -> tuple[tf.data.Dataset, Call]:
+    ) -> tuple[tf.data.Dataset, DatasetCall]:
         """Makes the positions of this pipeline's batches of a plan, for a method of that name with such arguments.
 
         Returns chunks of at most `most` batches, int64 `[k, b]`, and the call, for the method to complete. A batch that
@@ -277,7 +277,7 @@ class InputContext:
                 asked.epoch = epoch
         else:
             positions, steps = self.places.evaluation_batches(plan.size)
-        call = Call(positions=positions, steps=steps)  # not in the next line: AutoGraph takes no walrus
+        call = DatasetCall(positions=positions, steps=steps)  # not in the next line: AutoGraph takes no walrus
         asked.calls.append(call)
         if self.places.only is not None:
             positions = tf.data.Dataset.from_tensor_slices(self.places.only[:, None, None])
@@ -353,7 +353,7 @@ class InputContext:
 
 @tf.autograph.experimental.do_not_convert
 def _draw(ids: Ids, seed: int, places: Positions, epoch: Epoch, first: tf.Tensor, count: int) -> tf.Tensor:
-    """Returns ids in ops that XLA compiles; see `Call.draw`."""
+    """Returns ids in ops that XLA compiles; see `DatasetCall.draw`."""
     positions = places.batches(first, count, epoch)
     return tf.reshape(ids.endless_in_xla(tf.reshape(positions, [-1]), seed), positions.shape)
 

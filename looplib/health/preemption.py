@@ -35,7 +35,7 @@ _LIBC = ctypes.CDLL(None)
 _TICK = 0.2  # seconds between checks whether a step has ended
 
 
-class Notice:
+class PreemptionNotice:
     """The request to end this process, if one has come. There is one notice in a process: the module's `notice`.
 
     Attributes:
@@ -305,5 +305,5 @@ def _leave(code: int, sentence: str) -> None:
     os._exit(code)
 
 
-notice = Notice()
+notice = PreemptionNotice()
 os.register_at_fork(before=notice.before_a_fork, after_in_parent=notice.after_a_fork, after_in_child=notice.in_a_fork)

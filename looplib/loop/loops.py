@@ -52,7 +52,7 @@ class Loops:
         self.closed = False
         self.trained = 0  # steps of this start
         self.torn = False  # whether a step has failed, which may have updated only a part of the variables
-        self._lendings: weakref.WeakKeyDictionary[Loop, Lending] = weakref.WeakKeyDictionary()
+        self._lendings: weakref.WeakKeyDictionary[Loop, LentState] = weakref.WeakKeyDictionary()
         self._unread: set[str] = set()  # evaluators whose last evaluation failed or was stopped
 
     def build(
@@ -263,11 +263,11 @@ class Loops:
         raise task_loop.no_batch(name, loop.who)
 
     def lending(self, loop: Loop) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager for an evaluation or a prediction, see `Lending`."""
+        """Returns a context manager for an evaluation or a prediction, see `LentState`."""
         if self.training is None:
             return contextlib.nullcontext()
         if loop not in self._lendings:
-            self._lendings[loop] = Lending(self.strategy, self.training, loop)
+            self._lendings[loop] = LentState(self.strategy, self.training, loop)
         return self._lendings[loop].lent()
 
     def retrace(self, layers: str) -> None:
@@ -287,7 +287,7 @@ class Loops:
 _Variables = dict[int, tf.Variable]  # by their `identity_of`
 
 
-class Lending:
+class LentState:
     """What a training lends to an evaluation or a prediction.
 
     Moving statistics and the like may differ between replicas: each of them evaluates with the values that an export

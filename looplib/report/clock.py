@@ -169,7 +169,7 @@ class Clock:
         self._mark = now
 
 
-class Pace:
+class SpeedMeter:
     """Measures the speed of a training since this process started or resumed it.
 
     Args:

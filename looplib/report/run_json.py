@@ -209,7 +209,7 @@ class _AsDict(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
+class RunProgress:
     """Where a run stands.
 
     Attributes:
@@ -249,7 +249,7 @@ class RunReport:
       strategy: the name of the strategy, such as "MirroredStrategy, 2 replicas".
       num_replicas: replicas that step together.
       flags: dict of the settings that a binary takes as flags.
-      standing: function without arguments that returns the `Standing` of the run.
+      standing: function without arguments that returns the `RunProgress` of the run.
       check: raises `UsageError` if the run directory is not this process's any more; nothing is written then.
       config: the program's own settings: a dataclass, a mapping, or an object with `as_dict`; None for none.
       program: the `Program` of a binary, whose changed code is written beside the report; None for none.
@@ -265,7 +265,7 @@ class RunReport:
     strategy: str
     num_replicas: int
     flags: dict[str, Any]
-    standing: Callable[[], Standing]
+    standing: Callable[[], RunProgress]
     check: Callable[[], None]
     config: Any = None
     program: Program | None = None
@@ -357,7 +357,7 @@ class RunReport:
         standing = self.standing()
         ends = {"status": status, "step": standing.step, "verdict": self.clock.summary()[1]}
         ends |= {"error": masked_text(error)} if error else {}
-        ends |= {"console": console.trouble()} if console.trouble() else {}
+        ends |= {"console": console.first_fault()} if console.first_fault() else {}
         points = [dataclasses.asdict(point) for point in self.points.points]
         own = {**self._start, **ends, "points": points, "seconds": self.clock.seconds()}
         starts = kept([

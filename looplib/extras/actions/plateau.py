@@ -20,7 +20,7 @@ _OWNER = ".looplib-run"  # the name of a file that says which run has a director
 _EXPORT = re.compile(r"step-\d{1,19}")  # the name of one
 
 
-class _Patient(Action):
+class _MetricWatcher(Action):
     """The common part: the best value of a metric, and how many reports have passed without a better one.
 
     A value counts once for each step, so an evaluation that is called by hand or repeated changes nothing. The metric
@@ -96,7 +96,7 @@ class _Patient(Action):
         vars(self).update(zip(self._remembered, state, strict=True))
 
 
-class EarlyStopping(_Patient):
+class EarlyStopping(_MetricWatcher):
     """Ends the training when a metric no longer improves.
 
     A run that has stopped, and is started again, trains no further step, unless `patience` is raised.
@@ -164,7 +164,7 @@ class EarlyStopping(_Patient):
             controller.restore_checkpoint("best")
 
 
-class ExportBest(_Patient):
+class ExportBest(_MetricWatcher):
     """Exports the model after each evaluation that is better than all before, by `controller.export`.
 
     A run that is killed and resumed exports at the steps of an uninterrupted one.
@@ -260,7 +260,7 @@ class ExportBest(_Patient):
         self._kept = names
 
 
-class ReduceOnPlateau(_Patient):
+class ReduceOnPlateau(_MetricWatcher):
     """Reduces the learning rate of the trainer's optimizers when a metric no longer improves.
 
     The rate is part of the checkpoints, as all of an optimizer's state is. A program that is started again with
@@ -280,7 +280,7 @@ class ReduceOnPlateau(_Patient):
       UsageError: for bad input.
     """
 
-    _remembered = (*_Patient._remembered, "_cooling")
+    _remembered = (*_MetricWatcher._remembered, "_cooling")
 
     def __init__(
         self,

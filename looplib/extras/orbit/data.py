@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from looplib.data.host_stream import HostStream
-from looplib.data.stream import Properties
+from looplib.data.stream import BatchProperties
 
 
 def datasets_of(structure: Any) -> list[Any]:
@@ -102,7 +102,7 @@ class _DatasetStandIn:
             strategy=strategy,
             dataset=dataset,
             renew=lambda: dataset,
-            properties=Properties(who=who),
+            properties=BatchProperties(who=who),
             context=lambda: None,
         )
 

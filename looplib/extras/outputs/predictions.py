@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from looplib import files, folders
 from looplib.checkpoint.checkpointer import Checkpointer
-from looplib.checkpoint.lock import Kind, acquire
+from looplib.checkpoint.lock import LockKind, acquire
 from looplib.cluster.collectives import Workers
 from looplib.compat import keras as _keras
 from looplib.errors import UsageError, whole_number
@@ -25,7 +25,7 @@ from looplib.task.evaluator import Evaluator
 from looplib.task.plain import as_array, as_bytes
 from looplib.task.state import state_of, variables_of
 
-_LOCKED = Kind("directory of predictions", "name another --predictions", "_lock")
+_LOCKED = LockKind("directory of predictions", "name another --predictions", "_lock")
 
 
 def predict(

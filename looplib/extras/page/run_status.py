@@ -74,7 +74,7 @@ def read_status(folder: str) -> RunStatus:
     return RunStatus(state, detail, step, final, end, rate, age, _metrics(records, report))
 
 
-def _state(report: run_json.Report, holder: lock.Holder | None, age: float, interval: float) -> tuple[str, str]:
+def _state(report: run_json.Report, holder: lock.LockHolder | None, age: float, interval: float) -> tuple[str, str]:
     """Returns the state, and more about it."""
     said = report.get("status")
     is_later = holder and _process_of(report) not in (None, holder.pid)  # than the newest start that trained

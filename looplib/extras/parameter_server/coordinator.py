@@ -22,7 +22,7 @@ from looplib.data.stream import Stream
 from looplib.errors import UsageError, gist
 from looplib.extras.parameter_server.processes import counts
 from looplib.extras.parameter_server.remote_stream import DataPosition, RemoteStream
-from looplib.extras.parameter_server.results import RemoteReducer, Work, packed, unpacked
+from looplib.extras.parameter_server.results import RemoteReducer, WorkerResult, packed, unpacked
 from looplib.health.preemption import notice
 from looplib.loop.backend import Backend, Decorator
 from looplib.loop.base import InnerLoop, LoopResult, Metrics, Request, Specification
@@ -232,7 +232,7 @@ class RemoteLoop(InnerLoop):
                 self._reducer.add(work.contribution)
         return LoopResult(sum(work.done for _, work in results), self._reducer.finite(), bool(notice.requested))
 
-    def _evaluate_parts(self, steps: int, batches: int, parts: int) -> list[tuple[int, Work]]:
+    def _evaluate_parts(self, steps: int, batches: int, parts: int) -> list[tuple[int, WorkerResult]]:
         calls, given, results = collections.deque(), 0, []
         while True:
             if given < parts and self._may_continue(calls):
@@ -341,7 +341,7 @@ class RemoteLoop(InnerLoop):
         components = tf.constant(numbers, tf.int64, shape=[len(numbers)])
         return self._coordinator.schedule(self._call, args=(self._iterators, components, *_int64(ahead)))
 
-    def _result(self, call: Any) -> Work:
+    def _result(self, call: Any) -> WorkerResult:
         return unpacked(call.get())
 
     # Errors.

@@ -11,7 +11,7 @@ from looplib.data.order import Ids, Plan, as_plan, seeds_at
 from looplib.errors import UsageError, whole_number
 from looplib.extras.records.damage import given, tolerant
 from looplib.extras.records.fingerprint import fingerprint
-from looplib.extras.records.order import BlockOrder, Picks
+from looplib.extras.records.order import BlockOrder, RecordSelection
 from looplib.extras.records.plans import Kept, RecordPlan
 from looplib.extras.records.reading import RecordReads, read_records
 from looplib.extras.records.sources import Blocked, Source, Subset, mean_bytes, named, opened
@@ -68,10 +68,10 @@ class RecordReader:
         def picks(positions: tf.Tensor) -> tuple[Any, ...]:
             if order is None:
                 ids, *known = to_read(found(positions))
-                picked, known = Picks(ids, ids, ids + 1), tuple(known)
+                picked, known = RecordSelection(ids, ids, ids + 1), tuple(known)
             else:
                 parts = order.picks(tf.reshape(positions, [-1]))
-                picked = Picks(
+                picked = RecordSelection(
                     *(tf.ensure_shape(tf.reshape(part, tf.shape(positions)), positions.shape) for part in parts)
                 )
                 known = ()
@@ -132,7 +132,7 @@ def _checked(plan: Plan, block: int | None, shuffle: bool, whole_epochs: bool) -
 
 
 @tf.autograph.experimental.do_not_convert
-def _ids(picks: Picks, *_: Any) -> tf.Tensor:
+def _ids(picks: RecordSelection, *_: Any) -> tf.Tensor:
     return picks.ids
 
 

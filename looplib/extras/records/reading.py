@@ -17,7 +17,7 @@ from looplib import files
 from looplib.errors import UsageError, join_names, with_cure
 from looplib.extras.records.files import THREADS
 from looplib.extras.records.indexed import Numbered
-from looplib.extras.records.order import Picks
+from looplib.extras.records.order import RecordSelection
 from looplib.extras.records.sources import Chain, ReadsMany, Source, Subset, items, mean_bytes, opened
 
 # Records, and their bytes, whose pieces are read before they are used.
@@ -87,7 +87,7 @@ def read_records(
 
     Args:
       source: the records.
-      picks: chunks of batches: (`Picks` of int64 `[k, b]`, and anything else, which is passed on).
+      picks: chunks of batches: (`RecordSelection` of int64 `[k, b]`, and anything else, which is passed on).
       reads: says whether neighbouring records are read at once, as the picks say; counts the calls.
       lanes: how many pieces a batch takes records from, at most.
       may_lack: whether the source has None in place of damaged records, which are left out of batches; k is 1 then.
@@ -118,12 +118,12 @@ def read_records(
         return [*element.pack(found, (1, len(found))), there]
 
     @tf.autograph.experimental.do_not_convert
-    def announced(picks: Picks, *others: Any) -> tuple[Any, ...]:
+    def announced(picks: RecordSelection, *others: Any) -> tuple[Any, ...]:
         starts = tf.numpy_function(announce, [picks.starts, picks.stops], tf.int64)
-        return Picks(picks.ids, tf.ensure_shape(starts, picks.starts.shape), picks.stops), *others
+        return RecordSelection(picks.ids, tf.ensure_shape(starts, picks.starts.shape), picks.stops), *others
 
     @tf.autograph.experimental.do_not_convert
-    def fetched(picks: Picks, *others: Any) -> Any:
+    def fetched(picks: RecordSelection, *others: Any) -> Any:
         leaves = tf.numpy_function(fetch, list(picks), element.dtypes + [tf.bool] * may_lack)
         if may_lack:
             there = tf.ensure_shape(leaves.pop(), [None])
@@ -193,7 +193,7 @@ def _computed(source: Source, function: Callable[[Any], tf.Tensor], numbers: np.
     picks = (
         tf.data.Dataset.from_tensor_slices(numbers)
         .batch(_BATCH)
-        .map(lambda ids: (Picks(ids[None], ids[None], ids[None] + 1),))
+        .map(lambda ids: (RecordSelection(ids[None], ids[None], ids[None] + 1),))
     )
     batches = read_records(source, picks, RecordReads(source, by_pieces=False, may_be_by_pieces=False)).unbatch()
     measured = batches.map(function, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).prefetch(tf.data.AUTOTUNE)

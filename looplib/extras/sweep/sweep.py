@@ -14,7 +14,7 @@ import optuna
 from sqlalchemy.exc import SQLAlchemyError
 
 from looplib import console, files, folders
-from looplib.checkpoint.lock import Kind, RunLock, acquire
+from looplib.checkpoint.lock import LockKind, RunLock, acquire
 from looplib.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, UsageError, with_cure
 from looplib.extras.sweep import jobs, results, space
 from looplib.extras.sweep.jobs import Job
@@ -25,7 +25,7 @@ from looplib.masks import masked
 from looplib.task.metric_names import mode_of
 
 _TICK = 0.1
-_LOCKED = Kind("directory of a sweep", "use another --dir", "sweep.lock")
+_LOCKED = LockKind("directory of a sweep", "use another --dir", "sweep.lock")
 _MOST_SEEDS = 10_000
 # What the machine is short of, so that a run which ends with it in its last line is no failure of its trial.
 _OF_THE_MACHINE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO))

@@ -99,7 +99,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moment:
+class _PlayerState:
     """The state between two steps: of the variables and tables, the metrics so far, the places in run and data."""
 
     values: list[Any]
@@ -225,14 +225,14 @@ class Player:
     def _tables(self) -> list[Any]:
         return tables_of(state_of(self.loop.task))
 
-    def note(self) -> _Moment:
+    def note(self) -> _PlayerState:
         """Returns the state before the next step, for `go_back`."""
         values = [variable.numpy() for variable in self.loop.step.variables]
         position = self.loop.position()
         tables = [table.export() for table in self._tables]
-        return _Moment(values, tables, self.loop.reducer.state(), self.step, self.step + self._offset, position)
+        return _PlayerState(values, tables, self.loop.reducer.state(), self.step, self.step + self._offset, position)
 
-    def go_back(self, moment: _Moment, fresh: bool = False) -> None:
+    def go_back(self, moment: _PlayerState, fresh: bool = False) -> None:
         """Restores a state.
 
         Args:
@@ -250,7 +250,7 @@ class Player:
             self.loop.reducer.read()
         self.loop.rewind(moment.data_step, moment.position)
 
-    def batch_at(self, moment: _Moment) -> tuple[Any, tf.Tensor | None]:
+    def batch_at(self, moment: _PlayerState) -> tuple[Any, tf.Tensor | None]:
         """Reads the batch of the step after a state.
 
         Returns:

@@ -49,7 +49,7 @@ def take_what_fits(objects: Mapping[str, Any], path: str, weights_only: bool = F
 
 
 @dataclasses.dataclass(frozen=True)
-class _Taken:
+class _LoadedValues:
     """What was taken from a checkpoint.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Taken:
         return {"only here": missing, "only there": self.unused, "of another shape": self.reshaped}
 
 
-def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> _Taken:
+def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -> _LoadedValues:
     """Gives objects the values of a checkpoint where names and shapes agree."""
     reader = tf.train.load_checkpoint(path)
     graph = _tf.object_graph(reader)
@@ -111,7 +111,7 @@ def _assign(objects: Mapping[str, Any], path: str, weights_only: bool = False) -
     missing = [leaf for leaf in live.leaves if id(leaf) not in found]
     known = {"save_counter", *(there.name for there, _ in match.pairs)}  # a variable may be in two places
     others = [name for _, name in sorted(unused) if name not in known]
-    return _Taken(len(found) - len(reshaped), missing, reshaped, others)
+    return _LoadedValues(len(found) - len(reshaped), missing, reshaped, others)
 
 
 def warm_start(objects: Mapping[str, Any], path: str) -> None:

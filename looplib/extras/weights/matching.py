@@ -4,7 +4,7 @@ import collections
 import re
 from collections.abc import Iterable, Mapping
 
-from looplib.checkpoint.names import LiveVariables, NamedVariable, Normal, groups, in_order
+from looplib.checkpoint.names import LiveVariables, NamedVariable, NameNormalizer, groups, in_order
 
 _Layer = dict[str, list[NamedVariable]]
 
@@ -28,7 +28,7 @@ class Match:
     ) -> None:
         self.pairs: list[tuple[NamedVariable, NamedVariable]] = []
         self._done: set[int] = set()
-        self._normal = Normal(live)
+        self._normal = NameNormalizer(live)
         held = {name: live.objects[name] for name in live.optimizers}
         classes = {name: type(value).__name__ for name, value in held.items() if not isinstance(value, (list, dict))}
         other = {name for name in classes if optimizers is not None and optimizers.get(name) != classes[name]}
